@@ -40,7 +40,7 @@ from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.trajectory import Trajectory, audit
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv-bench" / "bin" / "python"
@@ -117,7 +117,6 @@ async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[fl
         config,
         EngineConfig(max_num_seqs=128),
         worker_extension=WORKER_EXTENSION,
-        weight_backend=BACKEND,
     )
     names, rates = itertools.count(), list[float]()
 

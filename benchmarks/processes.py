@@ -36,10 +36,9 @@ from turnwise.engine.protocol import Chunk, Engine, Request
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
-from turnwise.rollouts.rollout_process import RolloutProcess
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.serving.openai.session_process import SessionProcess
-from turnwise.serving.openai.session_processes import SessionProcesses
 from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory.audit import audit
 
@@ -64,19 +63,11 @@ class FreeEngine:
         yield Chunk(tokens, [-1.0] * count, [0] * count, "length")
 
 
-class FreeEngines:
-    """A base class that gives a process such engines."""
+class FreeProcess(FrontProcess):
+    """A process with such engines."""
 
     def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
         return engine_of(name)
-
-
-class FreeProcess(FreeEngines, RolloutProcess):
-    """A rollout process with such engines."""
-
-
-class FreeSessions(FreeEngines, SessionProcess):
-    """A process for sessions with such engines."""
 
 
 def engine_of(name: str) -> Engine:
@@ -145,11 +136,11 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float],
 
 
 def processor_seconds() -> float:
-    """Return the processor time of all session processes so far."""
+    """Return the processor time of all processes with such engines so far."""
     total = 0.0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if FreeSessions.__name__ in " ".join(process.cmdline()):
+            if FreeProcess.__name__ in " ".join(process.cmdline()):
                 times = process.cpu_times()
                 total += times.user + times.system
     return total
@@ -197,7 +188,7 @@ async def measure_sessions(
         for count in (1, 2):
             serving = config.serving.model_copy(update={"session_processes": count})
             own = config.model_copy(update={"serving": serving, "output_dir": str(path)})
-            processes = SessionProcesses(own, scheduler, FreeSessions)
+            processes = FrontProcesses(own, scheduler, FreeProcess)
             server = OpenAIServer(own, scheduler, 0, processes)
             urls.append((await server.start()).removesuffix("/v1"))
             stack.push_async_callback(server.stop)

@@ -34,7 +34,7 @@ from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.observe.plan import GIB, Machine, make_plan
 from turnwise.run.fleet import make_manager
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent
 NAME, PARAMETERS = "SmolLM2-135M", 134_515_008
@@ -55,9 +55,7 @@ def rollout_config(path: Path) -> Config:
 
 async def rollout_claim(config: Config, quick: bool) -> Claim:
     """Measure rollouts with tools that answer at once."""
-    bare = VllmEngine(
-        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-    )._llm
+    bare = VllmEngine(config.model, config.engine, worker_extension=WORKER_EXTENSION)._llm
     runs = []
     async with make_manager(config, 0).running() as manager:
         bench = rollouts.Bench(config, manager, bare, None)

@@ -54,7 +54,7 @@ from turnwise.rollouts.producer import GroupProducer
 from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 _Result = TypeVar("_Result")
 TURNS, NEW_TOKENS, GROUP = 3, 24, 8
@@ -308,9 +308,7 @@ def audited(groups: Iterable[Group], expected: int) -> list[Trace]:
 async def run(config: Config, quick: bool) -> list[Claim]:
     arguments = engine_arguments(config.model, config.engine, False)
     start_ray(None)
-    bare = VllmEngine(
-        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-    )._llm
+    bare = VllmEngine(config.model, config.engine, worker_extension=WORKER_EXTENSION)._llm
     arguments.pop("enable_log_requests")  # only known to the asynchronous engine
     blocking = vllm.LLM(**arguments)
     instant: list[tuple[Run, Run]] = []

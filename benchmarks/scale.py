@@ -211,9 +211,10 @@ async def choice_microseconds(workers: int, count: int) -> float:
     """Time the scheduler's choice alone: sessions of eight turns in groups of eight."""
     scheduler = schedule(make_engines(workers))
     routes = [Route(f"s{index // 8}", f"g{index // 64}") for index in range(count)]
+    requests = [Request([], SAMPLING, "r", route=route) for route in routes]
     started = time.perf_counter()
-    for route in routes:
-        await scheduler._schedule(route, "r")
+    for request in requests:
+        await scheduler._schedule(request)
     return (time.perf_counter() - started) / count * 1e6
 
 

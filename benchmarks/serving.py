@@ -36,7 +36,7 @@ from turnwise.engine import Generator, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.run.fleet import make_manager
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 PROMPT_TOKENS, NEW_TOKENS = 50, 24
 CALLERS = (64,)
@@ -129,9 +129,7 @@ async def run(
 ) -> list[Claim]:
     console, claims = Console(width=100), list[Claim]()
     start_ray(None)
-    bare = VllmEngine(
-        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-    )
+    bare = VllmEngine(config.model, config.engine, worker_extension=WORKER_EXTENSION)
     async with make_manager(config, 0).running() as manager:
         servers = [OpenAIServer(config, manager.scheduler), OpenAIServer(config, bare)]
         fleet_url, engine_url = [await server.start() for server in servers]

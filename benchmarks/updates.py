@@ -19,7 +19,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
 from turnwise.weights.manifest import Publication
-from turnwise.weights.sync import UpdateResult, WeightSync
+from turnwise.weights.sync import UpdateResults, WeightSync
 from turnwise.weights.transport import make_sender
 
 CALLERS, PROMPT_TOKENS, NEW_TOKENS = 64, 50, 128
@@ -68,12 +68,12 @@ class Trainer:
 
 
 class Policy(WeightSync):
-    """Pushes by its own policy, whatever the configuration says."""
+    """Updates by its own policy, whatever the configuration says."""
 
     in_flight: InFlight = "keep"
 
-    async def push(self, engines: Sequence[Engine], in_flight: InFlight) -> list[UpdateResult]:
-        return await super().push(engines, self.in_flight)
+    async def update(self, engines: Iterable[Engine], in_flight: InFlight) -> UpdateResults:
+        return await super().update(engines, self.in_flight)
 
 
 def configuration(path: Path) -> Config:

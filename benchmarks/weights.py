@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import Claim, parser, report
-from turnwise.weights.manifest import Manifest, dtype_name
-from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.rendezvous import free_address
+from turnwise.engine.protocol import dtype_name
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     WeightSender,
     find_transport,
     make_sender,
@@ -56,14 +56,14 @@ def receive(tasks: Connection, shapes: list[tuple[str, int]], dtype: torch.dtype
     """Receive updates in the receiver's process; reports the peak bytes of each."""
     torch.set_num_threads(1)
     weights = {name: torch.zeros(size, dtype=dtype) for name, size in shapes}
-    worker = EngineWorker(CPU, 0, {name: ((size,), dtype_name(dtype)) for name, size in shapes})
+    options = ReceiverOptions(CPU, 0, {name: ((size,), dtype_name(dtype)) for name, size in shapes})
     while (task := tasks.recv()) is not None:
         if not isinstance(task, Manifest):
-            worker.group = ProcessGroup(1, *task, 2, 1, CPU, SECONDS)
+            options.group = ProcessGroup(1, *task, 2, 1, CPU, SECONDS)
             tasks.send("joined")
             continue
         before = start_of_peak()
-        receiver = find_transport(task.transport).receive(task, worker, SECONDS)
+        receiver = find_transport(task.transport).receive(task, options, SECONDS)
         for name, tensor in arriving(receiver):
             weights[name].copy_(tensor)
             del tensor

@@ -8,7 +8,7 @@ every lost or repeated token.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -260,11 +260,6 @@ class SimulatedEngine:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.resume()
-
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        pass
 
     async def init_collective(
         self,

@@ -16,8 +16,8 @@ from turnwise.engine.protocol import Completion, Request, generate
 from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
-from turnwise.weights import BACKEND, WORKER_EXTENSION
-from turnwise.weights.canary import check_canary
+from turnwise.weights import WORKER_EXTENSION
+from turnwise.weights.sync import check_canary
 from turnwise.weights.transport import make_sender
 
 PROMPT = 32
@@ -46,9 +46,7 @@ async def _engine(place: Place) -> AsyncIterator[str]:
     settings = config.engine
     if place.gpu:
         settings = settings.model_copy(update={"vllm_args": {"gpu_memory_utilization": 0.4}})
-    llm = VllmEngine(
-        config.model, settings, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-    )
+    llm = VllmEngine(config.model, settings, worker_extension=WORKER_EXTENSION)
     try:
         sampling = SamplingConfig(max_tokens=place.size(128, 8), ignore_eos=True)
         prompts = [[(7 * n + i) % 500 + 2 for i in range(PROMPT)] for n in range(place.size(64, 4))]

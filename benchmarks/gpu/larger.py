@@ -21,7 +21,7 @@ from benchmarks.gpu.training import (
 )
 from turnwise.training import Sample
 from turnwise.training.rank import RankInfo
-from turnwise.weights.rendezvous import LOOPBACK, open_store
+from turnwise.weights.process_group import LOOPBACK, open_store
 
 RANKS = 2
 

@@ -30,7 +30,7 @@ from turnwise.training.layout_check import AgreedLayout
 from turnwise.training.rank import RankInfo, TrainerRank
 from turnwise.training.reports import StepReport
 from turnwise.weights import disk
-from turnwise.weights.rendezvous import LOOPBACK, open_store
+from turnwise.weights.process_group import LOOPBACK, open_store
 
 Tree = dict[str, Any]
 ALONE = RankInfo()

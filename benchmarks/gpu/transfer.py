@@ -11,11 +11,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.gpu.device import GIB, NotRun, Place, require
-from turnwise.weights.ipc_address import device_name
-from turnwise.weights.manifest import Manifest, dtype_name
-from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.rendezvous import LOOPBACK
-from turnwise.weights.transport import EngineWorker, WeightSender, find_transport, make_sender
+from turnwise.engine.protocol import dtype_name
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.process_group import LOOPBACK, ProcessGroup, device_name
+from turnwise.weights.transport import ReceiverOptions, WeightSender, find_transport, make_sender
 
 SECONDS = 60.0
 DTYPE = torch.bfloat16
@@ -37,24 +36,24 @@ def receive(place: Place, tasks: Connection) -> None:
     """Receive versions as an engine's worker does; report whether each arrived, and the memory."""
     torch.set_num_threads(1)
     expected = {n: (tuple(t.shape), dtype_name(DTYPE)) for n, t in tensors(place, 0)}
-    worker = EngineWorker(place.device, 0, expected)
+    options = ReceiverOptions(place.device, 0, expected)
     tasks.send(device_name(place.device))
     while (task := tasks.recv()) is not None:
         if not isinstance(task, Manifest):
-            worker.group = ProcessGroup(1, *task, 2, 1, place.device, SECONDS)
+            options.group = ProcessGroup(1, *task, 2, 1, place.device, SECONDS)
             tasks.send("joined")
             continue
         try:
-            tasks.send(_load(place, task, worker))
+            tasks.send(_load(place, task, options))
         except Exception as error:
             tasks.send(f"{type(error).__name__}: {error}")
 
 
-def _load(place: Place, manifest: Manifest, worker: EngineWorker) -> str:
+def _load(place: Place, manifest: Manifest, options: ReceiverOptions) -> str:
     """Load one update; return the first tensor that is not as sent, or ""."""
     transport = find_transport(manifest.transport)
-    transport.validate(manifest, worker)
-    receiver = transport.receive(manifest, worker, SECONDS)
+    transport.validate(manifest, options)
+    receiver = transport.receive(manifest, options, SECONDS)
     while receiver.poll() is None:
         time.sleep(0.0005)
     loaded: dict[str, torch.Tensor] = {}
@@ -166,8 +165,8 @@ def in_process(place: Place) -> Iterator[str]:
     sent = tensors(place, 1)
     sender = make_sender("in_process", sent, DTYPE, device=place.device)
     manifest = sender.publish(1, iter(sent))
-    worker = EngineWorker(place.device, 0)
-    receiver = find_transport("in_process").receive(manifest, worker, SECONDS)
+    options = ReceiverOptions(place.device, 0)
+    receiver = find_transport("in_process").receive(manifest, options, SECONDS)
     require(receiver.poll() == 1, "version 1 is not there")
     seconds = place.seconds(
         lambda: [t.to(DTYPE) for arrived in receiver.chunks() for _, t in arrived]

@@ -19,7 +19,7 @@ TURNWISE = Path(sys.executable).with_name("turnwise")
 START_SECONDS = 300.0
 END_SECONDS = 120.0
 ROLES = {
-    "ray::RolloutProcess": "rollout process",
+    "ray::FrontProcess": "rollout process",
     "EngineCore": "engine",
     "ray::TrainerActor": "rank",
     "ray::EngineWorker": "worker",

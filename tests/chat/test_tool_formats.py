@@ -63,7 +63,7 @@ def outcomes(parsers: dict[str, ToolParser]) -> dict[str, list[str]]:
 
 
 def test_every_parser_of_vllm_has_a_format_and_a_call() -> None:
-    from turnwise.engine import vllm_api as vllm
+    from turnwise.internals import vllm
 
     names = set(vllm.ToolParserManager.list_registered())
     assert names == FORMATS.keys() | WITHOUT | {"hf"}  # hf: the tokenizer's own description

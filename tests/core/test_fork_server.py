@@ -142,7 +142,7 @@ def test_an_engine_compiles_nothing_for_its_first_request() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
-    from turnwise.engine import vllm_api as vllm_names  # noqa: F401
+    from turnwise.internals import vllm as vllm_names  # noqa: F401
 
     for function in (
         sampler.batched_count_greater_than,

@@ -15,8 +15,8 @@ import pytest
 
 SERVER = """
 import os, socket, sys, time
-from turnwise.core import forking
-forking.SENDING_SECONDS = 0.5
+from turnwise.core import fork_server
+fork_server.SENDING_SECONDS = 0.5
 real, forks = os.fork, []
 def fork():
     forks.append(1)
@@ -31,7 +31,7 @@ class Listener(socket.socket):
         if Listener.accepted in (2, 3) and "lacks" in sys.argv:
             raise OSError(23, "Too many open files in system")
         return super().accept()
-got = forking.serve(Listener(fileno=int(sys.argv[1])), int(sys.argv[2]), end_groups=True)
+got = fork_server.serve(Listener(fileno=int(sys.argv[1])), int(sys.argv[2]), end_groups=True)
 if got is not None:  # in a fork: an environment that hangs
     os.setsid()
     time.sleep(600)

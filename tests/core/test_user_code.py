@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from tests.blocking import NeverIdle
-from turnwise.core import aio, calls
+from turnwise.core import aio
 from turnwise.core import user_code as tasks
-from turnwise.core.calls import stuck_calls, unreturned_calls
-from turnwise.core.executor import use_daemon_threads
-from turnwise.core.user_code import call_user_code, describe_user_error, run_abandonable
+from turnwise.core.user_code import (
+    call_user_code,
+    describe_user_error,
+    run_abandonable,
+    stuck_calls,
+    unreturned_calls,
+    use_daemon_threads,
+)
 from turnwise.errors import DeadlineError, TurnwiseError, describe_error, where_in_user_code
 
 HERE = "tests/core/test_user_code.py:"
@@ -30,8 +35,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that other tests left behind are not counted."""
-    monkeypatch.setattr(calls, "_running", {})
-    monkeypatch.setattr(calls, "_stuck", {})
+    monkeypatch.setattr(tasks, "_running", {})
+    monkeypatch.setattr(tasks, "_stuck", {})
 
 
 @pytest.fixture
@@ -194,7 +199,7 @@ async def test_a_loop_that_is_blocked_is_replaced_for_those_that_come_later(
 async def test_threads_that_never_return_are_bounded(
     monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(calls, "MAX_STUCK", 3)
+    monkeypatch.setattr(tasks, "MAX_STUCK", 3)
     for _ in range(3):
         with pytest.raises(DeadlineError):
             await call_user_code(gate.wait, name="the tool hang", seconds=0.05)

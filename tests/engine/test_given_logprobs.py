@@ -5,8 +5,8 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.vllm_requests import sampling_params
+from turnwise.internals import vllm
 
 LOGITS = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
 LOGPROBS = LOGITS.log_softmax(-1)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.engine import vllm_api as vllm
-from turnwise.engine.token_batches import TIMES, TokenBatches
+from turnwise.internals import vllm
+from turnwise.internals.vllm import TIMES, TokenBatches
 
 INTERVAL = 4
 

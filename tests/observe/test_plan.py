@@ -190,7 +190,7 @@ def test_a_rank_holds_what_was_planned(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from turnwise.training.rank import RankInfo
-    from turnwise.weights.rendezvous import LOOPBACK, open_store
+    from turnwise.weights.process_group import LOOPBACK, open_store
 
     if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor multiplies in bfloat16 sixty times slower than in float32")

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from turnwise.config import Config
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.data import load_training_rows
+from turnwise.rollouts.data import load_training
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, audit
@@ -91,7 +91,7 @@ async def test_an_agent_of_another_framework_makes_exact_trajectories(
     own = Config.model_validate({**config.model_dump(), "rollout": rollout})
     runner = Runner(own, tokenizer)
     runner.server, engine = server
-    row = next(row for row in load_training_rows(own.data)[1] if len(row["steps"]) > 1)
+    row = next(one.row for one in load_training(own) if len(one.row["steps"]) > 1)
     problem = Problem("rows:1", row)
     # As the model samples them: malformed calls, unknown tools and long answers among them.
     group = await runner.run_group(engine, problem, own.sampling, name)

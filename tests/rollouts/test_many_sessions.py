@@ -20,7 +20,7 @@ from tests.simulated import Latency, SimulatedEngine
 from turnwise.chat.session import Session
 from turnwise.config import Config
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.rollout_process import open_front
+from turnwise.rollouts.processes import open_front
 from turnwise.serving.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)

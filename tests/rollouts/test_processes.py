@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
-from turnwise.rollouts.processes import DIED, RolloutProcesses
-from turnwise.rollouts.rollout_process import RolloutProcess
+from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import Process
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_processes import Process
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit
@@ -194,16 +195,16 @@ async def test_the_users_mistakes_come_as_from_the_driver(
         RolloutConfig.model_validate(rollout)
 
 
-class _Simulated(RolloutProcess):
+class _Simulated(FrontProcess):
     def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
         return SimulatedEngine(name=name)
 
 
 async def test_a_process_reports_failures_and_hears_of_their_end(config: Config) -> None:
-    process = _Simulated(config, "rollout-0.0")
-    await process.start()
+    process = _Simulated(config, partial(open_runner, None))
+    await process.start(0, [])
     for name in ("worker-0", "worker-1"):
-        await process.add(name, None)
+        process.add(name, None)
     first = process.scheduler.workers["worker-0"]
     waiting = asyncio.ensure_future(process.scheduler._is_lost(first, "it failed"))
     async with asyncio.timeout(SECONDS):
@@ -211,7 +212,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
             assert not waiting.done()
     assert report.failures == [("worker-0", "it failed")]
     assert not first.usable
-    await process.restore("worker-0")
+    process.restore("worker-0")
     assert await waiting is False
     assert first.usable
 
@@ -221,23 +222,22 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
             assert not waiting.done()
     first.turns += 3
     first.failed_turns["continued"] += 1  # a turn of the dead worker is counted after its removal
-    await process.add("worker-0", None)  # its successor
+    process.add("worker-0", None)  # its successor
     assert await waiting is True
     second = process.scheduler.workers["worker-0"]
     assert second is not first
     second.turns += 1
     second.failed_turns["aborted"] += 1
     counts = (await process.report()).counts["worker-0"]  # those of both
-    assert counts.turns == 4
-    assert counts.failed_turns == {"continued": 1, "aborted": 1}
-    again = (await process.report()).counts["worker-0"]
-    assert (again.turns, again.failed_turns) == (0, {})
-    process.excuse_death("worker-0")
+    assert counts == {"turns": 4, "continued": 1, "aborted": 1}
+    assert (await process.report()).counts["worker-0"] == {}
+    assert second.supervisor is not None
+    second.supervisor.excuse_death()
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
-    await process.close("no worker is left")
+    process.close("no worker is left")
     for name in ("worker-0", "worker-1"):
-        await process.remove(name)
+        process.remove(name)
     with pytest.raises(EngineError, match="no worker is left"):
         await generate(process.scheduler, Request([1, 2], config.sampling, "request"))
     assert await process.stop()

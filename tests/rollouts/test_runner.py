@@ -22,7 +22,7 @@ from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
-from turnwise.core.calls import stuck_calls
+from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError

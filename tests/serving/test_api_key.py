@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from turnwise.config import Config
-from turnwise.serving.api_key import api_key, with_api_key
+from turnwise.serving.openai.address import api_key, with_api_key
 
 
 def test_servers_on_other_nodes_get_the_key_of_the_environment(

@@ -27,8 +27,7 @@ from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import audit
-from turnwise.weights.canary import check_canary
-from turnwise.weights.sync import WeightSync
+from turnwise.weights.sync import WeightSync, check_canary
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -302,8 +301,8 @@ async def test_all_workers_move_or_none_does(
         await sync.publish()
         await manager.update_weights(sync)
         await serve(manager, trainer, version)
-    second = manager.engines[1]
-    await second.prepare_refit_info({"weight": ((2, 2), "float32")})
+    second: Any = manager.engines[1]
+    await second._call("prepare_refit_info", {"weight": ((2, 2), "float32")})
     before = {k: v.clone() for k, v in trainer.model.model.state_dict().items()}
     trainer.train(1003)
     await sync.publish()
@@ -311,7 +310,7 @@ async def test_all_workers_move_or_none_does(
         await manager.update_weights(sync)
     trainer.model.model.load_state_dict(before)
     await serve(manager, trainer, 1002)
-    await second.prepare_refit_info(state_dict_info(trainer.model.tensors))
+    await second._call("prepare_refit_info", state_dict_info(trainer.model.tensors))
     trainer.sender.close()
 
 

@@ -21,10 +21,10 @@ from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.engine_worker import EngineWorker, Mailbox
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses, Process
+from turnwise.serving.manager import WorkerFailure, WorkerSupervisor
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_process import SchedulerProcess
-from turnwise.serving.scheduler_processes import Process, SchedulerProcesses
-from turnwise.serving.supervisor import WorkerSupervisor
 from turnwise.serving.worker_handle import WorkerHandle
 
 SECONDS = 60
@@ -90,7 +90,7 @@ def make_config(**sections: Any) -> Config:
 class RemoteProcess:
     """Ray's handle of a process that lives here; its calls begin in any order."""
 
-    def __init__(self, process: SchedulerProcess) -> None:
+    def __init__(self, process: FrontProcess) -> None:
         self._process = process
 
     def __getattr__(self, name: str) -> Method:
@@ -108,26 +108,23 @@ class LocalActor(ActorHandle):
         LocalActor.killed += 1
 
 
-class Processes(SchedulerProcesses):
+class Processes(FrontProcesses):
     """One follower, in this process."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, follower: SchedulerProcess) -> None:
-        super().__init__(config, scheduler, ["rollout-0"])
+    def __init__(self, config: Config, scheduler: Scheduler, follower: FrontProcess) -> None:
+        super().__init__(config, scheduler, names=["rollout-0"])
         self._follower = follower
 
     def create(self, process: Process) -> ActorHandle:
         return LocalActor(RemoteProcess(self._follower), process.name, EngineError)
 
-    async def start_actor(self, process: Process, actor: ActorHandle) -> None:
-        pass
 
+class Follower(FrontProcess):
+    async def start(self, port: int, lost: Any) -> tuple[str, str]:
+        return "", ""
 
-class Follower(SchedulerProcess):
     def _attach(self, name: str, worker: Any) -> WorkerHandle:
         return WorkerHandle(LocalActor(worker, name, EngineError), self.config)
-
-    async def stop(self) -> bool:
-        return True
 
 
 class Fleet:
@@ -140,23 +137,20 @@ class Fleet:
         self.follower = Follower(config)
         self.processes = Processes(config, self.driver, self.follower)
         self.lost: list[str] = []
+        self.scheduler, self.is_busy = self.driver, False
+        self.failures: list[WorkerFailure] = []
         self.supervisors: list[WorkerSupervisor] = []
         for index, (name, worker) in enumerate(self.workers.items()):
-            supervisor = WorkerSupervisor(
-                index,
-                config.serving,
-                self.driver,
-                start=self._restart,
-                is_busy=lambda: False,
-                on_failure=lambda failure: None,
-                on_give_up=lambda why: None,
-            )
+            supervisor = WorkerSupervisor(index, config.serving, self)  # type: ignore[arg-type]
             supervisor.admit(WorkerHandle(LocalActor(worker, name, EngineError), config))
             self.supervisors.append(supervisor)
 
-    async def _restart(self, supervisor: WorkerSupervisor) -> None:
+    async def start_worker(self, supervisor: WorkerSupervisor) -> None:
         self.lost.append(supervisor.name)
         raise TurnwiseError("no test here loses a worker")
+
+    def close_if_empty(self, why: str) -> None:
+        pass
 
     async def turn(self, scheduler: Scheduler, name: str) -> Completion:
         async with asyncio.timeout(SECONDS):

@@ -16,7 +16,7 @@ from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.manifest import Manifest, Publication
+from turnwise.weights.manifest import Canary, Manifest, Publication
 from turnwise.weights.sync import WeightSync
 
 SAMPLING = SamplingConfig(max_tokens=64)
@@ -32,14 +32,19 @@ class Managed(SimulatedEngine):
         self.die()
 
 
+CANARY = Canary([5, 6, 7], [-0.006, -0.007])
+"""The log-probs that simulated engines give to a prompt."""
+
+
 class Published:
     """A trainer whose weights are a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, canary: Canary = CANARY) -> None:
         self.version = 0
+        self.canary = canary
 
     async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, "shm", "", 0, ()))
+        return Publication(Manifest(self.version, "shm", "", 0, ()), self.canary)
 
     async def send(self, devices: Any) -> None: ...
 
@@ -49,16 +54,15 @@ class Published:
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None: ...
 
 
-async def update(manager: AsyncLLMServerManager, version: int, verify: Any = None) -> list[Any]:
-    trainer = Published()
+async def update(
+    manager: AsyncLLMServerManager, version: int, canary: Canary = CANARY
+) -> list[int]:
+    """Update a fleet to a version; return the versions of the engines that serve it."""
+    trainer = Published(canary)
     trainer.version = version
-    sync = WeightSync(trainer, timeout=120, patience=300)
+    sync = WeightSync(trainer, timeout=120, patience=300, tolerance=1e-6)
     await sync.publish()
-    return await manager.update_weights(sync, verify)
-
-
-async def version(engine: Any) -> int:
-    return int(engine.version)
+    return [updated.version for updated in await manager.update_weights(sync)]
 
 
 def simulated(
@@ -268,16 +272,13 @@ def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor(
 
     async def work() -> None:
         async with simulated(3, lambda name: Dying(name=name)).running() as manager:
-            assert await update(manager, 1, version) == [1, 1]
+            assert await update(manager, 1) == [1, 1]
             while len(manager.engines) < 3:
                 await asyncio.sleep(1.0)
             assert [engine.version for engine in manager.engines] == [1, 1, 1]
 
-            async def refuse(engine: Any) -> None:
-                raise WeightUpdateError(f"{engine.name} has other weights")
-
-            with pytest.raises(WeightUpdateError, match="worker-0 has other weights"):
-                await update(manager, 2, refuse)
+            with pytest.raises(WeightUpdateError, match="its weights are not the trainer's"):
+                await update(manager, 2, Canary([5, 6, 7], [-0.006, -0.5]))
 
     run_virtually(work())
 
@@ -293,7 +294,7 @@ def test_an_update_that_one_worker_refuses_touches_none() -> None:
         async with simulated(3, lambda name: Choosy(name=name)).running() as manager:
             await update(manager, 1)
             with pytest.raises(WeightUpdateError, match="too heavy"):
-                await update(manager, 2, version)
+                await update(manager, 2)
             assert [engine.version for engine in manager.engines] == [1, 1, 1]
             manager.engines[0].die()
             await asyncio.sleep(30)
@@ -329,7 +330,7 @@ def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None
 
     async def work() -> None:
         async with simulated(2, lambda name: Slow(name=name)).running() as manager:
-            assert await update(manager, 1, version) == [1]
+            assert await update(manager, 1) == [1]
             while len(manager.engines) < 2:
                 await asyncio.sleep(1.0)
             assert [engine.version for engine in manager.engines] == [1, 1]

@@ -15,8 +15,7 @@ from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Request, Route, generate
 from turnwise.errors import DeadlineError, EngineError
-from turnwise.serving.continuation import remaining
-from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.scheduler import Scheduler, remaining
 from turnwise.weights.manifest import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=128)
@@ -323,14 +322,14 @@ def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
 
 
 def test_what_is_known_of_such_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.serving.quarantine._MOST_DIGESTS", 2)
+    monkeypatch.setattr("turnwise.serving.scheduler._MOST_QUARANTINED", 2)
 
     async def work() -> None:
         scheduler = fragile(8)
         for index in range(3):
             with pytest.raises(EngineError, match="crashed 2 workers"):
                 await generate(scheduler, Request([POISON, index + 1], SAMPLING, f"r{index}"))
-        assert len(scheduler._quarantine) == 2
+        assert len(scheduler._quarantined) == 2
         with pytest.raises(EngineError, match="crashed 2 workers"):  # forgotten, so it is tried
             await generate(scheduler, Request([POISON, 1], SAMPLING, "again"))
 

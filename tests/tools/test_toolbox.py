@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 from tests.blocking import gate, new_gate, tick
 from turnwise.core import user_code as tasks
-from turnwise.core.calls import stuck_calls
+from turnwise.core.user_code import stuck_calls
 from turnwise.errors import InputError, where_in_user_code
 from turnwise.tools import Tool
 from turnwise.tools.toolbox import Toolbox

@@ -29,7 +29,7 @@ from turnwise.training import Sample, rank
 from turnwise.training.attention import is_packed
 from turnwise.training.layout_check import agreed_layout
 from turnwise.training.rank import RankInfo, TrainerRank
-from turnwise.weights.rendezvous import LOOPBACK, open_store
+from turnwise.weights.process_group import LOOPBACK, open_store
 
 FEW = {
     "cohere": "packed",  # scales logits

@@ -8,8 +8,8 @@ import torch
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.manifest import Manifest, NamedTensors, lay_out
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
@@ -36,10 +36,10 @@ class CarrierTransport(Transport):
     def make_sender(self, options: SenderOptions) -> WeightSender:
         return CarrierSender(Path(options.folder), options.dtype)
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         if not Path(manifest.path).exists():
             raise WeightUpdateError(f"{manifest.path} is missing")
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         tensors: Iterator[tuple[str, torch.Tensor]] = iter(torch.load(manifest.path).items())
         return StoredReceiver(manifest.version, tensors)

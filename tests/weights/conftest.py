@@ -15,7 +15,7 @@ async def ready(engine: WorkerHandle, model_path: str) -> AsyncIterator[WorkerHa
     """The engine; afterwards with its original weights."""
     yield engine
     model = Model(model_path)
-    await engine.prepare_refit_info(state_dict_info(model.tensors))
+    await engine._call("prepare_refit_info", state_dict_info(model.tensors))
     sender = ShmSender(model.tensors)
     await engine.update_weights(sender.publish(0, model.tensors))
     sender.close()

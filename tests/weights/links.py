@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
+from turnwise.engine.protocol import dtype_name
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.manifest import StateDictInfo, dtype_name
+from turnwise.weights.manifest import StateDictInfo
 from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.stream import StreamReceiver, StreamSender
-from turnwise.weights.transport import Receiver
+from turnwise.weights.transport import Receiver, SenderOptions, StreamReceiver, StreamSender
 
 CPU = torch.device("cpu")
 
@@ -42,8 +42,12 @@ def state_dict_info(tensors: Named, dtype: torch.dtype = torch.float32) -> State
     return {name: (tuple(tensor.shape), dtype_name(dtype)) for name, tensor in tensors}
 
 
+def open_ipc(tensors: Named, address: str, **options: Any) -> IpcSender:
+    return IpcSender(SenderOptions(tensors, **options), address)
+
+
 class IpcLink:
-    open_sender = IpcSender
+    open_sender = staticmethod(open_ipc)
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
@@ -52,7 +56,7 @@ class IpcLink:
 
     def sender(self, tensors: Named, **options: Any) -> StreamSender:
         """A trainer's side, and an engine's for `receiver`."""
-        return IpcSender(tensors, **self.options, **options)
+        return open_ipc(tensors, **self.options, **options)
 
     async def join(self, engine: WorkerHandle, tensors: Named, **options: Any) -> StreamSender:
         """A trainer's side beside the engine."""

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from turnwise.core.actor import get_with_deadline
-from turnwise.weights.canary import canary_prompt
-from turnwise.weights.manifest import Manifest, Publication
-from turnwise.weights.rendezvous import free_address
+from turnwise.weights.manifest import Manifest, Publication, canary_prompt
+from turnwise.weights.process_group import free_address
 from turnwise.weights.transport import make_sender
 
 

@@ -21,10 +21,9 @@ from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.canary import Canary, check_canary
-from turnwise.weights.manifest import Publication
-from turnwise.weights.rendezvous import free_address
-from turnwise.weights.sync import WeightSync
+from turnwise.weights.manifest import Canary, Publication
+from turnwise.weights.process_group import free_address
+from turnwise.weights.sync import WeightSync, check_canary
 from turnwise.weights.transport import make_sender
 
 RANK = 4
@@ -82,11 +81,10 @@ class Updates:
     async def to(self, version: int, in_flight: str = "keep") -> Publication:
         self.trainer.version = version
         published = await self._sync.publish()
-        assert await self._sync.check([self.engine]) == [None]
-        (outcome,) = await self._sync.push([self.engine], in_flight)  # type: ignore[arg-type]
-        if isinstance(outcome, Exception):
+        results = await self._sync.update([self.engine], in_flight)  # type: ignore[arg-type]
+        if isinstance(outcome := results[self.engine], Exception):
             raise outcome
-        assert outcome == version
+        assert outcome.version == version
         return published
 
 
@@ -336,7 +334,7 @@ async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
         (name.replace("self_attn.q_proj", "self_attn.elsewhere"), tensor)
         for name, tensor in updates.trainer.tensors(2)
     ]
-    await engine.prepare_refit_info({n: (tuple(t.shape), t.dtype) for n, t in tensors})
+    await engine._call("prepare_refit_info", {n: (tuple(t.shape), t.dtype) for n, t in tensors})
     sender = make_sender("shm", tensors)
     with pytest.raises(WeightUpdateError, match=r"applies no adapter to .*elsewhere"):
         await engine.update_weights(sender.publish(2, tensors))
@@ -345,7 +343,7 @@ async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
     assert completion.token_ids == updates.trainer.at(1).greedy(PROMPT, 12)
     assert set(completion.weight_versions) == {1}
     kept = updates.trainer.tensors(1)
-    await engine.prepare_refit_info({n: (tuple(t.shape), t.dtype) for n, t in kept})
+    await engine._call("prepare_refit_info", {n: (tuple(t.shape), t.dtype) for n, t in kept})
 
 
 @pytest.mark.slow

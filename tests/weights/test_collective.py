@@ -26,8 +26,7 @@ from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import process_group
 from turnwise.weights.collective import CollectiveReceiver
-from turnwise.weights.process_group import ProcessGroup, check_own_gpus
-from turnwise.weights.rendezvous import join_store, open_store
+from turnwise.weights.process_group import ProcessGroup, check_own_gpus, join_store, open_store
 
 HERE = "127.0.0.1"
 PATIENCE = 240.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.in_process import InProcessSender, published, validate
+from turnwise.weights.in_process import InProcessSender, published
 from turnwise.weights.manifest import Manifest
 
 
@@ -45,23 +45,23 @@ def test_an_optimizer_step_ends_a_publication(
     optimizer = getattr(torch.optim, name)(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     sender.publish(3, model.named_parameters())
-    validate(3)
+    published(3)
     optimizer.step()
     with pytest.raises(WeightUpdateError, match="weight has changed since version 3"):
         published(3)
     sender.publish(4, model.named_parameters())
-    validate(4)
+    published(4)
 
 
 def test_only_the_last_version_is_published(
     model: torch.nn.Module, sender: InProcessSender
 ) -> None:
     with pytest.raises(WeightUpdateError, match="version 3 is not published"):
-        validate(3)
+        published(3)
     sender.publish(3, model.named_parameters())
     sender.publish(4, model.named_parameters())
     with pytest.raises(WeightUpdateError, match="version 3 is not published"):
         published(3)
     sender.close()
     with pytest.raises(WeightUpdateError, match="version 4 is not published"):
-        validate(4)
+        published(4)

@@ -15,14 +15,14 @@ from tests.weights.links import (
     CPU,
     IpcLink,
     impatient_from_chunk_2,
+    open_ipc,
     receive,
     some_tensors,
     state_dict_info,
 )
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.weights import ipc_address
-from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.ipc_address import device_address, private_address
+from turnwise.weights import ipc
+from turnwise.weights.ipc import IpcReceiver, device_address, private_address
 from turnwise.weights.transport import Receiver
 
 PATIENCE = 240.0
@@ -67,7 +67,7 @@ def test_a_trainer_does_not_take_the_address_of_another(link: IpcLink) -> None:
 def test_an_address_that_zmq_refuses_is_a_sentence(link: IpcLink) -> None:
     for address in ("ipc:///" + "x" * 200, "nowhere"):
         with pytest.raises(InputError, match=f"{address} cannot be bound"):
-            IpcSender(some_tensors(), address=address)
+            open_ipc(some_tensors(), address)
     with pytest.raises(InputError, match="cannot connect to nowhere"):
         IpcReceiver("nowhere", {}, CPU, 1)
 
@@ -150,7 +150,7 @@ def test_a_buffer_of_another_host_is_refused(link: IpcLink) -> None:
 def test_sockets_of_trainers_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_address, "_FOLDER", str(tmp_path))
+    monkeypatch.setattr(ipc, "_FOLDER", str(tmp_path))
     killed, own = tmp_path / "trainer-99999999-0", tmp_path / f"trainer-{os.getpid()}-7"
     for path in (killed, own):
         with socket.socket(socket.AF_UNIX) as listener:

@@ -11,7 +11,7 @@ from turnwise.config import Config
 from turnwise.errors import WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.rank import TrainerRank
-from turnwise.weights.canary import check_canary
+from turnwise.weights.sync import check_canary
 
 
 def moved(rank: TrainerRank, scale: float) -> None:
@@ -29,7 +29,7 @@ async def test_the_canary_tells_base_from_base_plus_adapter(
     lora = {"rank": 4, "target_modules": targets}
     config = make_config(model={"path": model_path, "lora": lora}, training={"threads": 1})
     rank = TrainerRank(config)
-    await ready.prepare_refit_info(state_dict_info(rank._tensors()))
+    await ready._call("prepare_refit_info", state_dict_info(rank._tensors()))
     for version in (1, 2):
         moved(rank, 0.05)
         published = rank.publish()

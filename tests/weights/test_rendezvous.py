@@ -6,8 +6,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from turnwise.core.secret import VARIABLE
-from turnwise.weights.rendezvous import LOOPBACK, join_store, open_store, private
+from turnwise.core.process import SECRET
+from turnwise.weights.process_group import LOOPBACK, join_store, open_store, private
 
 
 def listening(port: int) -> set[str]:
@@ -19,7 +19,7 @@ def listening(port: int) -> set[str]:
 def test_a_store_listens_at_one_address_and_hears_those_with_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "a secret of this run")
+    monkeypatch.setenv(SECRET, "a secret of this run")
     limit = timedelta(seconds=120)
     store = open_store(LOOPBACK, 0, limit)
     assert listening(store.port) == {LOOPBACK}
@@ -30,7 +30,7 @@ def test_a_store_listens_at_one_address_and_hears_those_with_the_secret(
     ours.set("rank0/address", "ours")
     assert stranger.get("rank0/address") == b"the stranger's"
     assert private(store).get("rank0/address") == b"ours"
-    monkeypatch.setenv(VARIABLE, "that of another run")
+    monkeypatch.setenv(SECRET, "that of another run")
     assert not private(store).check(["rank0/address"])
     with pytest.raises(OSError, match="in use"):
         open_store(LOOPBACK, store.port)

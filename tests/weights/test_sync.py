@@ -15,12 +15,11 @@ from turnwise.config import SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.canary import check_canary
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.ipc import IpcSender
 from turnwise.weights.manifest import Publication
-from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import make_sender
+from turnwise.weights.sync import Updated, WeightSync, check_canary
+from turnwise.weights.transport import SenderOptions, make_sender
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +55,18 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     for _ in range(2):
         await ranks.all("train", 0.05)
         version = (await sync.publish()).version
-        assert await sync.check([ready]) == [None]
-        assert await sync.push([ready], "keep") == [version]
+        assert await sync.update([ready], "keep") == {ready: Updated(version)}
         await assert_serves(ready, ranks, version)
     await ranks.all("train", 0.05)  # what must be sent anew is the trainer's newest
-    served = await sync.sync_one(ready, "keep")
+    served = await sync.update_one(ready, "keep")
     assert served == version + (transport in ("ipc", "collective"))
     assert len(lent) == served - version  # what it brought back for this may go again
     if served > version:
         await assert_serves(ready, ranks, served)
-    await ready.prepare_refit_info({"weight": ((2, 2), "float32")})
+    await ready._call("prepare_refit_info", {"weight": ((2, 2), "float32")})
     await sync.publish()
-    (refused,) = await sync.check([ready])
     with pytest.raises(WeightUpdateError, match=r"worker-0: refused .* was not expected"):
-        raise refused or AssertionError("it fits")
+        await sync.update([ready], "keep")
     completion = await generate(ready, Request(PROMPT, SamplingConfig(max_tokens=4), "after"))
     assert set(completion.weight_versions) == {served}
 
@@ -107,10 +104,9 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
     tensors = Model(model_path).tensors
     sender = make_sender(transport, tensors)
     sync = WeightSync(Silent(Publication(sender.publish(1, tensors))), timeout=240, patience=1)
-    await sync.publish()
-    assert await sync.check([ready]) == [None]
-    sync._timeout = 1
-    (outcome,) = await sync.push([ready], "keep")
+    published = await sync.publish()
+    fit, _ = await sync._check([ready], published)
+    outcome = (await sync._push(published, fit, "keep", 1))[ready]
     assert isinstance(outcome, DeadlineError)
     assert str(outcome).startswith(who)
     completion = await generate(ready, Request(PROMPT, SamplingConfig(max_tokens=4), "after"))
@@ -127,7 +123,7 @@ async def test_refit_by_the_actors_methods_alone(
     info = {name: (tensor.shape, tensor.dtype) for name, tensor in model.tensors}
     await actor.prepare_refit_info_async.remote(info)
     if transport == "ipc":
-        sender: IpcSender | CollectiveSender = IpcSender(model.tensors)
+        sender: IpcSender | CollectiveSender = IpcSender(SenderOptions(model.tensors))
         update = actor.update_weights_via_ipc_zmq_async
     else:
         port = free_port()

@@ -17,12 +17,10 @@ from turnwise.engine import Completion, Request
 from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.shards import full_tensors
-from turnwise.weights.canary import canary_prompt
 from turnwise.weights.collective import CollectiveSender
-from turnwise.weights.manifest import Publication
-from turnwise.weights.rendezvous import free_address
-from turnwise.weights.stream import StreamSender
-from turnwise.weights.transport import make_sender
+from turnwise.weights.manifest import Publication, canary_prompt
+from turnwise.weights.process_group import free_address
+from turnwise.weights.transport import SenderOptions, StreamSender, make_sender
 
 PROMPT = list(range(5, 45))
 JOIN_SECONDS = 240.0
@@ -143,7 +141,7 @@ def open_collective(
     tensors: Named, ip: str, port: int, engine_workers: int = 1, **options: Any
 ) -> CollectiveSender:
     """A sender that has joined its engines, however short the `timeout` for their answers is."""
-    sender = CollectiveSender(tensors, **options)
+    sender = CollectiveSender(SenderOptions(tensors, **options))
     answers, sender._timeout = sender._timeout, JOIN_SECONDS
     sender.join(ip, port, engine_workers)
     sender._timeout = answers

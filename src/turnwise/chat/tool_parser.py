@@ -211,7 +211,7 @@ def silence(name: str) -> "Callable[[Tokenizer], Any]":
     Raises:
         InputError: when vLLM has no parser of that name.
     """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     try:
         parser: Callable[[Tokenizer], Any] = vllm.ToolParserManager.get_tool_parser(name)
@@ -261,7 +261,7 @@ class ToolParser:
     def __init__(self, name: str, tokenizer: "Tokenizer") -> None:
         from transformers import PreTrainedTokenizerBase
 
-        from turnwise.engine import vllm_api as vllm  # seconds to import
+        from turnwise.internals import vllm  # seconds to import
 
         self._name, self._type, self._tokenizer = name, silence(name), tokenizer
         self._request_type = vllm.ChatCompletionRequest

@@ -22,14 +22,13 @@ from rich.console import Console
 
 from turnwise.config import Config
 from turnwise.core import aio
-from turnwise.core.calls import stuck_calls, unreturned_calls
-from turnwise.core.executor import use_daemon_threads
 from turnwise.core.interrupt import (
     EXIT_INTERRUPTED,
     end_by_force_after,
     interruptible,
     kill_children,
 )
+from turnwise.core.user_code import stuck_calls, unreturned_calls, use_daemon_threads
 from turnwise.errors import TurnwiseError, describe_error, visible
 from turnwise.run import commands
 

@@ -35,10 +35,12 @@ from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
 _T = TypeVar("_T")
-_HEAD_SECONDS = 1.0
-"""Time for Ray's head to answer a call that nothing depends on."""
+_HEAD_SECONDS = 1.0  # time for Ray's head to answer a call that nothing depends on
 CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
+
+
+_remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
 class ActorHandle:
@@ -48,13 +50,6 @@ class ActorHandle:
         actor: Ray's handle; Ray ends the actor when its last handle is gone.
         name: The actor's name in errors: "policy rank 0".
         failure: Type of error for its death, and for exceptions that are not a `TurnwiseError`.
-
-    Example:
-        handle = ActorHandle.create(Scorer, path, name="the scorer", config=config, log="scorer")
-        with killed_on_failure(handle):
-            await handle.call("load", what="load its model", seconds=60.0)
-        score = await handle.call("score", text, what="score a text", seconds=5.0)
-        handle.kill()
     """
 
     def __init__(
@@ -74,9 +69,9 @@ class ActorHandle:
         log: str,
         threads: int = 1,
         num_gpus: float = 0,
-        placement: "PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str" = (
-            "DEFAULT"
-        ),
+        placement: PlacementGroupSchedulingStrategy
+        | NodeAffinitySchedulingStrategy
+        | str = "DEFAULT",
         max_concurrency: int | None = None,
         environment: Mapping[str, str] | None = None,
         failure: type[TurnwiseError] = TurnwiseError,
@@ -88,7 +83,6 @@ class ActorHandle:
             log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
             threads: Threads of its OpenMP pools.
             num_gpus: GPUs that Ray reserves for it; less than 1 reserves a share of one.
-            placement: Ray's scheduling strategy, such as a bundle of a placement group.
             max_concurrency: Calls that run at once; None leaves Ray's default, which is 1, or
                 1000 where the class has coroutines.
             environment: Additional environment variables of its process.
@@ -111,15 +105,11 @@ class ActorHandle:
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
-        """Call one of the actor's methods, and wait for its result.
+        """Call one of the actor's methods, and wait for its result; raises as `get_with_deadline`
+        does.
 
         Args:
             what: The call in errors, after "did not" or "failed to": "score a text".
-            seconds: Time within which it must answer.
-
-        Raises:
-            DeadlineError: when it does not answer in time.
-            TurnwiseError: as `get_with_deadline` does.
         """
         reply = getattr(self.actor, method).remote(*arguments)
         return await get_with_deadline(reply, self.name, what, seconds, self._failure)
@@ -127,7 +117,7 @@ class ActorHandle:
     def kill(self) -> None:
         """End the actor's process at once."""
         if ray.is_initialized():  # else `ray.kill` starts a new Ray
-            _ask_head(functools.partial(ray.kill, self.actor))
+            _ask_head(lambda: ray.kill(self.actor))
 
 
 def _ask_head(call: Callable[[], None]) -> None:
@@ -148,19 +138,10 @@ def _ask_head(call: Callable[[], None]) -> None:
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """Return the placement of an actor on one node.
-
-    Args:
-        node: The node's id; None means this one.
-        soft: Take another node if this one is gone.
-    """
+    """Return the placement on a node, by its id (None: this one), or if `soft` on another when it
+    is gone."""
     node = node or ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=soft)
-
-
-@functools.cache
-def _remote(actor_class: type) -> RayActor:
-    return ray.remote(actor_class)
 
 
 @contextmanager
@@ -177,17 +158,12 @@ def killed_on_failure(*handles: ActorHandle) -> Iterator[None]:
 async def create_placement_group(
     count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
 ) -> PlacementGroup:
-    """Reserve a bundle for each of `count` actors, on as few nodes as possible.
+    """Reserve a bundle of GPUs and custom resources for each of `count` actors, on as few nodes as
+    possible; DeadlineError when the cluster has no room in time.
 
     Args:
-        gpus: GPUs of each bundle.
-        resources: Ray's custom resources of each bundle, by name.
         who: The actors in errors, in the plural: "workers".
         key: Section of the configuration whose `resources` these are.
-        seconds: Time within which the cluster must have room for all.
-
-    Raises:
-        DeadlineError: when it has no room in time.
     """
     # Ray accepts no empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
@@ -199,7 +175,7 @@ async def create_placement_group(
             group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
         )
     except BaseException:
-        _ask_head(functools.partial(remove_placement_group, group))
+        _ask_head(lambda: remove_placement_group(group))
         raise
     return group
 
@@ -215,8 +191,7 @@ async def get_with_deadline(
 
     Raises:
         DeadlineError: when it did not come within `seconds`.
-        TurnwiseError: the one that the actor raised; `failure` when it raised anything else,
-            or died.
+        TurnwiseError: the one that the actor raised; `failure` if it raised another, or died.
     """
     try:
         async with deadline(seconds, f"{who} did not {what}"):
@@ -244,10 +219,8 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def may_be_alive(error: BaseException | None) -> bool:
-    """Return whether one of the functions here raised this error because Ray's own connection to
-    an actor was lost, of whose death Ray knows nothing."""
-    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
-    return isinstance(cause, ActorUnavailableError)
+    """Return whether an error is no more than a lost connection of Ray's own to the actor."""
+    return is_death(error) and isinstance(error and error.__cause__, ActorUnavailableError)
 
 
 _DEATHS: dict[type[RayError], str] = {
@@ -263,12 +236,8 @@ _DEATHS: dict[type[RayError], str] = {
 def get_all_with_deadline(
     replies: Mapping[str, ray.ObjectRef], what: str, seconds: float, failure: type[TurnwiseError]
 ) -> list[Any]:
-    """Wait, without an event loop, for the replies of several actors, keyed by name.
-
-    Raises:
-        DeadlineError: when one did not answer within `seconds`.
-        TurnwiseError: `failure`, as soon as one of them raised anything or died.
-    """
+    """Wait, without an event loop, for the replies of several actors, keyed by name; raises
+    DeadlineError, and `failure` as soon as one of them raised anything or died."""
     references = list(replies.values())
     try:
         return list(ray.get(references, timeout=seconds))
@@ -278,15 +247,13 @@ def get_all_with_deadline(
         raise deadline_error(seconds, f"{who} did not {what}") from None
     except RayError as error:
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
-        raise failure("; ".join(filter(None, causes)) or death("Ray", error)) from error
-
-
-def _cause(reply: ray.ObjectRef, who: str, what: str) -> str:
-    try:
-        ray.get(reply)
-    except RayTaskError as error:
-        return f"{who} failed to {what}: {error.cause!r}"
-    except RayError as error:
-        return death(who, error)
-    return ""
+        causes = []
+        for who, reply in replies.items():
+            try:
+                if reply in done:
+                    ray.get(reply)
+            except RayTaskError as raised:
+                causes.append(f"{who} failed to {what}: {raised.cause!r}")
+            except RayError as died:
+                causes.append(death(who, died))
+        raise failure("; ".join(causes) or death("Ray", error)) from error

@@ -21,8 +21,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 
-_THREAD_SECONDS = 10.0
-"""Time for which a call waits until a thread can be started for it."""
+_THREAD_SECONDS = 10.0  # time for which a call waits until a thread can be started for it
 _RETRY_SECONDS = 0.1
 
 
@@ -30,9 +29,6 @@ def run(main: Coroutine[object, object, _T]) -> _T:
     """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (vLLM brings it).
 
     Its event loop takes less processor time for a turn.
-
-    Example:
-        run(interruptible(train(config)))
     """
     try:
         import uvloop
@@ -43,14 +39,7 @@ def run(main: Coroutine[object, object, _T]) -> _T:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a `TaskGroup` that raises the first error itself, not a group around it.
-
-    Example:
-        async with task_group() as tasks:
-            first = tasks.create_task(work())
-            tasks.create_task(more_work())
-        result = first.result()
-    """
+    """Open a `TaskGroup` that raises the first error itself, not a group around it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -63,9 +52,6 @@ async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     """Run coroutines concurrently, and return their results in order.
 
     Unlike `asyncio.gather`, the first error cancels the others, and is raised when all have ended.
-
-    Example:
-        sizes = await together(size_of(path) for path in paths)
     """
     async with task_group() as tasks:
         running = [tasks.create_task(work) for work in works]
@@ -75,14 +61,8 @@ async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
 async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Awaitable[object]], at_once: int
 ) -> None:
-    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes.
-
-    Raises:
-        Exception: the first error, after the work on other items was cancelled.
-
-    Example:
-        await for_each(urls, fetch, at_once=8)
-    """
+    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes. The
+    first error cancels the work on others."""
     left = iter(items)
 
     async def one_after_another() -> None:
@@ -144,17 +124,11 @@ class ThreadSafeFuture(Generic[_T]):
 async def run_in_thread(
     function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs
 ) -> _T:
-    """Run a blocking function of our own in an idle daemon thread.
+    """Run a blocking function of our own in an idle daemon thread; OSError if none can be started.
 
     A function that never returns blocks neither other calls (as it would in asyncio's default
     executor, which user code may use up) nor the exit of the program. For user code, which may not
     return, see `core.user_code`.
-
-    Raises:
-        OSError: when no thread can be started for some seconds.
-
-    Example:
-        text = await run_in_thread(path.read_text)
     """
     reply = ThreadSafeFuture[_T]()
 
@@ -185,35 +159,29 @@ _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 def start_in_thread(work: Callable[[], None]) -> None:
     """Start a function that raises nothing in an idle daemon thread, and return at once.
 
-    It runs in a copy of the caller's context, as `asyncio.to_thread` has it.
-
-    Raises:
-        OSError: when no thread can be started.
+    It runs in a copy of the caller's context. Raises OSError when no thread can be started.
     """
     context = contextvars.copy_context()
     try:
         inbox = _idle_threads.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
-        start_daemon(lambda: _serve(inbox), "turnwise-call")
+
+        def serve() -> None:
+            while True:
+                inbox.get()()
+                _idle_threads.append(inbox)
+
+        start_daemon(serve, "turnwise-call")
     inbox.put(lambda: context.run(work))
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread.
-
-    Raises:
-        OSError: when the system allows no more threads, which may be so for a moment only.
-    """
+    """Start a daemon thread; OSError when the system allows no more, which may be so for a
+    moment."""
     try:
         threading.Thread(target=target, daemon=True, name=name).start()
     except RuntimeError as error:
         raise OSError(
             errno.EAGAIN, "no thread can be started (ulimit -u, or pids.max of a container)"
         ) from error
-
-
-def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    while True:
-        inbox.get()()
-        _idle_threads.append(inbox)

@@ -22,17 +22,13 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
 _T = TypeVar("_T")
 
-LINES_A_SECOND = 20
-"""Number of a program's lines that are logged in a second."""
-LONGEST_LINE = 1_000
-"""Number of bytes of a line that are logged."""
-TAIL_BYTES = 4_096
-"""Number of bytes of a child's last words that are kept."""
+LINES_A_SECOND = 20  # number of a program's lines that are logged in a second
+LONGEST_LINE = 1_000  # number of bytes of a line that are logged
+TAIL_BYTES = 4_096  # number of bytes of a child's last words that are kept
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 
-_running: "set[Child]" = set()
-"""Children whose groups have not been ended."""
+_running: "set[Child]" = set()  # children whose groups have not been ended
 os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
 
 
@@ -88,16 +84,7 @@ class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
 
 
 class Child:
-    """A program that was started with pipes; its standard error is always read.
-
-    Example:
-        child = await Child.start(["mcp-server-time"], dict(os.environ))
-        try:
-            child.stdin.write(b"...")
-            line = await read_line(child.stdout)
-        finally:
-            await child.end(5.0)
-    """
+    """A program that was started with pipes; its standard error is always read."""
 
     def __init__(
         self,
@@ -121,16 +108,12 @@ class Child:
         heard: Callable[[bytes], object] = lambda _: None,
         joined: bool = False,
     ) -> "Child":
-        """Start a program.
+        """Start a program; its errors are those that `start_error` reads.
 
         Args:
-            command: The program and its arguments.
             environment: All of its variables.
             heard: Called with each part of its standard error.
             joined: Whether its standard output is read as standard error is, and not by the caller.
-
-        Raises:
-            OSError, ValueError: as `start_error` reads them.
         """
         transport, streams = await asyncio.get_running_loop().subprocess_exec(
             _Streams,
@@ -205,10 +188,8 @@ class Child:
             self.kill()
             _running.discard(self)
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._streams.ended.wait()
-                        await asyncio.wait([self._hearing])
+                if await self.exited(seconds):
+                    await self.heard(seconds)
             finally:
                 self._hearing.cancel()
                 self._transport.close()
@@ -224,11 +205,7 @@ class Requests(Generic[_T]):
         """Error of every further request once the process has ended; None while it runs."""
 
     def begin(self) -> "tuple[int, asyncio.Future[_T]]":
-        """Return the number of a new request, and the future of its answer.
-
-        Raises:
-            TrajectoryError: when the process has ended.
-        """
+        """Return the number of a new request, and the future of its answer, or raise `ended`."""
         if self.ended is not None:
             raise self.ended
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -269,8 +246,7 @@ class ForeignLines:
     def __init__(self, logger: logging.Logger, name: str) -> None:
         self._logger = logger
         self._name = name
-        self._begun = b""
-        """Beginning of the line that has not ended."""
+        self._begun = b""  # beginning of the line that has not ended
         self._since = time.monotonic()
         self._logged = 0
         self._left_out = 0

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from turnwise.errors import DeadlineError, TrajectoryError
 
-_LATE_SECONDS = 1.0
-"""Lateness of a timer that shows that the event loop was held up."""
+_LATE_SECONDS = 1.0  # lateness of a timer that shows that the event loop was held up
 
 
 @asynccontextmanager
@@ -24,18 +23,12 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
         seconds: None waits indefinitely.
         missed: Beginning of the message, in the past tense: "worker-0 did not start".
         key: Configuration key of this deadline, which the message then names.
-
-    Example:
-        async with deadline(30.0, "worker-0 did not start", "engine.start_timeout"):
-            await started
-        # DeadlineError: worker-0 did not start within 30 s (engine.start_timeout)
     """
     if seconds is None:
         yield
         return
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
-
     timer: asyncio.TimerHandle
 
     def expire() -> None:
@@ -68,12 +61,6 @@ class StallClock:
     """Ends waits that make no progress for `seconds`.
 
     One clock serves any number of waits on one event loop, with a single timer.
-
-    Example:
-        clock = StallClock(120.0)
-        async with clock.watching("the engine sampled no token"):
-            await answer  # while other code calls `clock.moved()` for each token
-        # DeadlineError: the engine sampled no token within 120 s
     """
 
     def __init__(self, seconds: float) -> None:

@@ -13,19 +13,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Errors of file systems that cannot flush a folder."""
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot flush a folder
 
 
 def numbered(folder: Path, kind: str, suffix: str = "") -> list[Path]:
-    """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers.
-
-    Example:
-        >>> numbered(Path("runs/demo/trajectories"), "step", ".jsonl")[-1]
-        PosixPath('runs/demo/trajectories/step-10000.jsonl')
-    """
+    """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers."""
     pattern = re.compile(rf"{re.escape(kind)}-[0-9]+{re.escape(suffix)}")
-    found = [path for path in _entries(folder) if pattern.fullmatch(path.name)]
+    found: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
     return sorted(found, key=number_of)
 
 
@@ -34,19 +30,8 @@ def number_of(path: Path) -> int:
     return int(path.name.partition(".")[0].rpartition("-")[2])
 
 
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def write_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, in the place of an earlier one if there is one.
-
-    Args:
-        private: Let only its owner read it.
-    """
+    """Write a text file, in the place of an earlier one; only its owner reads a `private` one."""
     new = temporary(path)
     with new.open("w", encoding="utf-8") as file:
         if private:
@@ -55,7 +40,7 @@ def write_file(path: Path, text: str, *, private: bool = False) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def temporary(place: Path) -> Path:
@@ -70,8 +55,7 @@ def _aside(folder: Path) -> Path:
 def put_in_place(folder: Path, *, flush: bool = True) -> None:
     """Rename the temporary folder of a folder, in the place of an earlier one if there is one.
 
-    Args:
-        flush: Wait until all of it is on the disk, for what must survive a loss of power.
+    With `flush`, all of it is on the disk first, for what must survive a loss of power.
     """
     new, old = temporary(folder), _aside(folder)
     if flush:
@@ -85,16 +69,12 @@ def put_in_place(folder: Path, *, flush: bool = True) -> None:
         if not folder.exists():  # otherwise a reader finished the replacement: see `recover`
             raise
     if flush:
-        _sync_folder(folder.parent)
+        _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def recover(folder: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Finish a replacement that a crash interrupted between its two renames.
-
-    Args:
-        is_whole: Returns whether a folder is complete.
-    """
+    """Finish a replacement that a crash interrupted between its two renames."""
     old, new = _aside(folder), temporary(folder)
     if old.is_dir() and not folder.exists():
         with suppress(FileNotFoundError):  # another process was faster
@@ -105,21 +85,16 @@ def sync_tree(folder: Path) -> None:
     """Wait until a folder and all files in it are on the disk."""
     for place, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(place, name), os.O_RDONLY)
-        _sync_folder(Path(place))
+            _sync(Path(place, name))
+        _sync(Path(place))
 
 
-def _sync_folder(folder: Path) -> None:
-    try:
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

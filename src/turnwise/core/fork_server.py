@@ -1,43 +1,47 @@
-"""A process that imports vLLM and torch once, and is forked for every worker.
+"""A process that imports vLLM and torch once, and is forked for every worker; and its client.
 
 Importing them takes seconds of CPU time in each process; a fork shares the imported modules. The
-server starts with the program that needs it, and ends with it, as does every fork. Ray starts its
-workers through `fork_client`, and an engine's process is forked as well
-(`share_with_engines`).
+server starts with the program that needs it, and ends with it, as does every fork.
 
     program ── starts ──> fork server ── forks ──> Ray workers, engine processes
-       └── starts ──> raylet ── starts ──> fork_client ── asks ──> fork server
+       └── starts ──> raylet ── starts ──> client ── asks ──> fork server
+
+A fork has its client as owner, and is killed when the client closes its connection; it also ends
+with the server. So the server outlives every lack of processes, memory or descriptors: it then
+refuses one client, or lets it wait.
 
 Used on machines without a GPU: a process that has touched CUDA must not fork, and loading a model
 for a GPU takes longer than the imports. `TURNWISE_FORK_SERVER=off` disables it; a path
 names a server that is already running. Nothing here has been run on a GPU.
+
+The client is this file as a program, `python -I -S fork_server.py SOCKET ARGUMENT...`: it runs
+`python ARGUMENT...` as a fork. To start in hundredths of a second, it needs only the imports at the
+top; all others are in the functions of the server.
 """
 
-import atexit
 import contextlib
 import gc
-import importlib
-import logging
-import multiprocessing.forkserver
-import multiprocessing.util
+import json
 import os
-import runpy
-import shlex
+import selectors
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
-from turnwise.core import fork_client, logs
-from turnwise.core.forking import SENDING_SECONDS, STREAMS, exit_code, serve
-from turnwise.core.json_types import JsonObject
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+
+    from turnwise.core.json_types import JsonObject
+
+    Request = tuple[JsonObject, list[int]]
+    """A request, and the descriptors that came with it: the standard streams first."""
 
 VARIABLE = "TURNWISE_FORK_SERVER"
-CLIENT = fork_client.__file__
+CLIENT = __file__
+SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
@@ -48,8 +52,76 @@ _PRELOADED = (
     "rich.live",
     "setproctitle",
 )
-_NVIDIA = Path("/dev/nvidiactl")
+_NVIDIA = "/dev/nvidiactl"
 _FORKSERVER = "multiprocessing.forkserver"
+_STREAMS = 3  # number of standard streams that come with a request, before its other descriptors
+_MAX_REQUEST = 2**24
+_LACK_SECONDS = 0.1  # time before the next client is looked at when there is no descriptor for it
+_SET_PDEATHSIG = 1
+_FROM_RAY = "--language=PYTHON"
+_RAY_CONTEXT = "--serialized-runtime-env-context="
+
+
+# The client
+
+
+def _run_as_fork() -> None:
+    """Run the program of this command line as a fork, forward signals to it, and end as it does.
+
+    If no server listens, this process becomes the program. Ray starts its workers with it too,
+    instead of its own `setup_worker.py`; the runtime environment is then among the arguments, and
+    the socket is that environment's TURNWISE_FORK_SERVER. Everyone on the machine can read the
+    arguments of a process, and that environment has secrets: this program starts itself again, in
+    the same process, with the environment as its own and no longer as an argument.
+    """
+    if _FROM_RAY in sys.argv:
+        own = []
+        for argument in sys.argv[1:]:
+            if argument.startswith(_RAY_CONTEXT):
+                passed = json.loads(argument.removeprefix(_RAY_CONTEXT))
+                os.environ.update(passed.get("env_vars", {}))
+            elif argument != _FROM_RAY:
+                own.append(argument)
+        os.execv(sys.executable, [*command(os.environ.get(VARIABLE, "")), *own])
+    path, arguments = sys.argv[1], sys.argv[2:]
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+        ask(connection, _like_this(arguments))
+        replies = connection.makefile()
+        pid = int(replies.readline())
+    except (OSError, ValueError):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: os.kill(pid, received))
+    if not (ended := replies.readline()):  # the server has ended, and the fork with it
+        os._exit(1)
+    status = int(ended)
+    if os.WIFSIGNALED(status):
+        if os.WTERMSIG(status) != signal.SIGKILL:  # which has no handler to set
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def command(server: str) -> list[str]:
+    """Return the words that replace `python` in a command line, so that the program is forked."""
+    return [sys.executable, "-I", "-S", CLIENT, server]
+
+
+def _like_this(arguments: list[str]) -> "JsonObject":
+    """Return the request for a process that is like this one."""
+    return {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
+
+
+def ask(connection: socket.socket, request: "JsonObject", *more: int) -> None:
+    """Send a fork server a request, with the standard streams and further descriptors."""
+    body = json.dumps(request).encode()
+    socket.send_fds(connection, [len(body).to_bytes(4, "big")], [0, 1, 2, *more])
+    connection.sendall(body)
+
+
+# The server, as its owner has it
 
 
 class ForkServer:
@@ -64,8 +136,10 @@ class ForkServer:
     def __init__(
         self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-fork-")
-        self.address = str(Path(self._folder.name) / "socket")
+        from tempfile import TemporaryDirectory
+
+        self._folder = TemporaryDirectory(prefix="turnwise-fork-")
+        self.address = os.path.join(self._folder.name, "socket")
         read, self._alive = os.pipe()
         try:
             self._process = self._start(module, arguments, read)
@@ -77,6 +151,8 @@ class ForkServer:
         self.pid = self._process.pid
 
     def _start(self, module: str, arguments: Sequence[str], read: int) -> "subprocess.Popen[bytes]":
+        import subprocess
+
         # Bound here, so that a client that connects before the imports are done waits for them.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(self.address)
@@ -106,28 +182,32 @@ class ForkServer:
 
     def exit_code(self, seconds: float) -> int | None:
         """Return the exit code, negative for a signal; None if it runs on for `seconds`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        from subprocess import TimeoutExpired
+
+        with contextlib.suppress(TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def close(self) -> None:
         """End the server and all of its forks."""
         os.close(self._alive)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
+        self.exit_code(5.0)
         self._folder.cleanup()
 
 
 _own: ForkServer | None = None
+_connections: list[socket.socket] = []  # connections that stay open because a fork ends with them
 
 
 def address() -> str | None:
     """Return the address of this program's fork server, started on the first call; None if off."""
     global _own
     known = os.environ.get(VARIABLE)
-    if known == "off" or (known is None and _NVIDIA.exists()):
+    if known == "off" or (known is None and os.path.exists(_NVIDIA)):
         return None
     if known is None and _own is None:
+        import atexit
+
         _own = ForkServer()
         atexit.register(_close_at_exit, _own)
     return known or (None if _own is None else _own.address)
@@ -140,22 +220,17 @@ def _close_at_exit(server: ForkServer) -> None:
     server.close()
 
 
-def command(server: str) -> list[str]:
-    """Return the words that replace `python` in a command line, so that the program is forked."""
-    return [sys.executable, "-I", "-S", CLIENT, server]
-
-
 def share_with_engines() -> bool:
     """Let the server fork the engine processes of this process too, if this is a fork itself.
 
     From then on, multiprocessing's start method `forkserver` forks from a fork of the server.
     Returns False if there is no server.
     """
-    own: Any = multiprocessing.forkserver._forkserver
-    if own._forkserver_address is not None:
-        # A process forked by a multiprocessing server knows that server's address, but would start
-        # another server, which has imported nothing.
-        own.ensure_running = lambda: None
+    from multiprocessing.util import get_temp_dir
+
+    from turnwise.internals import python
+
+    if python.knows_fork_server():
         return True
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(SENDING_SECONDS)
@@ -163,23 +238,195 @@ def share_with_engines() -> bool:
         asking.connect(os.environ.get(VARIABLE, ""))
     except OSError:
         return False
-    place = str(Path(multiprocessing.util.get_temp_dir()) / "forkserver")
+    place = os.path.join(get_temp_dir(), "forkserver")
     read, alive = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(place)
         listener.listen()
-        request = fork_client.like_this([_FORKSERVER])
-        fork_client.ask(asking, request, listener.fileno(), read)
-        # The connection stays open: the fork ends with it.
-        own._fork_client = asking
+        ask(asking, _like_this([_FORKSERVER]), listener.fileno(), read)
+    _connections.append(asking)
     os.close(read)
-    own._forkserver_address, own._forkserver_alive_fd = place, alive
-    own.ensure_running = lambda: None
+    python.use_fork_server(place, alive)
     return True
+
+
+# The server's loop
+
+
+def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "Request | None":
+    """Fork for each request until `alive` is closed, and return None; in each fork, return the
+    request.
+
+    Args:
+        end_groups: Whether to kill what remains of a fork's process group when it has ended.
+    """
+    server = _Server(listener, alive, end_groups)
+    while True:
+        for key, _ in server.selector.select():
+            if key.fileobj is listener:
+                if (request := server.fork()) is not None:
+                    return request
+            elif key.fileobj is server.woken:
+                server.reap()
+            elif key.fileobj == alive:
+                server.end()
+                return None
+            else:
+                server.kill(key.data)
+
+
+class _Server:
+    """The forks, and what the server waits for."""
+
+    def __init__(self, listener: socket.socket, alive: int, end_groups: bool) -> None:
+        import ctypes
+
+        from turnwise.core.child import kill_group
+
+        self._listener, self._alive, self._end_groups = listener, alive, end_groups
+        self._kill_group = kill_group
+        self._pid = os.getpid()
+        self._libc = ctypes.CDLL(None)
+        self._children: dict[int, socket.socket] = {}
+        """Connections of the clients by the process ids of their forks."""
+        self._wake, self.woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self.woken.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector = selectors.DefaultSelector()
+        for watched in (listener, alive, self.woken):
+            self.selector.register(watched, selectors.EVENT_READ)
+
+    def fork(self) -> "Request | None":
+        """Fork for the next client; in the fork, return its request."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            time.sleep(_LACK_SECONDS)
+            return None
+        if (request := _receive(connection)) is None:
+            connection.close()
+            return None
+        try:
+            # Before the fork, so that there is none that nobody watches.
+            self.selector.register(connection, selectors.EVENT_READ)
+            pid = os.fork()
+        except OSError as error:
+            sys.stderr.write(f"no process can be forked: {error}\n")
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(connection)
+            connection.close()
+        else:
+            if pid == 0:
+                self._leave(connection)
+                return request
+            self._children[pid] = connection
+            self.selector.modify(connection, selectors.EVENT_READ, pid)
+            _reply(connection, pid)
+        for descriptor in request[1]:
+            os.close(descriptor)
+        return None
+
+    def _leave(self, connection: socket.socket) -> None:
+        """In a fork, close what is the server's, and end with it, however it ends."""
+        self._libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:  # it has ended meanwhile
+            os._exit(1)
+        for ours in (self._listener, self._wake, self.woken, connection, *self._children.values()):
+            ours.close()
+        os.close(self._alive)
+        self.selector.close()
+
+    def reap(self) -> None:
+        """Tell the clients of the forks that have ended how they did."""
+        with contextlib.suppress(BlockingIOError):
+            while self.woken.recv(4096):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if self._end_groups:
+                    self._kill_group(pid, reaped=True)
+                if (waiting := self._children.pop(pid, None)) is not None:
+                    _reply(waiting, status)
+                    self.selector.unregister(waiting)
+                    waiting.close()
+
+    def kill(self, pid: int) -> None:
+        """Kill the fork of a client that is gone."""
+        if (asker := self._children.pop(pid, None)) is not None:
+            os.kill(pid, signal.SIGKILL)
+            self.selector.unregister(asker)
+            asker.close()
+
+    def end(self) -> None:
+        """Kill all forks."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+            if self._end_groups:
+                self._kill_group(pid, reaped=False)
+        signal.set_wakeup_fd(-1)
+
+
+def _receive(connection: socket.socket) -> "Request | None":
+    """Return a request and the descriptors that came with it; None if it is incomplete."""
+    from turnwise.core.untrusted import HEADER, receive
+
+    connection.settimeout(SENDING_SECONDS)
+    ends = time.monotonic() + SENDING_SECONDS
+    descriptors: list[int] = []
+    try:
+        header, descriptors, _, _ = socket.recv_fds(connection, HEADER, 8)
+        header += receive(connection, HEADER - len(header), ends)
+        size = int.from_bytes(header, "big")
+        if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
+            raise ValueError("no request")
+        # Of this user's processes, and with an environment that may not be UTF-8.
+        request = json.loads(receive(connection, size, ends))
+        if not isinstance(request, dict):
+            raise TypeError("no request")
+        connection.settimeout(SENDING_SECONDS)
+        return request, descriptors
+    except (OSError, EOFError, ValueError, TypeError, RecursionError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+
+def _reply(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(b"%d\n" % number)
+
+
+def exit_code(job: Callable[[], None]) -> int:
+    """Run the job as an interpreter would, but skip freeing its memory, which takes seconds."""
+    from turnwise.internals import python
+
+    code = 0
+    try:
+        job()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    python.run_exit_functions()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+# The server's process
 
 
 def main() -> None:
     """Run the server: `python -m turnwise.core.fork_server LISTENER ALIVE`, two descriptors."""
+    import importlib
+    import logging
+
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
     gc.disable()
@@ -191,17 +438,25 @@ def main() -> None:
     del sys.modules["ray"]
     gc.freeze()
     if (request := serve(listener, alive)) is not None:  # in a fork
-        os._exit(exit_code(lambda: _run(*request)))
+        os._exit(exit_code(lambda: _become(*request)))
 
 
-def _run(request: JsonObject, descriptors: list[int]) -> None:
+def _become(request: "JsonObject", descriptors: list[int]) -> None:
     """Become the requested process."""
+    import runpy
+    import shlex
+
+    import numpy
     import setproctitle
+    import torch
+
+    from turnwise.core import logs
+    from turnwise.internals import python
 
     os.setsid()  # Ray ends its workers by their process groups
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    streams, rest = descriptors[:STREAMS], descriptors[STREAMS:]
+    streams, rest = descriptors[:_STREAMS], descriptors[_STREAMS:]
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -209,16 +464,22 @@ def _run(request: JsonObject, descriptors: list[int]) -> None:
     for descriptor in rest:
         os.set_inheritable(descriptor, False)
     os.chdir(request["cwd"])
-    _set_environment(request["env"])
+    # Only the variables that differ: process titles overwrite the environment's memory, which Ray
+    # and vLLM must be able to locate.
+    wanted: dict[str, str] = request["env"]
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     logs.follow()
-    _adapt()
+    # Libraries read these only when they are imported.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    numpy.random.seed()
     gc.enable()
     first, *arguments = request["arguments"]
     if first == _FORKSERVER:
-        listener, alive = rest
-        # An engine collects all garbage at its end, which would copy the memory that it shares.
-        setattr(gc, "unfreeze", lambda: None)  # noqa: B010
-        multiprocessing.forkserver.main(listener, alive, [])
+        python.serve_forks(*rest)
     elif first == "-c":
         sys.argv = ["-c", *arguments[1:]]
         _set_path("")
@@ -230,29 +491,8 @@ def _run(request: JsonObject, descriptors: list[int]) -> None:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *arguments]
-        _set_path(str(Path(first).resolve().parent))
+        _set_path(os.path.dirname(os.path.realpath(first)))
         runpy.run_path(first, run_name="__main__")
-
-
-def _set_environment(wanted: dict[str, str]) -> None:
-    """Change only the variables that differ.
-
-    Process titles overwrite the environment's memory, which Ray and vLLM must be able to locate.
-    """
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
-def _adapt() -> None:
-    """Apply the environment variables that libraries read only when they are imported."""
-    import numpy
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    numpy.random.seed()
 
 
 def _set_path(first: str) -> None:
@@ -261,4 +501,7 @@ def _set_path(first: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if __package__:
+        main()
+    else:
+        _run_as_fork()

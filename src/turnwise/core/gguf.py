@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_LAYOUT = 1
-"""Number of the layout of converted folders; folders of another one are not used."""
+_LAYOUT = 1  # number of the layout of converted folders; folders of another one are not used
 _STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
@@ -36,50 +35,34 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     """Return the folder or Hugging Face name from which libraries load a model.
 
     It is the path itself, or the folder of a converted GGUF file. The first call for a file
-    converts it, which takes seconds to minutes.
-
-    Args:
-        path: Value of a key with a model.
-        key: The key, for errors.
-
-    Raises:
-        InputError: when a GGUF file does not exist or cannot be converted.
-
-    Example:
-        AutoConfig.from_pretrained(resolve_model("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    converts it, which takes seconds to minutes; InputError names the key when it cannot.
     """
     file = find_gguf(path)
     if file is None:
         return path
     folder = _folder_of(file)
     if not folder.is_dir():
-        _check(file, f"{key}: {path}")
+        where = f"{key}: {path}"
+        if not file.is_file():
+            raise InputError(f"{where}: there is no such file")
+        with file.open("rb") as opened:
+            if opened.read(len(_MAGIC)) != _MAGIC:
+                raise InputError(f"{where} is not in the GGUF format")
+        for package in ("gguf", "accelerate"):
+            optional(package, "gguf", where)
         logger.warning("converting %s, once, into %s", path, folder)
         _convert(file, folder)
     return str(folder)
 
 
 def resolve_tokenizer(model: ModelConfig) -> str:
-    """Return the folder or Hugging Face name from which libraries load the model's tokenizer.
-
-    Raises:
-        InputError: as `resolve_model` does.
-
-    Example:
-        AutoTokenizer.from_pretrained(resolve_tokenizer(config.model))
-    """
+    """Return the folder or Hugging Face name from which libraries load the model's tokenizer."""
     return resolve_model(model.tokenizer or model.path)
 
 
 def find_gguf(path: str) -> Path | None:
-    """Return the GGUF file that a path stands for: itself, or the only one in its folder.
-
-    Returns:
-        None for anything else, such as a folder with a config.json or a Hugging Face name.
-
-    Example:
-        >>> find_gguf("Qwen/Qwen3-0.6B")
-    """
+    """Return the GGUF file that a path stands for: itself, or the only one in its folder. None for
+    anything else, such as a folder with a config.json or a Hugging Face name."""
     place = Path(path).expanduser()
     if place.suffix == _SUFFIX and not place.is_dir():
         return place
@@ -96,30 +79,15 @@ def converted(path: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _check(file: Path, where: str) -> None:
-    """Check that a file is a GGUF file, and that what reads it is installed."""
-    if not file.is_file():
-        raise InputError(f"{where}: there is no such file")
-    with file.open("rb") as opened:
-        if opened.read(len(_MAGIC)) != _MAGIC:
-            raise InputError(f"{where} is not in the GGUF format")
-    for package in ("gguf", "accelerate"):
-        optional(package, "gguf", where)
-
-
 def _folder_of(file: Path) -> Path:
     """Return the folder of a file: another one if the file's place, size or time is another."""
     where, found = file.resolve(), file.stat() if file.exists() else None
     stamp = (_LAYOUT, str(where), found and (found.st_size, found.st_mtime_ns))
     digest = hashlib.blake2b(repr(stamp).encode(), digest_size=6).hexdigest()
-    return _cache() / "gguf" / f"{file.stem}-{digest}"
-
-
-def _cache() -> Path:
-    if own := os.environ.get("TURNWISE_CACHE"):
-        return Path(own).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(shared).expanduser().absolute() / "turnwise"
+    cache = os.environ.get("TURNWISE_CACHE")
+    if not cache:
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "turnwise")
+    return Path(cache).expanduser().absolute() / "gguf" / f"{file.stem}-{digest}"
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -129,22 +97,17 @@ def _convert(file: Path, folder: Path) -> None:
         new = Path(temporary, "model")
         try:
             _write(file, new)
-        except OSError as error:
-            if error.errno is not None:  # of the disk; Transformers' own have no number
-                raise InputError(f"{file} cannot be converted into {folder}: {error}") from error
-            raise _unreadable(file, error) from error
         except Exception as error:  # Transformers raises anything
-            raise _unreadable(file, error) from error
+            said = f"{file} cannot be read as a model: {first_line(error)}"
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk
+                said = f"{file} cannot be converted into {folder}: {error}"
+            raise InputError(said) from error
         sync_tree(new)
         try:
             new.rename(folder)
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-
-
-def _unreadable(file: Path, error: Exception) -> InputError:
-    return InputError(f"{file} cannot be read as a model: {first_line(error)}")
 
 
 def _write(file: Path, folder: Path) -> None:

@@ -16,25 +16,19 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from turnwise.core.calls import unreturned_calls
-
-if TYPE_CHECKING:
-    import psutil
+from turnwise.core.user_code import unreturned_calls
 
 EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
 """Time for a cancelled run to end; with the killing, everything ends within ten seconds."""
-SAVE_SECONDS = 60.0
-"""Time for a run that was asked to end to save what it has."""
+SAVE_SECONDS = 60.0  # time for a run that was asked to end to save what it has
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KILL_SECONDS = 1.0
 _TWICE = "interrupted twice; everything it started was killed"
-_SHOW_CURSOR = "\x1b[?25h"
 
 
 class Ending:
@@ -42,20 +36,12 @@ class Ending:
 
     Args:
         has_work: Returns whether there is anything to do; called in another thread.
-
-    Example:
-        with Ending(lambda: steps > saved) as ending:
-            ...
-            if ending.asked.is_set():
-                await save()
-                await ending.finished()
     """
 
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
     def __init__(self, has_work: Callable[[], bool]) -> None:
-        self.asked = asyncio.Event()
-        """Set once the run is asked to end, and has work."""
+        self.asked = asyncio.Event()  # set once the run is asked to end, and has work
         self._has_work = has_work
         self._done = threading.Event()
 
@@ -64,12 +50,7 @@ class Ending:
         self._open.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.remove(self)
         self._done.set()
 
@@ -115,14 +96,8 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 async def interruptible(run: Awaitable[None]) -> None:
-    """Run a coroutine until it is done or a signal arrives; call this in the main thread.
-
-    Raises:
-        asyncio.CancelledError: when a signal arrived, after `run` has ended.
-
-    Example:
-        asyncio.run(interruptible(train(config)))
-    """
+    """Run a coroutine until it is done or a signal arrives; call this in the main thread. After a
+    signal it raises CancelledError, once `run` has ended."""
     task, loop = asyncio.ensure_future(run), asyncio.get_running_loop()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -132,8 +107,11 @@ async def interruptible(run: Awaitable[None]) -> None:
         if not _signal_comes(reader):
             return
         interrupted.set()
-        if not _let_finish(reader):
-            _end_by_force(EXIT_INTERRUPTED, _TWICE)
+        ending, end = Ending.begin(), time.monotonic() + SAVE_SECONDS
+        while ending is not None and not ending.wait(0) and time.monotonic() < end:
+            readable, _, _ = select.select([reader], [], [], _POLL_SECONDS)
+            if readable and (received := reader.recv(1)) and received[0] in _SIGNALS:
+                _end_by_force(EXIT_INTERRUPTED, _TWICE)
         late = f"interrupted; it did not end within {PATIENCE_SECONDS:g} s and was killed"
         end_by_force_after(PATIENCE_SECONDS, EXIT_INTERRUPTED, late)
         with suppress(RuntimeError):  # the loop has closed: the run is over
@@ -153,16 +131,6 @@ async def interruptible(run: Awaitable[None]) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
             writer.close()
-
-
-def _let_finish(reader: socket.socket) -> bool:
-    """Wait until the run has saved what it has; returns False if a second signal comes."""
-    ending, end = Ending.begin(), time.monotonic() + SAVE_SECONDS
-    while ending is not None and not ending.wait(0) and time.monotonic() < end:
-        readable, _, _ = select.select([reader], [], [], _POLL_SECONDS)
-        if readable and (received := reader.recv(1)) and received[0] in _SIGNALS:
-            return False
-    return True
 
 
 def _signal_comes(reader: socket.socket) -> bool:
@@ -186,33 +154,28 @@ def _end_by_force(code: int, why: str) -> None:
     if why:
         text = f"turnwise: {why}" + (f"; {calls}" if calls else "") + "\n"
         if sys.stderr is not None and sys.stderr.isatty():
-            text = _SHOW_CURSOR + text  # a live table hides it
+            text = "\x1b[?25h" + text  # shows the cursor, which a live table hides
         os.write(2, text.encode())  # a stuck thread may hold the lock of sys.stderr
     os._exit(code)
 
 
 def kill_children() -> None:
-    """Kill all descendants of this process; their shared memory is removed afterwards."""
+    """Kill all descendants of this process; their shared memory is removed afterwards.
+
+    Python's tracker of semaphores and shared memory removes it once the processes that it serves
+    have ended, and then ends too.
+    """
     import psutil
 
     for _ in range(2):  # one of them may be starting another
+        killed = []
         # Listed before any is killed: the children of a dead process are no longer found.
-        below = psutil.Process().children(recursive=True)
-        killed = [process for process in below if not _cleans_up(process)]
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
+                    continue
+            killed.append(process)
         for process in killed:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(killed, timeout=_KILL_SECONDS)
-
-
-def _cleans_up(process: "psutil.Process") -> bool:
-    """Return whether a process is Python's tracker of semaphores and shared memory.
-
-    It removes leftovers once the processes that it serves have ended, and then ends too.
-    """
-    import psutil
-
-    try:
-        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False

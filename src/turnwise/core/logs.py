@@ -26,12 +26,10 @@ _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _OURS = logging.getLogger("turnwise")
-_CHATTER = ("vllm", "ray")
-"""Names of the loggers whose lines go only to the file."""
+_CHATTER = ("vllm", "ray")  # names of the loggers whose lines go only to the file
 _on_terminal = False
 """Whether this process is the command line, which prints our lines and others' warnings."""
-_files: list[logging.Handler] = []
-"""Files of the runs that are open."""
+_files: list[logging.Handler] = []  # files of the runs that are open
 _to_program: list[tuple[logging.Logger, logging.Handler]] = []
 """Handlers that print, or pass to the program's, while runs are open."""
 _before: list[tuple[logging.Logger, list[logging.Handler], bool, int]] = []
@@ -43,7 +41,6 @@ class VisibleFormatter(logging.Formatter):
     """Formats lines with control characters as escapes: a line may quote an agent or a model."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as text."""
         return visible(super().format(record))
 
 
@@ -54,24 +51,21 @@ def to_terminal(level: str = "warning") -> None:
     """
     global _on_terminal
     _on_terminal = True
-    _OURS.handlers = [_terminal(level.upper())]
+    _OURS.handlers = [_terminal(level)]
     _OURS.setLevel(level.upper())
     _OURS.propagate = False
-    logging.getLogger().handlers = [_terminal_of_others(level)]
+    logging.getLogger().handlers = [_terminal(level, others=True)]
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
 
 
-def _terminal(level: int | str) -> logging.Handler:
+def _terminal(level: str, others: bool = False) -> logging.Handler:
+    """Return a handler that prints lines, or warnings of others than us, vLLM and Ray."""
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter(_FORMAT))
-    handler.setLevel(level)
-    return handler
-
-
-def _terminal_of_others(level: str) -> logging.Handler:
-    """Return a handler that prints other libraries' warnings, except those of vLLM and Ray."""
-    handler = _terminal(max(logging.WARNING, logging.getLevelName(level.upper())))
-    handler.addFilter(lambda record: record.name.partition(".")[0] not in _CHATTER)
+    handler.setLevel(level.upper())
+    if others:
+        handler.setLevel(max(logging.WARNING, handler.level))
+        handler.addFilter(lambda record: record.name.partition(".")[0] not in _CHATTER)
     return handler
 
 
@@ -81,15 +75,11 @@ def open_logs(config: Config) -> Iterator[None]:
 
     A program's own handlers get our lines and everybody's as before, and at the end its logging is
     as it was. Open it before vLLM is imported.
-
-    Example:
-        with open_logs(config):
-            result = await train(config)
     """
     if _on_terminal:
         to_terminal(config.log_level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    path = _folder(config) / "turnwise.log"
+    path = Path(config.output_dir, config.name, "logs", "turnwise.log")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path)
@@ -97,7 +87,7 @@ def open_logs(config: Config) -> Iterator[None]:
         _OURS.warning("no logs can be written to %s: %s", path.parent, error)
         yield
         return
-    _register_stacks(path)
+    register_stacks(str(path))
     handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
     with _changing:
@@ -121,7 +111,7 @@ def _add(file: logging.Handler, level: str) -> None:
         if not _on_terminal:
             _to_program.append((_OURS, _ToProgram(level.upper())))
             if not root.handlers:  # without any, Python prints warnings; ours would stop that
-                _to_program.append((root, _terminal_of_others(level)))
+                _to_program.append((root, _terminal(level, others=True)))
             for logger, handler in _to_program:
                 logger.addHandler(handler)
             _OURS.propagate = False
@@ -197,7 +187,7 @@ def environment(config: Config, name: str) -> dict[str, str]:
     level = logging.getLevelName(_file_level(config.log_level))
     return {
         _LEVEL: config.log_level,
-        _FILE: str((_folder(config) / f"{name}.log").absolute()),
+        _FILE: str(Path(config.output_dir, config.name, "logs", f"{name}.log").absolute()),
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", level),
     }
@@ -221,7 +211,7 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    register_stacks(environ)
+    register_stacks(environ[_FILE])
     handler = logging.StreamHandler(os.fdopen(2, "w", buffering=1, closefd=False))
     handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     # In a fork, vLLM is already imported, with the levels of the original process.
@@ -230,24 +220,14 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
         logger.setLevel(_file_level(environ.get(_LEVEL, "warning")))
 
 
-def register_stacks(environ: Mapping[str, str] = os.environ) -> None:
-    """Make a process that an actor started without forking write its stacks on request.
+def register_stacks(log: str | None = None) -> None:
+    """Make a process write its stacks on request, under the name of its log; None is that of the
+    actor that has started the process without forking."""
+    if log := log or os.environ.get(_FILE):
+        from turnwise.core import stacks  # Linux alone has what it needs; logs are read elsewhere
 
-    Does nothing if the actor was started without `environment`.
-    """
-    if environ.get(_FILE):
-        _register_stacks(Path(environ[_FILE]))
-
-
-def _register_stacks(log: Path) -> None:
-    from turnwise.core import stacks  # Linux alone has what it needs; logs are read elsewhere too
-
-    stacks.register(log.parent.parent, log.stem)
+        stacks.register(Path(log).parent.parent, Path(log).stem)
 
 
 def _file_level(level: str) -> int:
     return logging.DEBUG if level == "debug" else logging.INFO
-
-
-def _folder(config: Config) -> Path:
-    return Path(config.output_dir, config.name, "logs")

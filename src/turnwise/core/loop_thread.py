@@ -18,10 +18,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
-from turnwise.core.calls import unreturned_calls
 from turnwise.core.deadlines import deadline, deadline_error
-from turnwise.core.executor import use_daemon_threads
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
+from turnwise.core.user_code import unreturned_calls, use_daemon_threads
 from turnwise.errors import DeadlineError, TurnwiseError
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,7 @@ _GRACE_SECONDS = 10.0
 """Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
 _LEFT_SECONDS = 5.0
 """Time for the tasks that are left in the event loop to end once the context manager has closed."""
-_LOOK_SECONDS = 0.05
-"""Longest pause between two looks at whether the context manager has closed."""
+_LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context manager has closed
 
 
 class EventLoopThread(Generic[_Opened]):
@@ -43,12 +41,6 @@ class EventLoopThread(Generic[_Opened]):
     Args:
         context: Factory of the context manager.
         name: Its name in errors: "the pipeline".
-
-    Example:
-        thread = EventLoopThread(open_database, "the database")
-        database = thread.start(30.0)
-        rows = thread.call(lambda: database.fetch("..."), 5.0, "the rows")
-        thread.stop(10.0)
     """
 
     def __init__(
@@ -61,18 +53,12 @@ class EventLoopThread(Generic[_Opened]):
         self._ended: Future[None] = Future()
         self._calls: set[asyncio.Task[object]] = set()
         self._leaving = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="turnwise-loop")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
+        )
 
     def start(self, seconds: float) -> _Opened:
-        """Open the context manager, and return its value.
-
-        Args:
-            seconds: Deadline.
-
-        Raises:
-            DeadlineError: when it takes longer.
-            BaseException: the error of the context manager; nothing is left open.
-        """
+        """Open the context manager within `seconds`, and return its value; raises its error."""
         self._thread.start()
         self._began.wait()
         return self._result(self._opened, seconds, f"{self._name} to start")
@@ -89,21 +75,20 @@ class EventLoopThread(Generic[_Opened]):
             raise
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        """Run the coroutine that `work` makes, and return its result.
+        """Run the coroutine that `work` makes within `seconds`, and return its result, `who` in
+        errors.
 
         The coroutine is cancelled if the wait ends early; if a signal ends it, a run may first save
         what it has (`Ending`).
-
-        Args:
-            seconds: Deadline.
-            who: Name of the result in errors: "the training step".
-
-        Raises:
-            DeadlineError: naming `who`.
         """
         future: Future[_Result] | None = None
+
+        async def within() -> _Result:
+            async with deadline(seconds, f"waited for {who}: no answer"):
+                return await work()
+
         try:  # a signal may come at any time
-            future = self.submit(lambda: _within(work, seconds, who))
+            future = self.submit(within)
             return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
         except BaseException as error:
             # A signal's handler raised; a second signal raises again.
@@ -116,15 +101,8 @@ class EventLoopThread(Generic[_Opened]):
                 future.cancel()
 
     def stop(self, seconds: float) -> None:
-        """Close the context manager; Ctrl-C is raised only after it has closed.
-
-        Args:
-            seconds: Deadline.
-
-        Raises:
-            DeadlineError: when it takes longer.
-            BaseException: the error that ended it earlier, or that closing it raised.
-        """
+        """Close the context manager within `seconds`, and raise the error that ended it earlier, or
+        that closing it raised; Ctrl-C is raised only after it has closed."""
         with suppress(RuntimeError):  # the loop has closed already
             self._loop.call_soon_threadsafe(self._cancel)
         interrupted: KeyboardInterrupt | None = None
@@ -147,15 +125,10 @@ class EventLoopThread(Generic[_Opened]):
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
-        """Stop at the end of a `with` block; a failure to stop never hides the block's own error.
+        """Stop at the end of a `with` block, after the error of the block, if any.
 
-        What does not end in time is only logged: the block's results are there.
-
-        Args:
-            error: The error that ended the block, if any.
-
-        Raises:
-            TurnwiseError: as `stop` does, if there is no `error`.
+        A failure to stop never hides the block's own error. What does not end in time is only
+        logged: the block's results are there.
         """
         try:
             self.stop(seconds)
@@ -165,33 +138,27 @@ class EventLoopThread(Generic[_Opened]):
             if failure is not error:
                 logger.warning("while %s ended: %s", self._name, failure)
 
-    def _run(self) -> None:
-        asyncio.run(self._held())
-
     async def _held(self) -> None:
         """Hold the context manager open, and note how it ended: tasks that user code has left in
         the loop may not end at all."""
-        try:
-            await self._hold()
-        except asyncio.CancelledError:
-            self._ended.set_result(None)
-        except BaseException as error:
-            self._ended.set_exception(error)
-
-    async def _hold(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._loop = task, asyncio.get_running_loop()
         use_daemon_threads(self._loop)
         self._began.set()
-        async with self._context() as opened:
-            self._opened.set_result(opened)
-            try:
-                await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
-            finally:
-                self._leaving = True
-                for call in self._calls:  # callers get the cause, not its consequences
-                    call.cancel()
+        try:
+            async with self._context() as opened:
+                self._opened.set_result(opened)
+                try:
+                    await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
+                finally:
+                    self._leaving = True
+                    for call in self._calls:  # callers get the cause, not its consequences
+                        call.cancel()
+        except asyncio.CancelledError:
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
 
     def _cancel(self) -> None:
         if not self._task.cancelling():
@@ -225,8 +192,3 @@ class EventLoopThread(Generic[_Opened]):
         if self._ended.done():
             self._ended.result()
             raise TurnwiseError(f"{self._name} has ended")
-
-
-async def _within(work: Work[_Result], seconds: float, who: str) -> _Result:
-    async with deadline(seconds, f"waited for {who}: no answer"):
-        return await work()

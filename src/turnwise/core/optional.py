@@ -1,12 +1,13 @@
-"""Optional packages: imported on first use, or an error that says what to install."""
+"""Imports that may fail: of optional packages, and of what a configuration names."""
 
 import importlib
 import importlib.util
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, describe_error, ordinary_error
 
 Foreign: TypeAlias = Any
 """A value of another package, or of the user's, whose type is not known here."""
@@ -15,32 +16,17 @@ _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def optional(package: str, extra: str, purpose: str) -> ModuleType:
-    """Import a package that one of turnwise's extras installs.
-
-    Args:
-        purpose: Beginning of the message: "a dataset from the Hub".
-
-    Raises:
-        InputError: when it is not installed.
-
-    Example:
-        `optional("datasets", "data", "a dataset from the Hub").load_dataset("gsm8k")`
-    """
+    """Import a package that one of turnwise's extras installs, or raise InputError, which begins
+    with the purpose: "a dataset from the Hub"."""
     return required(package, f"'turnwise[{extra}]'", purpose)
 
 
 def required(package: str, install: str, purpose: str) -> ModuleType:
-    """Import a package, or one of its modules, that none of turnwise's extras installs.
+    """Import a package, or one of its modules, that none of turnwise's extras installs, or raise
+    InputError.
 
     Args:
         install: Arguments of `pip install`.
-        purpose: As in `optional`.
-
-    Raises:
-        InputError: when it is not installed, or one of its own requirements is not.
-
-    Example:
-        `required("gymnasium", "gymnasium", "gymnasium:FrozenLake-v1").make("FrozenLake-v1")`
     """
     name = package.partition(".")[0]
     if importlib.util.find_spec(name) is None:
@@ -51,12 +37,27 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
         raise InputError(f"{purpose} needs {error.name}, which {name} imports") from error
 
 
+def load_object(path: str, key: str) -> Foreign:
+    """Import `package.module:Name`; InputError names the configuration key and what is missing."""
+    module_name, separator, name = path.partition(":")
+    if not separator:
+        raise InputError(f"{key} must be package.module:Name, not {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the module's own code may raise anything
+        why = describe_error(ordinary_error(error))
+        raise InputError(f"{key}: {module_name} cannot be imported: {why}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise InputError(f"{key}: {module_name} has no {name}") from None
+
+
 def check_vllm() -> None:
     """Check that vLLM is installed and can be imported, without importing it.
 
-    Raises:
-        InputError: when it is missing, or when one of its companions is built for CUDA and torch
-            for CPUs, in which case importing vLLM would fail later, in a worker.
+    It cannot if one of its companions is built for CUDA and torch for CPUs; importing vLLM would
+    then fail later, in a worker.
     """
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -64,16 +65,13 @@ def check_vllm() -> None:
             "with a GPU"
         )
     if version("torch").endswith("+cpu"):
-        mixed = [name for name in _COMPANIONS if _is_for_cuda(name)]
+        mixed = []
+        for name in _COMPANIONS:
+            with suppress(PackageNotFoundError):
+                if not version(name).endswith("+cpu"):
+                    mixed.append(name)
         if mixed:
             raise InputError(
                 f"{', '.join(mixed)}: built for CUDA, but torch {version('torch')} is for CPUs: "
                 f"pip uninstall {' '.join(mixed)} (vLLM runs without them)"
             )
-
-
-def _is_for_cuda(name: str) -> bool:
-    try:
-        return not version(name).endswith("+cpu")
-    except PackageNotFoundError:
-        return False

@@ -1,21 +1,20 @@
 """Starting Ray or joining a cluster, and detecting that its head process is gone."""
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import ray
-from ray._private.node import Node
-from ray._private.parameter import RayParams
 
-from turnwise.core import fork_server, logs, secret
+from turnwise.core import fork_server, logs, process
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.internals.python import signal_handler_kept
+from turnwise.internals.ray import lean_ray, report_to
 
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
@@ -23,23 +22,12 @@ _PATIENCE, _CLUSTER_PATIENCE = 3, 30
 """Probes in a row that Ray's head may miss: one that we started; a cluster's, which may restart."""
 _RECONNECT_SECONDS = 30
 """Time without a head after which the processes of a Ray that we started end themselves."""
-_SIGNAL_HANDLER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(
-    ("PyOS_getsig", ctypes.pythonapi)
-)
-_SET_SIGNAL_HANDLER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
-    ("PyOS_setsig", ctypes.pythonapi)
-)
-"""Access to C signal handlers from any thread; Python's `signal` needs the main thread."""
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
 
 
 def start_ray(address: str | None) -> float:
-    """Connect to a cluster, or start Ray on this machine; return its number of GPUs.
-
-    Raises:
-        InputError: when no cluster answers at the address.
-    """
+    """Connect to a cluster, or start Ray on this machine; return its number of GPUs."""
     options: dict[str, object] = {
         "log_to_driver": False,
         "logging_level": logs.quiet("ray"),
@@ -47,66 +35,35 @@ def start_ray(address: str | None) -> float:
     }
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    variables = {"PYTHONPATH": paths, secret.VARIABLE: secret.make()}
+    variables = {"PYTHONPATH": paths, process.SECRET: process.make_secret()}
     options["runtime_env"] = {"env_vars": variables}
-    # Other machines have no fork server: in a cluster, workers start without one.
-    if address is None and (server := fork_server.address()) is not None:
-        variables[fork_server.VARIABLE] = server
+    lean: AbstractContextManager[None] = nullcontext()
+    if address is None:
+        # Other machines have no fork server: in a cluster, workers start without one.
+        if (server := fork_server.address()) is not None:
+            variables[fork_server.VARIABLE] = server
+        lean = lean_ray(None if server is None else fork_server.CLIENT)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray starts its workers at niceness 15, at which any other program would starve the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
-    handler = _SIGNAL_HANDLER(signal.SIGTERM)
     try:
         if address is None:
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
             # No record of every call for Ray's dashboard: Ray's head keeps it, and grows.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-            # Without "local", Ray would join a cluster that is still running on this machine.
-            with _lean_ray(fork_server.VARIABLE in variables):
-                context = ray.init(
-                    address="local", object_store_memory=_OBJECT_STORE_BYTES, **options
-                )
+            options["object_store_memory"] = _OBJECT_STORE_BYTES
         else:
             _probe_port(address)
-            context = ray.init(address=address, **options)
+        with signal_handler_kept(signal.SIGTERM), lean:
+            # Without "local", Ray would join a cluster that is still running on this machine.
+            context = ray.init(address=address or "local", **options)
     except Exception as error:  # of any type: a node that starts too slowly is a plain one
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
-    finally:
-        # Ray replaces it by a C++ handler, which prints C++ frames and aborts.
-        _SET_SIGNAL_HANDLER(signal.SIGTERM, handler)
-    # Ray prints its processes' reports (and the last lines of their logs) without a logger.
-    ray._private.worker.print_to_stdstream = _log
+    report_to(lambda lines: logging.getLogger("ray").info("%s", "\n".join(map(str, lines))))
     logs.link_ray(context.address_info["session_dir"])
     return float(ray.cluster_resources().get("GPU", 0))
-
-
-@contextmanager
-def _lean_ray(forked: bool) -> Iterator[None]:
-    """Make `ray.init` start fewer processes, and workers faster.
-
-    Ray's dashboard, autoscaler and log collector are not used here, and each of them would import
-    Ray. So does the script with which Ray starts a worker; if workers are `forked`, the fork
-    server's client replaces it.
-    """
-    begin, start_dashboard = Node.__init__, Node.start_api_server
-
-    def begin_lean(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:
-        ray_params.update(no_monitor=True, include_log_monitor=False)
-        if forked:
-            ray_params.update(setup_worker_path=fork_server.CLIENT)
-        begin(self, ray_params, *args, **kwargs)
-
-    Node.__init__, Node.start_api_server = begin_lean, lambda self, **_: None
-    try:
-        yield
-    finally:
-        Node.__init__, Node.start_api_server = begin, start_dashboard
-
-
-def _log(report: Mapping[str, list[str]], ignore_prefix: bool) -> None:
-    logging.getLogger("ray").info("%s", "\n".join(map(str, report["lines"])))
 
 
 def join_ray(address: str, namespace: str) -> None:
@@ -136,15 +93,11 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise from the `async with` block when Ray's head process is gone.
-
-    Without it, no actor can be started, found or ended.
+    """Raise TurnwiseError from the `async with` block when Ray's head process accepts no connection
+    for seconds: without it, no actor can be started, found or ended.
 
     Args:
         address: The argument of `start_ray`.
-
-    Raises:
-        TurnwiseError: when the head accepts no connection for seconds.
     """
     task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE

@@ -16,12 +16,10 @@ from urllib.request import Request, urlopen
 from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of the names of data files."""
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
-ENVIRONMENT = "environment"
-"""A `data.path` of rows that the environment makes."""
+ENVIRONMENT = "environment"  # a `data.path` of rows that the environment makes
 _NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _SECONDS = 3.0
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -32,23 +30,20 @@ def check_model(path: str, key: str = "model.path") -> None:
     """Check that a key names a model's folder or GGUF file, or a model that the Hub may have.
 
     A GGUF file is converted here, once, before other processes need it.
-
-    Raises:
-        InputError: when it is none of them, or cannot be converted.
     """
     if find_gguf(path) is not None:
         resolve_model(path, key)
-        return
-    _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
+    else:
+        _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
 
 
 def check_tokenizer(path: str) -> None:
     """Check `model.tokenizer` in the same way; raises as `check_model` does."""
+    key, own = "model.tokenizer", "tokenizer_config.json"
     if find_gguf(path) is not None:
-        resolve_model(path, "model.tokenizer")
-        return
-    own = "tokenizer_config.json"
-    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
+        resolve_model(path, key)
+    else:
+        _check(path, own, key, "tokenizer", f"{own} and tokenizer.json")
 
 
 def check_adapter(path: str, key: str) -> None:
@@ -65,20 +60,19 @@ def _check(path: str, file: str, key: str, what: str, files: str) -> None:
         raise InputError(
             f"{key}: there is no {what} in {path} (a folder with {files}, or a Hugging Face name)"
         )
-    if (offline := why_offline()) and not _is_cached(path, file):
-        raise InputError(
-            f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
-            f"this machine has no such {what}"
-        )
+    if offline := why_offline():
+        from huggingface_hub import try_to_load_from_cache  # a third of a second to import
+
+        if not isinstance(try_to_load_from_cache(path, file), str):
+            raise InputError(
+                f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
+                f"this machine has no such {what}"
+            )
 
 
 def check_data(path: str) -> None:
     """Check that a path of data is a file or folder, a name that the Hub may have, a worker, or
-    the environment's own rows.
-
-    Raises:
-        InputError: when it is none of them.
-    """
+    the environment's own rows."""
     if path.startswith(WORKER) or path == ENVIRONMENT:
         return
     file = Path(path).expanduser()
@@ -108,14 +102,12 @@ def why_offline() -> str:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if _answers(endpoint):
         return ""
-    _go_offline()
+    # Hugging Face's libraries use their cache alone, even those that are already imported.
+    os.environ[_OFFLINE[0]] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return f"{endpoint} cannot be reached"
-
-
-def _is_cached(name: str, file: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache  # a third of a second to import
-
-    return isinstance(try_to_load_from_cache(name, file), str)
 
 
 def _answers(url: str) -> bool:
@@ -140,11 +132,3 @@ def _answers(url: str) -> bool:
     thread.start()
     thread.join(_SECONDS)
     return any(answers)
-
-
-def _go_offline() -> None:
-    """Restrict Hugging Face's libraries to their cache, even those that are already imported."""
-    os.environ[_OFFLINE[0]] = "1"
-    for module in ("huggingface_hub.constants", "datasets.config"):
-        if module in sys.modules:
-            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_SERVICE = "OTEL_SERVICE_NAME"
 _MODULES = (
     "opentelemetry.trace",
     "opentelemetry.sdk.trace",
@@ -50,33 +49,16 @@ class _NoSpan:
     def set_attribute(self, key: str, value: Value) -> None: ...
 
 
-_NO_SPAN = _NoSpan()
-
-
 def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[Span]:
-    """Record a trajectory.
-
-    Args:
-        agent: Name of the loop.
-        name: Unique name of the trajectory.
-        problem: Id of the problem.
-    """
-    about = {
-        "gen_ai.agent.name": agent,
-        "gen_ai.conversation.id": name,
-        "turnwise.problem": problem,
-    }
-    return _span("invoke_agent", agent, about)
+    """Record a trajectory: its loop, its unique name, and its problem's id."""
+    about = {"gen_ai.agent.name": agent, "gen_ai.conversation.id": name}
+    return _span("invoke_agent", agent, {**about, "turnwise.problem": problem})
 
 
 def chat_span(turn: int, temperature: float, max_tokens: int) -> AbstractContextManager[Span]:
     """Record a turn; see `record_answer`."""
-    request = {
-        "gen_ai.request.temperature": temperature,
-        "gen_ai.request.max_tokens": max_tokens,
-        "turnwise.turn": turn,
-    }
-    return _span("chat", "", request)
+    about = {"gen_ai.request.temperature": temperature, "gen_ai.request.max_tokens": max_tokens}
+    return _span("chat", "", {**about, "turnwise.turn": turn})
 
 
 def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: int) -> None:
@@ -104,11 +86,7 @@ def trace_headers() -> dict[str, str]:
 
 @contextmanager
 def joined(headers: Mapping[str, str]) -> Iterator[None]:
-    """Make a span of another process the current one for a `with` block.
-
-    Args:
-        headers: As `trace_headers` returned them there; without them, nothing changes.
-    """
+    """Make the span of another process's `trace_headers` the current one for a `with` block."""
     if not headers or _tracer() is None:
         yield
         return
@@ -135,7 +113,7 @@ def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterato
     """Record a span as a child of the one around it; an error that passes is its status."""
     tracer = _tracer()
     if tracer is None:
-        yield _NO_SPAN
+        yield _NoSpan()
         return
     about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm", **attributes}
     with tracer.start_as_current_span(f"{operation} {what}".strip(), attributes=about) as span:
@@ -144,11 +122,7 @@ def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterato
 
 @functools.cache
 def import_opentelemetry() -> list[ModuleType]:
-    """Import what spans need, and return its modules; none if no collector is named.
-
-    Raises:
-        InputError: when a collector is named and OpenTelemetry is not installed.
-    """
+    """Import what spans need, and return its modules; none if no collector is named."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return []
     return [optional(name, "traces", f"{_ENDPOINTS[1]} is set, which") for name in _MODULES]
@@ -162,7 +136,7 @@ def _tracer() -> "Tracer | None":
     trace, sdk, export, resources, otlp = modules
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):  # the program has set none
-        named = {} if os.environ.get(_SERVICE) else {"service.name": "turnwise"}
+        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "turnwise"}
         provider = sdk.TracerProvider(resource=resources.Resource.create(named))
         provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
         trace.set_tracer_provider(provider)

@@ -41,17 +41,16 @@ _SECONDS = 8.0
 """Time for all processes to answer; only one that is stopped, or gets no processor, needs it."""
 _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
-_REPORT_SECONDS = 15.0
-"""Time for a run to write its report."""
+_STILL_SECONDS = 1.0
+"""Time in which a file no longer grows once the signal's handler has written all stacks."""
+_REPORT_SECONDS = 15.0  # time for a run to write its report
 _PAUSE_SECONDS = 0.05
 _MOST_FRAMES = 100
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
 """The thread that answers, which shows nothing of the process."""
-_PEER = struct.Struct("3i")
-"""Process, user and group at the other end of a socket."""
+_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _STARTED = "started "
-_START_FIELD = 19
-"""Place of a process's start in /proc/PID/stat, after its name."""
+_START_FIELD = 19  # place of a process's start in /proc/PID/stat, after its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,9 @@ class ProcessStacks:
         return "\n\n".join(["\n".join(lines), *self.stacks])
 
 
+# A process that shows its stacks
+
+
 class _Registered:
     """This process: before `register`, all is None."""
 
@@ -85,13 +87,9 @@ class _Registered:
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, show their stacks when asked to.
+    """Make this process, and those that it forks, show their stacks under a name when asked to.
 
-    Does nothing if the folder cannot be written.
-
-    Args:
-        run: The run folder.
-        name: Name of the process in reports.
+    Does nothing if the run folder cannot be written.
     """
     first = _Registered.folder is None
     _Registered.folder, _Registered.name = stacks_folder(run).absolute(), name
@@ -145,7 +143,10 @@ def _listen(asked: socket.socket) -> None:
 
 
 def _stacks_here() -> str:
-    """Return the stacks of this process's threads but this one, as `faulthandler` writes them."""
+    """Return the stacks of this process's threads but this one, as `faulthandler` writes them.
+
+    It writes those of a hundred threads at most.
+    """
     blocks = []
     for thread, frame in sys._current_frames().items():
         if thread != threading.get_ident():
@@ -162,17 +163,18 @@ def _address(pid: int, started: str) -> str:
     return f"\0turnwise-stacks-{pid}-{started}"
 
 
+# Processes that are asked for them
+
+
 class _Asked:
     """A process that is asked for its stacks."""
 
     def __init__(self, name: str, path: Path, process: psutil.Process, started: str) -> None:
         title = " ".join(process.cmdline()).strip()[:80]
         self.name, self.path, self.process = f"{name}: {title}", path, process
-        self._size = path.stat().st_size
+        self._size = self._grown = path.stat().st_size
+        self._since = time.monotonic()  # time at which the file had grown to its size
         self._answer, self._whole = b"", False
-        self._deaf: frozenset[str] | None = None
-        """Threads that block the signal at all times; others block it while they write. None
-        before the signal is sent."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         with suppress(OSError):  # another network namespace, or requests that nobody takes
@@ -188,29 +190,26 @@ class _Asked:
                 self._whole = not part
         return self._whole
 
-    def signal(self) -> None:
-        """Send the process the signal."""
-        self._deaf = self._blocking()
-        with suppress(psutil.Error):
-            self.process.send_signal(SIGNAL)
-
     def done(self) -> bool:
         """Return whether the thread or the signal's handler has ended its answer, or the process
         itself has ended."""
         if _ended(self.process) or self.read(0.0):
             return True
-        # Its file grows only once a thread blocks the signal, which it does until it is done.
-        grown = bool(self._written())
-        return self._deaf is not None and grown and self._blocking() <= self._deaf
+        with suppress(OSError):
+            if (size := self.path.stat().st_size) != self._grown:
+                self._grown, self._since = size, time.monotonic()
+        still = time.monotonic() - self._since >= _STILL_SECONDS
+        return self._grown > self._size and still
 
     def result(self, flaw: str) -> ProcessStacks | None:
-        """Return the stacks; None if the process has ended without any.
-
-        Args:
-            flaw: End of a sentence, if it was not done in time.
-        """
+        """Return the stacks, with a flaw if they were not done in time; None if the process has
+        ended without any."""
         self._socket.close()
-        text = self._answer if self._whole else self._written()
+        text = self._answer
+        if not self._whole:
+            text = b""
+            with suppress(OSError):
+                text = self.path.read_bytes()[self._size :]
         stacks = _folded(text.decode(errors="replace"))
         if not stacks and _ended(self.process):
             self.path.unlink(missing_ok=True)
@@ -218,31 +217,12 @@ class _Asked:
         said = f"it wrote {'only this' if stacks else 'nothing'} {flaw}" if flaw else ""
         return ProcessStacks(self.name, self.process.pid, stacks, said)
 
-    def _written(self) -> bytes:
-        """Return what the signal's handler has written."""
-        try:
-            return self.path.read_bytes()[self._size :]
-        except OSError:
-            return b""
-
-    def _blocking(self) -> frozenset[str]:
-        """Return the threads of the process that block the signal now."""
-        blocking = set()
-        with suppress(OSError):  # the process has ended
-            for thread in sorted(Path(f"/proc/{self.process.pid}/task").iterdir()):
-                with suppress(OSError):  # the thread has ended
-                    if _contains(thread / "status", "SigBlk:"):
-                        blocking.add(thread.name)
-        return frozenset(blocking)
-
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
-    """Ask all processes of a run on this machine for their stacks.
+    """Ask all processes of a run on this machine for their stacks, within `seconds` for all
+    together.
 
     Files of processes that have ended are removed.
-
-    Args:
-        seconds: Time for all of them together.
     """
     began = time.monotonic()
     asked: list[_Asked] = []
@@ -260,7 +240,8 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
         each for each in asked if not each.read(began + min(_THREAD_SECONDS, seconds / 2))
     ]
     for each in waited_for:
-        each.signal()
+        with suppress(psutil.Error):
+            each.process.send_signal(SIGNAL)
     while waited_for := [each for each in waited_for if not each.done()]:
         if time.monotonic() >= began + seconds:
             break
@@ -268,68 +249,6 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     late = f"within {seconds:g} s"
     found = [each.result(late if each in waited_for else "") for each in asked]
     return [*(each for each in found if each is not None), *elsewhere]
-
-
-def write_report(run: Path, line: str) -> Path | None:
-    """Write a run's report; return its path, or None if it cannot be written.
-
-    Args:
-        line: The sentence of the watchdog.
-    """
-    parts = [process.text() for process in collect(run)]
-    text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
-    try:
-        (run / REPORT).write_text(text + "\n", encoding="utf-8")
-    except OSError:
-        return None
-    return run / REPORT
-
-
-def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
-    """Return what a run waits for and does; for a run that has ended, its last report.
-
-    A run that does not answer, because its event loop is not yet or no longer watched, still shows
-    the stacks of its processes on this machine.
-
-    Args:
-        run: The run folder.
-        seconds: Time for the run to answer.
-
-    Raises:
-        InputError: when there is nothing to show.
-    """
-    if not (run / "logs").is_dir():
-        raise InputError(f"there is no run in {run} (a folder with logs)")
-    report = run / REPORT
-    if any(
-        host != socket.gethostname() or _living(pid, started)
-        for _, host, pid, _, started in _registered(run)
-    ):
-        if _asked_for_report(run, seconds):
-            return report.read_text(encoding="utf-8")
-        if found := collect(run):
-            said = (
-                f"the run did not answer within {seconds:g} s: it is not training, or its main "
-                "process is stuck"
-            )
-            return "\n\n".join([said, *(process.text() for process in found)]) + "\n"
-    if report.is_file():
-        return f"no process of {run} is running; its last report:\n{report.read_text('utf-8')}"
-    raise InputError(f"no process of {run} is running here, and it has no {REPORT}")
-
-
-def _asked_for_report(run: Path, seconds: float) -> bool:
-    """Ask a run for its report; return whether it was written in time."""
-    request, due = report_request(run), time.monotonic() + seconds
-    with suppress(OSError):
-        request.touch()
-        while request.exists():  # the watchdog removes it
-            if time.monotonic() >= due:
-                request.unlink(missing_ok=True)
-                return False
-            time.sleep(_PAUSE_SECONDS)
-        return True
-    return False
 
 
 def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
@@ -343,13 +262,14 @@ def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
 
 def _living(pid: int, started: str) -> psutil.Process | None:
     """Return the process with this id and start that handles the signal; None without one."""
-    try:
+    with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        if _start(pid) != started or _ended(process):
-            return None
-        return process if _contains(Path(f"/proc/{pid}/status"), "SigCgt:") else None
-    except (psutil.Error, OSError):
-        return None
+        if _start(pid) == started and not _ended(process):
+            status = Path(f"/proc/{pid}/status").read_text()
+            handled = re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+            if handled is not None and int(handled[1], 16) >> (SIGNAL - 1) & 1:
+                return process
+    return None
 
 
 def _ended(process: psutil.Process) -> bool:
@@ -365,12 +285,6 @@ def _start(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
 
 
-def _contains(status: Path, line: str) -> bool:
-    """Return whether a line of signals in a file of /proc contains the signal."""
-    signals = next((each for each in status.read_text().splitlines() if each.startswith(line)), "")
-    return bool(signals) and bool(int(signals.split()[1], 16) >> (SIGNAL - 1) & 1)
-
-
 def _folded(text: str) -> list[str]:
     """Return the threads' stacks, equal ones once, with their number."""
     alike: dict[str, int] = {}
@@ -382,3 +296,50 @@ def _folded(text: str) -> list[str]:
         f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
         for frames, count in alike.items()
     ]
+
+
+# The report
+
+
+def write_report(run: Path, line: str) -> Path | None:
+    """Write a run's report, which begins with a line of the watchdog; return its path, or None if
+    it cannot be written."""
+    parts = [process.text() for process in collect(run)]
+    text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
+    try:
+        (run / REPORT).write_text(text + "\n", encoding="utf-8")
+    except OSError:
+        return None
+    return run / REPORT
+
+
+def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
+    """Return what a run waits for and does; for a run that has ended, its last report.
+
+    A run that does not answer in time, because its event loop is not yet or no longer watched,
+    still shows the stacks of its processes on this machine.
+    """
+    if not (run / "logs").is_dir():
+        raise InputError(f"there is no run in {run} (a folder with logs)")
+    report, request = run / REPORT, report_request(run)
+    if any(
+        host != socket.gethostname() or _living(pid, started)
+        for _, host, pid, _, started in _registered(run)
+    ):
+        due = time.monotonic() + seconds
+        with suppress(OSError):
+            request.touch()
+            while request.exists() and time.monotonic() < due:  # the watchdog removes it
+                time.sleep(_PAUSE_SECONDS)
+            if not request.exists():
+                return report.read_text(encoding="utf-8")
+            request.unlink(missing_ok=True)
+        if found := collect(run):
+            said = (
+                f"the run did not answer within {seconds:g} s: it is not training, or its main "
+                "process is stuck"
+            )
+            return "\n\n".join([said, *(process.text() for process in found)]) + "\n"
+    if report.is_file():
+        return f"no process of {run} is running; its last report:\n{report.read_text('utf-8')}"
+    raise InputError(f"no process of {run} is running here, and it has no {REPORT}")

@@ -18,28 +18,25 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-MAX_BYTES = 8 << 20
-"""Maximum size of an answer."""
+MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
 """Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
 answer, and a hundred of memory."""
-HEADER = 4
-"""Number of bytes of the length before a frame, big-endian."""
+HEADER = 4  # number of bytes of the length before a frame, big-endian
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
-_SHOWN = 80
-"""Number of characters of a wrong answer, or of a place in it, that a message has."""
+_SHOWN = 80  # number of characters of a wrong answer, or of a place in it, that a message has
 
 
 class AnswerError(Exception):
     """An answer that cannot be used; the message continues a sentence that names the sender."""
 
 
-def _as_number(value: object) -> object:
-    return float(value) if isinstance(value, bool) else value
-
-
-Number = Annotated[float, BeforeValidator(_as_number), Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value),
+    Field(strict=True, allow_inf_nan=False),
+]
 """A finite number, or true and false for 1 and 0; no text."""
 
 
@@ -70,11 +67,7 @@ def values_in(body: bytes) -> int:
 
 
 def checked(value: object, kind: TypeAdapter[_T]) -> _T:
-    """Return a part of an answer as its type.
-
-    Raises:
-        AnswerError: naming the first part of another type.
-    """
+    """Return a part of an answer as its type; AnswerError names the first part of another type."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -95,24 +88,16 @@ def framed(body: bytes) -> bytes:
 
 
 async def read_frame(stream: asyncio.StreamReader) -> bytes:
-    """Read an answer that comes with its length.
-
-    Raises:
-        AnswerError: when it is longer than `MAX_BYTES`; its beginning is left in the stream.
-        IncompleteReadError, ConnectionError: at the end of the stream.
-    """
+    """Read an answer that comes with its length. Of one longer than `MAX_BYTES`, which is an
+    AnswerError, the beginning is left in the stream."""
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
     _admit(size, "an answer")
     return await stream.readexactly(size)
 
 
 def receive(connection: socket.socket, size: int, ends: float) -> bytes:
-    """Receive a number of bytes until a time of `time.monotonic`.
-
-    Raises:
-        EOFError, ConnectionError: at the end of the connection.
-        TimeoutError: when they have not come in time, however slowly.
-    """
+    """Receive a number of bytes until a time of `time.monotonic`; EOFError or ConnectionError at
+    the end of the connection, TimeoutError when they have not come in time, however slowly."""
     parts = bytearray()
     while len(parts) < size:
         left = ends - time.monotonic()
@@ -126,11 +111,8 @@ def receive(connection: socket.socket, size: int, ends: float) -> bytes:
 
 
 async def read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read a line of a stream that was opened with the limit `MAX_BYTES`; b"" at its end.
-
-    Raises:
-        AnswerError: when it is longer.
-    """
+    """Read a line of a stream that was opened with the limit `MAX_BYTES`; b"" at its end. A longer
+    one is an AnswerError."""
     try:
         return await stream.readline()
     except ValueError:
@@ -138,11 +120,8 @@ async def read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 async def read_body(response: "aiohttp.ClientResponse", largest: int = MAX_BYTES) -> bytes:
-    """Read the body of an HTTP answer; its request should have the header `IDENTITY`.
-
-    Raises:
-        AnswerError: when it has more than `largest` bytes.
-    """
+    """Read the body of an HTTP answer, of at most `largest` bytes; its request should have the
+    header `IDENTITY`."""
     parts = bytearray()
     async for part in response.content.iter_any():
         parts += part

@@ -4,7 +4,7 @@ User code is code that a configuration or a program names. Each call has a name 
 never runs on the event loop that calls it: plain functions run in daemon threads, and coroutines on
 an event loop in one more daemon thread, so that clients can be shared between them. A call that
 ignores its deadline is abandoned: nothing waits for it any more, it counts as stuck until it
-returns, and no call begins while `MAX_STUCK` are stuck (`core.calls`).
+returns, and no call begins while `MAX_STUCK` are stuck.
 """
 
 import asyncio
@@ -12,29 +12,39 @@ import contextlib
 import functools
 import inspect
 import logging
-import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, NoReturn, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from turnwise.config import Config
 from turnwise.core.aio import ThreadSafeFuture, run_in_thread, start_daemon, start_in_thread
-from turnwise.core.calls import CALLER, Call, check_stuck, describe_calls, running_calls
 from turnwise.core.deadlines import deadline, deadline_error
-from turnwise.core.executor import use_daemon_threads
-from turnwise.errors import TurnwiseError, describe_error, ordinary_error
+from turnwise.errors import (
+    TurnwiseError,
+    describe_error,
+    in_user_code,
+    ordinary_error,
+    short_path,
+)
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
-GRACE_SECONDS = 2.0
-"""Time that a cancelled coroutine of user code has for its clean-up."""
+MAX_STUCK = 256  # maximum number of stuck calls; at this number, no call of user code begins
+GRACE_SECONDS = 2.0  # time that a cancelled coroutine of user code has for its clean-up
 BLOCKED_SECONDS = 10.0
 """Time without beginning a call after which a loop of user code is blocked, and is replaced."""
-STR_SECONDS = 10.0
-"""Deadline of an error's own `__str__`, which is user code."""
+STR_SECONDS = 10.0  # deadline of an error's own `__str__`, which is user code
+_NAMED = 4  # maximum number of calls that one line names
+_caller: ContextVar[str] = ContextVar("caller", default="")
+"""Name of the coroutine of user code that runs in this context; "" outside of user code."""
 
 
 async def call_user_code(
@@ -58,15 +68,17 @@ async def call_user_code(
         OSError: when no thread can be started for it.
         Exception: whatever the function raised. SystemExit, KeyboardInterrupt, StopIteration and
             a CancelledError that it raised itself become a RuntimeError.
-
-    Example:
-        weather = await call_user_code(search, "Paris", name="the tool search", seconds=30.0)
     """
-    check_stuck(name)
+    _check_stuck(name)
     async with deadline(seconds, f"{name} did not answer", key):
         if inspect.iscoroutinefunction(function):
             return await _on_user_loop(name, functools.partial(function, *arguments))
-        value = await _in_user_thread(name, functools.partial(function, *arguments))
+        call = Call(name)
+        try:
+            value = await run_in_thread(call.run, functools.partial(function, *arguments))
+        except BaseException as error:  # also where it never began, for lack of a thread
+            (call.abandon if isinstance(error, asyncio.CancelledError) else call.returned)()
+            raise
         if inspect.isawaitable(value):
             return await _on_user_loop(name, lambda: value)
         return value
@@ -79,11 +91,8 @@ async def run_abandonable(
 
     When cancelled or late, this call waits at most `GRACE_SECONDS` for that task. The event loop's
     default executor becomes one of daemon threads, because the coroutine may use it.
-
-    Raises:
-        Exception: as `call_user_code` does.
     """
-    check_stuck(name)
+    _check_stuck(name)
     loop = asyncio.get_running_loop()
     use_daemon_threads(loop)
     coroutine = _Coroutine(name, make, loop)
@@ -93,57 +102,34 @@ async def run_abandonable(
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
-    """Call a user's plain function from a thread that may block.
-
-    Raises:
-        Exception: as `call_user_code` does.
-    """
-    check_stuck(name)
-    answer: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
+    """Call a user's plain function from a thread that may block; raises as `call_user_code`
+    does."""
+    _check_stuck(name)
+    answer: Future[_T] = Future()
     call = Call(name)
 
     def work() -> None:
         try:
-            value = call.run(function)
+            answer.set_result(call.run(function))
         except BaseException as error:
-            failure = ordinary_error(error)
-            answer.put(lambda: _raise(failure))
-        else:
-            answer.put(lambda: value)
+            answer.set_exception(ordinary_error(error))
 
     start_in_thread(work)
-    try:
-        take = answer.get(timeout=seconds)
-    except queue.Empty:
+    if not wait([answer], seconds).done:
         call.abandon()
-        raise deadline_error(seconds, f"{name} did not answer") from None
-    return take()
+        raise deadline_error(seconds, f"{name} did not answer")
+    return answer.result()
 
 
 async def import_user_code(
     load: Callable[..., _T], *arguments: object, config: Config, what: str
 ) -> _T:
-    """Call a function that imports the user's modules, within `engine.start_timeout`.
-
-    Args:
-        what: What is imported, for the error: "the environment".
-
-    Raises:
-        DeadlineError: when the imports take longer.
-        Exception: whatever `load` raises.
-
-    Example:
-        scheduler = await import_user_code(load_chat_scheduler, path, config=config, what=path)
-    """
+    """Call a function that imports the user's modules (`what`), within `engine.start_timeout`."""
     seconds, key = config.engine.start_timeout, "engine.start_timeout"
     loaded: _T = await call_user_code(
         load, *arguments, name=f"the import of {what}", seconds=seconds, key=key
     )
     return loaded
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 async def describe_user_error(error: Exception) -> str:
@@ -154,23 +140,167 @@ async def describe_user_error(error: Exception) -> str:
     if isinstance(error, TurnwiseError):
         return str(error)
     kind = type(error).__name__
+    name = f"the __str__ of {kind}"
     try:
-        return str(
-            await call_user_code(
-                describe_error, error, name=f"the __str__ of {kind}", seconds=STR_SECONDS
-            )
-        )
+        return str(await call_user_code(describe_error, error, name=name, seconds=STR_SECONDS))
     except (TurnwiseError, OSError):
         return kind
 
 
-async def _in_user_thread(name: str, function: Callable[[], _T]) -> _T:
-    call = Call(name)
-    try:
-        return await run_in_thread(call.run, function)
-    except BaseException as error:  # also where it never began, for lack of a thread
-        (call.abandon if isinstance(error, asyncio.CancelledError) else call.returned)()
-        raise
+# The register of calls
+
+
+class Call:
+    """One call of user code, registered from its beginning until it returns."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began = time.monotonic()
+        self.thread: int | None = None
+        """Identifier of the thread that runs it; None before it begins."""
+        self._abandoned = False
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call the function in this thread."""
+        self.thread = threading.get_ident()
+        self.register()
+        try:
+            return function()
+        finally:
+            self.returned()
+
+    def register(self) -> None:
+        """Register the call as running."""
+        _running[self] = None
+        if self._abandoned:  # before it began
+            _stuck[self] = None
+
+    def returned(self) -> None:
+        """Unregister the call."""
+        _running.pop(self, None)
+        _stuck.pop(self, None)
+
+    def abandon(self) -> None:
+        """Count the call as stuck from its beginning until it returns."""
+        self._abandoned = True
+        if self in _running:
+            _stuck[self] = None
+        if self not in _running:  # it has returned in the meantime
+            _stuck.pop(self, None)
+
+    def where(self) -> str:
+        """Return the line of user code that runs now, as `at file:line`; "" if unknown."""
+        frame = None if self.thread is None else sys._current_frames().get(self.thread)
+        while frame is not None and not in_user_code(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        return f"at {short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_running: dict[Call, None] = {}  # calls that have not returned
+_stuck: dict[Call, None] = {}  # calls that have not returned and were abandoned
+
+
+def _check_stuck(name: str) -> None:
+    if len(_stuck) >= MAX_STUCK:
+        raise TurnwiseError(f"{name} is not called, because {stuck_calls()}")
+
+
+def stuck_calls(since: float = 0.0) -> str:
+    """Describe the abandoned calls that have not returned in one clause; "" without any.
+
+    Calls count that began at a time of `time.monotonic` or later.
+    """
+    return _described([call for call in list(_stuck) if call.began >= since])
+
+
+def unreturned_calls() -> str:
+    """Describe all calls of user code that have not returned in one clause; "" without any."""
+    return _described(list(_running))
+
+
+def _described(calls: list[Call]) -> str:
+    if not calls:
+        return ""
+    names: dict[str, list[Call]] = {}
+    for call in calls:
+        names.setdefault(call.name, []).append(call)
+    parts = []
+    for name, alike in list(names.items())[:_NAMED]:
+        times = f"{len(alike)} times" if len(alike) > 1 else ""
+        about = ", ".join(filter(None, [times, alike[0].where()]))
+        parts.append(f"{name} ({about})" if about else name)
+    if len(names) > _NAMED:
+        parts.append(f"{len(names) - _NAMED} more")
+    verb = "s have" if len(calls) > 1 else " has"
+    return f"{len(calls)} call{verb} not returned: {', '.join(parts)}"
+
+
+# Threads that user code itself begins
+
+_prepared: "WeakSet[asyncio.AbstractEventLoop]" = WeakSet()
+
+
+def use_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Make daemon threads without a limit the default executor of an event loop, once.
+
+    asyncio's own has a few threads. User code that never returns from `asyncio.to_thread` would
+    keep them, so that other calls wait for ever, and so does the end of the program, which joins
+    them.
+    """
+    if loop not in _prepared:
+        _prepared.add(loop)
+        loop.set_default_executor(_DaemonThreads())
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """An executor that starts a daemon thread for each call that finds none idle.
+
+    It is a `ThreadPoolExecutor` because event loops accept no other; it has no threads as such.
+    """
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
+        name = f"a thread of {_caller.get()}"
+        if not _caller.get():
+            # asyncio.to_thread submits the function as an argument of its context's `run`
+            called = fn.args[0] if isinstance(fn, functools.partial) and fn.args else fn
+            name = f"a thread for {getattr(called, '__qualname__', type(called).__name__)}"
+        call = Call(name)
+        future = _AbandonedFuture[_T](call)
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = call.run(functools.partial(fn, *args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        start_in_thread(work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing: threads are daemons, and nothing waits for their calls."""
+
+
+class _AbandonedFuture(Future[_T]):
+    """The future of a call that counts as stuck when it is cancelled while it runs."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if not cancelled:
+            self._call.abandon()
+        return cancelled
+
+
+# Coroutines, and the event loop on which they run
 
 
 class _Coroutine(Call, Generic[_T]):
@@ -200,11 +330,8 @@ class _Coroutine(Call, Generic[_T]):
             self._task.add_done_callback(self._done)
 
     async def outcome(self) -> _T:
-        """Wait for its result.
-
-        Raises:
-            _LoopBlockedError: when it has not begun within `BLOCKED_SECONDS`; it is withdrawn.
-        """
+        """Wait for its result. A call that has not begun within `BLOCKED_SECONDS` is withdrawn,
+        which raises _LoopBlockedError."""
         future = self._reply.future
         try:
             while not (await asyncio.wait([future], timeout=BLOCKED_SECONDS))[0]:
@@ -214,23 +341,19 @@ class _Coroutine(Call, Generic[_T]):
         except asyncio.CancelledError:
             if self._take_permit():
                 self.returned()
-            else:
-                await self._end()
+                raise
+            with contextlib.suppress(RuntimeError):  # its loop has closed
+                self._home.call_soon_threadsafe(self._cancel)
+            try:
+                await asyncio.wait([future], timeout=GRACE_SECONDS)
+            finally:
+                if not future.done():
+                    self.abandon()
+                    future.cancel()
+                elif not future.cancelled():
+                    future.exception()  # or asyncio warns that it was not retrieved
             raise
         return future.result()
-
-    async def _end(self) -> None:
-        future = self._reply.future
-        with contextlib.suppress(RuntimeError):  # its loop has closed
-            self._home.call_soon_threadsafe(self._cancel)
-        try:
-            await asyncio.wait([future], timeout=GRACE_SECONDS)
-        finally:
-            if not future.done():
-                self.abandon()
-                future.cancel()
-            elif not future.cancelled():
-                future.exception()  # or asyncio warns that it was not retrieved
 
     def where(self) -> str:
         """Return the line of user code while the loop runs this call; "" while it is suspended."""
@@ -250,7 +373,7 @@ class _Coroutine(Call, Generic[_T]):
 
     async def _run(self) -> _T:
         self.thread = threading.get_ident()
-        CALLER.set(self.name)
+        _caller.set(self.name)
         try:
             return await self._make()
         except (KeyboardInterrupt, SystemExit) as error:  # would end the loop too
@@ -302,13 +425,10 @@ class _UserLoop:
         self._asked.append(time.monotonic())
         self.loop.call_soon_threadsafe(begin)
 
-    def retire(self) -> None:
-        """End the loop once it is no longer blocked and has nothing left to do."""
-        self.loop.call_soon_threadsafe(self._stop_when_idle)
-
-    def _stop_when_idle(self) -> None:
+    def stop_when_idle(self) -> None:
+        """End the loop once it has nothing left to do; called on it."""
         if asyncio.all_tasks(self.loop):
-            self.loop.call_later(1.0, self._stop_when_idle)
+            self.loop.call_later(1.0, self.stop_when_idle)
         else:
             self.loop.stop()
 
@@ -344,13 +464,13 @@ def _sound_loop() -> _UserLoop:
     global _user_loop
     with _choosing:
         if _user_loop is not None and _user_loop.blocked:
-            blocking = [call for call in running_calls() if call.where()]
+            coroutines = [call for call in list(_running) if isinstance(call, _Coroutine)]
             logger.warning(
                 "the event loop of user code is blocked and was replaced (%s); an async function "
                 "should make blocking calls with asyncio.to_thread",
-                describe_calls([call for call in blocking if isinstance(call, _Coroutine)]),
+                _described([call for call in coroutines if call.where()]),
             )
-            _user_loop.retire()
+            _user_loop.loop.call_soon_threadsafe(_user_loop.stop_when_idle)
             _user_loop = None
         if _user_loop is None:
             _user_loop = _UserLoop()

@@ -9,12 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
-_NAMED = 8
-"""Maximum number of kinds of waits that one line lists."""
-_ASKED_SECONDS = 1.0
-"""Time after which it is noticed that a report is asked for."""
+_NAMED = 8  # maximum number of kinds of waits that one line lists
+_ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
 
 
 class _Progress:
@@ -45,12 +42,7 @@ class waiting:
         self.since = _Progress.moved
         _waits[self] = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         del _waits[self]
         made_progress()
 
@@ -98,22 +90,18 @@ class Watchdog:
         longest = self._seconds if self._run is None else _ASKED_SECONDS
         pause = min(self._seconds, longest)
         while not self._ended.wait(pause):
-            self._answer()
+            if self._run is not None:
+                from turnwise.core import stacks  # for Linux; other systems read runs
+
+                if (request := stacks.report_request(self._run)).exists():
+                    stacks.write_report(self._run, _line(time.monotonic()))
+                    request.unlink(missing_ok=True)
             moved, now = _Progress.moved, time.monotonic()
             left = moved + self._seconds - now
             if left <= 0 and moved != reported:
                 reported = moved
                 self._report(_line(now))
             pause = min(left if left > 0 else self._seconds, longest)
-
-    def _answer(self) -> None:
-        """Write the report of the present moment, if another process asks for it."""
-        if self._run is not None:
-            from turnwise.core import stacks  # for Linux; other systems read runs
-
-            if (request := stacks.report_request(self._run)).exists():
-                stacks.write_report(self._run, _line(time.monotonic()))
-                request.unlink(missing_ok=True)
 
 
 def _line(now: float) -> str:

@@ -6,21 +6,26 @@ anything slow starts.
 
 import json
 import re
-import struct
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from turnwise.config import Config, LoraConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_adapter
 from turnwise.errors import InputError
 
-POLICY = ""
-"""Name of the model that is trained or served, among the names of adapters."""
+if TYPE_CHECKING:
+    from turnwise.internals.vllm import LoRARequest, WeightVersionSpan
+
+POLICY = ""  # name of the model that is trained or served, among the names of adapters
 WEIGHTS = "adapter_model.safetensors"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks for which vLLM reserves memory."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks for which vLLM reserves memory
 VERSIONS = 4
 """Versions of a trained adapter that an engine holds between updates, the newest included."""
 _SLOTS = 8
@@ -37,12 +42,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's folder on this machine, read and checked.
-
-    Example:
-        adapter = read_adapter("adapters/polite", "serving.adapters.polite")
-        print(adapter.rank, adapter.config["target_modules"])
-    """
+    """An adapter's folder on this machine, read and checked."""
 
     folder: Path
     config: JsonObject
@@ -57,11 +57,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class EngineAdapters:
-    """The adapters that an engine has to hold from its start.
-
-    Example:
-        engine = VllmEngine(config.model, config.engine, adapters=EngineAdapters.of(config))
-    """
+    """The adapters that an engine has to hold from its start."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
     """Folder or Hugging Face name by the adapter's name; that of `POLICY` is on top of the model
@@ -73,11 +69,7 @@ class EngineAdapters:
 
     @classmethod
     def of(cls, config: Config) -> "EngineAdapters":
-        """Read and check `model.adapter`, `serving.adapters` and, for training, `model.lora`.
-
-        Raises:
-            InputError: naming the key of an adapter that cannot be used.
-        """
+        """Read and check `model.adapter`, `serving.adapters` and, for training, `model.lora`."""
         paths = dict(config.serving.adapters)
         if config.model.adapter is not None:
             paths[POLICY] = config.model.adapter
@@ -114,6 +106,87 @@ class EngineAdapters:
 NO_ADAPTERS = EngineAdapters()
 
 
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter that an engine holds."""
+
+    number: int
+    """vLLM's id of it."""
+    request: "LoRARequest"
+    version: int | None = None
+    """Version of the trained weights that it is; None for others."""
+    users: set[str] = field(default_factory=set)
+    """Ids of the requests in flight that use it."""
+
+    def spans(self) -> "list[WeightVersionSpan] | None":
+        """Return the version of all tokens of a request; None if the adapter has no version."""
+        from turnwise.internals import vllm  # seconds to import
+
+        if self.version is None:
+            return None
+        return [vllm.WeightVersionSpan(version=str(self.version), start=0, end=sys.maxsize)]
+
+
+class AdapterTable:
+    """The adapters of an engine by name, and the requests that use each.
+
+    vLLM finds an adapter by a number, and keeps its cached prefixes apart by name and path. Both
+    are new for every adapter that is loaded, so no request reads what another adapter has cached.
+    Versions of a trained adapter share the name `POLICY`. A request keeps the version that was the
+    newest when it began; one that no request uses any more is dropped by the next update.
+
+    Args:
+        trained: PEFT's configuration of the trained adapter; None if there is none.
+    """
+
+    def __init__(self, trained: JsonObject | None = None) -> None:
+        self.trained = trained
+        self.older: list[LoadedAdapter] = []
+        """Versions of the trained adapter before the newest, oldest first."""
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._numbers = 0
+
+    def new(self, name: str, version: int | None = None) -> LoadedAdapter:
+        """Return an adapter under a new number, which requests may not use before `add`."""
+        from turnwise.internals import vllm  # seconds to import
+
+        self._numbers += 1
+        number = self._numbers
+        label = f"{name or 'policy'} {number}"
+        return LoadedAdapter(number, vllm.LoRARequest(label, number, f"memory:{number}"), version)
+
+    def add(self, name: str, adapter: LoadedAdapter) -> None:
+        """Give an adapter to new requests of this name."""
+        if (before := self._by_name.get(name)) is not None:
+            self.older.append(before)
+        self._by_name[name] = adapter
+
+    def excess(self) -> list[LoadedAdapter]:
+        """Remove and return the versions to drop: those that no request uses, and the oldest ones
+        beyond `VERSIONS`."""
+        excess = [adapter for adapter in self.older if not adapter.users]
+        kept = [adapter for adapter in self.older if adapter.users]
+        first = max(0, len(kept) + 1 - VERSIONS)
+        self.older = kept[first:]
+        return excess + kept[:first]
+
+    @contextmanager
+    def using(self, name: str, request_id: str) -> Iterator[LoadedAdapter | None]:
+        """Count a request on the adapter of a name; None is the model without one."""
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            if name != POLICY:
+                known = ", ".join(filter(None, self._by_name)) or "none"
+                raise InputError(f"there is no adapter {name!r} (serving.adapters has: {known})")
+            yield None
+            return
+        adapter.users.add(request_id)
+        try:
+            yield adapter
+        finally:
+            adapter.users.discard(request_id)
+
+
 def peft_settings(lora: LoraConfig) -> JsonObject:
     """Return PEFT's names and values of the rank and the scaling."""
     alpha = lora.alpha or 2 * lora.rank
@@ -132,9 +205,6 @@ def read_adapter(path: str, key: str) -> Adapter:
     Args:
         path: Folder, or Hugging Face name, which is downloaded.
         key: The configuration key that names it, for errors.
-
-    Raises:
-        InputError: when there is no adapter, or vLLM cannot apply it.
     """
     check_adapter(path, key)
     folder = Path(path).expanduser()
@@ -164,12 +234,10 @@ def _check_shapes(adapter: Adapter, path: str, key: str) -> None:
     """Check that each layer has the two tensors of its rank."""
     weights = adapter.folder / WEIGHTS
     try:
-        with weights.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: JsonObject = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
+        with safe_open(weights, framework="numpy") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
-    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     ranks = adapter.config.get("rank_pattern") or {}
     for name, shape in shapes.items():
         layer, part, _ = name.rpartition(".lora_A.weight")

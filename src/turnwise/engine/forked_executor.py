@@ -7,15 +7,11 @@ imports vLLM itself.
 import multiprocessing
 
 from turnwise.core import fork_server
-from turnwise.engine import vllm_api as vllm
+from turnwise.internals import vllm
 
 
 class ForkedExecutor(vllm.MultiprocExecutor):  # type: ignore[misc]
-    """One process for each shard, forked if there is a fork server.
-
-    Example:
-        AsyncEngineArgs(distributed_executor_backend="turnwise.engine.forked_executor.ForkedExecutor")
-    """
+    """One process for each shard, forked if there is a fork server."""
 
     def _init_executor(self) -> None:
         if fork_server.share_with_engines():

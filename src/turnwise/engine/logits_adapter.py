@@ -6,27 +6,26 @@ a failure, and it fetches the reason from here.
 """
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from turnwise.engine import vllm_api as vllm
+from turnwise.core.optional import Foreign, load_object
 from turnwise.engine.logits_processors import (
     EXTRA_ARG,
+    KEY,
     SETTINGS,
     Call,
-    load_processor,
+    name_of,
     with_request,
 )
 from turnwise.errors import InputError, describe_error, ordinary_error
+from turnwise.internals import vllm
 
 _Step = tuple[str, Callable[..., torch.Tensor], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
 _MOST_FAILURES = 1024
-_failures: "OrderedDict[str, str]" = OrderedDict()
-"""Reasons of failed requests by their ids, until they are read."""
+_failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
 
 
 def take_failure(request_id: str) -> str:
@@ -35,11 +34,7 @@ def take_failure(request_id: str) -> str:
 
 
 class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
-    """Applies the callables of `engine.logits_processors`, then those of each request.
-
-    Example:
-        AsyncEngineArgs(logits_processors=[ADAPTER], ...)  # vLLM creates it by name
-    """
+    """Applies the callables of `engine.logits_processors`, then those of each request."""
 
     def __init__(
         self, vllm_config: vllm.VllmConfig, device: torch.device, is_pin_memory: bool
@@ -49,7 +44,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self._allowed: str | None = settings["allowed"]
         self._rows: dict[int, _Row] = {}
         for name in self._always:
-            load_processor(name, "engine.logits_processors")
+            load_object(name, KEY)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -67,18 +62,15 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
     ) -> "_Row | None":
         given = (params.extra_args or {}).get(EXTRA_ARG) or {}
         row = _Row(str(given.get("request", "")), prompt or [], sampled)
-        row.prepare(lambda: self._steps(params))
+        try:  # what is allowed is checked here as well as in the server
+            _, chosen = with_request(params.extra_args, "", self._allowed)
+            row.steps = [
+                *(_step(name, load_object(name, KEY)) for name in self._always),
+                *map(_chosen_step, chosen),
+            ]
+        except InputError as error:
+            row.fail(str(error))
         return row if row.steps or row.failed else None
-
-    def _steps(self, params: vllm.SamplingParams) -> list[_Step]:
-        """Return the processors of one request.
-
-        Raises:
-            InputError: when one is not allowed; checked here as well as in the server.
-        """
-        extra, _ = with_request(params.extra_args, "", self._allowed)
-        always = [_step(name, load_processor(name)) for name in self._always]
-        return [*always, *map(_chosen_step, extra[EXTRA_ARG]["processors"])]
 
 
 class _Row:
@@ -89,14 +81,7 @@ class _Row:
         self.failed = False
         self._request_id = request_id
         self._prompt = prompt
-        self._sampled = sampled
-        """vLLM's own list, which grows as tokens are sampled."""
-
-    def prepare(self, make: Callable[[], list[_Step]]) -> None:
-        try:
-            self.steps = make()
-        except InputError as error:
-            self._fail(str(error))
+        self._sampled = sampled  # vLLM's own list, which grows as tokens are sampled
 
     def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
         processed_V = logits_V
@@ -107,15 +92,15 @@ class _Row:
                 _check(processed_V, logits_V)
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 why = describe_error(ordinary_error(error))
-                self._fail(f"the logits processor {name} failed: {why}")
+                self.fail(f"the logits processor {name} failed: {why}")
                 break
         return torch.full_like(logits_V, -torch.inf) if self.failed else processed_V
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         self.failed = True
         _failures[self._request_id] = why
         if len(_failures) > _MOST_FAILURES:
-            _failures.popitem(last=False)
+            del _failures[next(iter(_failures))]  # the oldest
 
 
 def _check(processed: object, logits_V: torch.Tensor) -> None:
@@ -127,8 +112,8 @@ def _check(processed: object, logits_V: torch.Tensor) -> None:
 
 def _chosen_step(call: Call) -> _Step:
     """Load a processor that a request chose; its module must define it, not only import it."""
-    name = call if isinstance(call, str) else call["qualname"]
-    processor, module = load_processor(name), name.partition(":")[0]
+    name = name_of(call)
+    processor, module = load_object(name, "logits_processors"), name.partition(":")[0]
     if callable(processor) and getattr(processor, "__module__", None) != module:
         raise InputError(
             f"the logits processor {name} is refused: {module} imports it and does not define it"
@@ -136,8 +121,8 @@ def _chosen_step(call: Call) -> _Step:
     return _step(call, processor)
 
 
-def _step(call: Call, processor: Any) -> _Step:
-    name = call if isinstance(call, str) else call["qualname"]
+def _step(call: Call, processor: Foreign) -> _Step:
+    name = name_of(call)
     if isinstance(call, dict) or isinstance(processor, type):
         made = {} if isinstance(call, str) else call
         try:
@@ -147,13 +132,10 @@ def _step(call: Call, processor: Any) -> _Step:
             raise InputError(f"the logits processor {name} cannot be made: {why}") from error
     if not callable(processor):
         raise InputError(f"the logits processor {name} is not callable")
-    return name, processor, _required_parameters(processor) == 3
-
-
-def _required_parameters(function: Callable[..., object]) -> int:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature
-        return 2
+        return name, processor, False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+    required = sum(p.kind in positional and p.default is p.empty for p in parameters)
+    return name, processor, required == 3

@@ -6,41 +6,25 @@ A class is instantiated once for each request. Needs no vLLM: `logits_adapter` r
 engine.
 """
 
-import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, TrajectoryError, describe_error, ordinary_error
+from turnwise.errors import InputError
 
+KEY = "engine.logits_processors"
 EXTRA_ARG = "turnwise"
 """The key of vLLM's `extra_args` under which a request's processors reach the engine."""
 SETTINGS = "turnwise_logits_processors"
 """The key of vLLM's `additional_config` that holds those of every request, and the pattern."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
-MOST = 16
-"""Maximum number of processors in one request."""
+MOST = 16  # maximum number of processors in one request
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 
-
 Call = str | JsonObject
 """A processor as a request names it: `package.module:name`, or that with its arguments."""
-
-
-def load_processor(name: str, key: str = "logits_processors") -> object:
-    """Import `package.module:name`.
-
-    Raises:
-        InputError: naming `key` and what is missing.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except BaseException as error:  # the module's own code may raise anything
-        why = describe_error(ordinary_error(error))
-        raise InputError(f"{key}: {name} cannot be loaded: {why}") from error
 
 
 def extra_args(sampling: SamplingConfig) -> JsonObject:
@@ -70,23 +54,28 @@ def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
     """
     if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
         raise InputError(f"logits_processors is a list of at most {MOST} processors")
-    return [_plain_call(one, allowed) for one in chosen]
+    calls: list[Call] = []
+    for one in chosen:
+        if isinstance(one, str):
+            calls.append(_allowed_name(one, allowed))
+            continue
+        if not isinstance(one, Mapping) or not isinstance(one.get("qualname"), str):
+            raise InputError(
+                "a logits processor is package.module:name, or an object with qualname, args and "
+                f"kwargs, not {repr(one)[:80]}"
+            )
+        args, kwargs = one.get("args") or [], one.get("kwargs") or {}
+        unknown = one.keys() - {"qualname", "args", "kwargs"}
+        if unknown or not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise InputError("a logits processor has a qualname, a list args and an object kwargs")
+        name = _allowed_name(one["qualname"], allowed)
+        calls.append({"qualname": name, "args": args, "kwargs": kwargs})
+    return calls
 
 
-def _plain_call(one: object, allowed: str | None) -> Call:
-    if isinstance(one, str):
-        return _allowed_name(one, allowed)
-    if not isinstance(one, Mapping) or not isinstance(one.get("qualname"), str):
-        raise InputError(
-            "a logits processor is package.module:name, or an object with qualname, args and "
-            f"kwargs, not {repr(one)[:80]}"
-        )
-    args, kwargs = one.get("args") or [], one.get("kwargs") or {}
-    unknown = one.keys() - {"qualname", "args", "kwargs"}
-    if unknown or not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise InputError("a logits processor has a qualname, a list args and an object kwargs")
-    name = _allowed_name(one["qualname"], allowed)
-    return {"qualname": name, "args": args, "kwargs": kwargs}
+def name_of(call: Call) -> str:
+    """Return a processor's name without its arguments."""
+    return call if isinstance(call, str) else str(call["qualname"])
 
 
 def _allowed_name(name: str, allowed: str | None) -> str:
@@ -110,32 +99,12 @@ def _allowed_name(name: str, allowed: str | None) -> str:
 
 def with_request(
     extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
-) -> tuple[JsonObject, list[str]]:
-    """Return a request's `extra_args` with its id, which failures name, and its processors' names.
-
-    Raises:
-        InputError: as `plain_calls` does, because the arguments may be a client's.
-    """
+) -> tuple[JsonObject, list[Call]]:
+    """Return a request's `extra_args` with its id, which failures name, and its processors,
+    checked: the arguments may be a client's."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
         raise InputError(f"the extra argument {EXTRA_ARG!r} is not a client's to set")
     calls = plain_calls(given.get("processors", []), allowed)
     own = {"request": request_id, "processors": calls}
-    names = [call if isinstance(call, str) else call["qualname"] for call in calls]
-    return {**(extra_args or {}), EXTRA_ARG: own}, names
-
-
-def failed(name: str, why: str) -> TrajectoryError:
-    """Return the error of a request whose processor failed, or left it no token."""
-    if why:
-        return TrajectoryError("logits_processor_error", f"{name}: {why}")
-    return TrajectoryError(
-        "no_token",
-        f"{name}: no token has a probability: the model's logits are not numbers, or a logits "
-        "processor left none",
-    )
-
-
-def is_unsampled(logprobs: Sequence[float]) -> bool:
-    """Return whether a token has no valid distribution: its log-prob is not a number."""
-    return any(logprob != logprob for logprob in logprobs)
+    return {**(extra_args or {}), EXTRA_ARG: own}, calls

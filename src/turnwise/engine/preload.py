@@ -13,7 +13,7 @@ import signal
 gc.disable()
 
 from turnwise.core import logs  # noqa: E402
-from turnwise.engine.vllm_api import PRELOAD_MODULES  # noqa: E402
+from turnwise.internals.vllm import PRELOAD_MODULES  # noqa: E402
 
 for _name in PRELOAD_MODULES:
     importlib.import_module(_name)

@@ -5,7 +5,7 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 """
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -17,7 +17,7 @@ from turnwise.errors import EngineError
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.engine.vllm_api import SamplingParams
+    from turnwise.internals.vllm import SamplingParams
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
@@ -34,8 +34,9 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 }
 """Pause of an engine during an update, for each value of `weights.in_flight`."""
 
-VLLM_METRICS = "vllm:"
-"""Prefix of the names of vLLM's own statistics."""
+WEIGHT_BACKEND = "turnwise"
+"""Name under which a worker extension registers its loader of weights with vLLM."""
+VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
 """Tokens in a chunk, and so the most that are sampled again when an engine dies."""
 
@@ -45,9 +46,6 @@ class Route:
     """Session, group and adapter of a request.
 
     Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
-
-    Example:
-        request = Request(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
     """
 
     session: str = ""
@@ -179,12 +177,7 @@ class Completion:
 
 
 class TurnTimes(NamedTuple):
-    """When a turn was sampled, in seconds since the epoch, and by which worker.
-
-    Example:
-        for call in group.calls[0]:
-            print(call.turn, call.ended - call.asked, call.worker)
-    """
+    """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
     """Index of the turn in its trajectory."""
@@ -200,66 +193,41 @@ class TurnTimes(NamedTuple):
 
 
 class WeightUpdate(Protocol):
-    """The description of one weight update, as engines see it.
-
-    Example:
-        update: WeightUpdate = Manifest(version, "shm", path, nbytes, entries)  # of `weights`
-    """
+    """The description of one weight update, as engines see it."""
 
     @property
     def version(self) -> int: ...
 
     def to_dict(self) -> JsonObject:
         """Return it as plain values, for the engine's own processes."""
-        ...
 
 
 class Generator(Protocol):
-    """A source of completions: an engine, or the scheduler of many.
-
-    Example:
-        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
-        completion = await generate(generator, request)
-    """
+    """A source of completions: an engine, or the scheduler of many."""
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion, whatever `sampling.n` is, `STREAM_INTERVAL` tokens at a time.
 
         Closing the stream aborts it.
         """
-        ...
 
 
 class Engine(Generator, Protocol):
-    """One inference engine.
-
-    Example:
-        await engine.update_weights(manifest, in_flight="keep")
-        completion = await generate(engine, Request([5, 6, 7], SamplingConfig(), "request-1"))
-    """
+    """One inference engine."""
 
     name: str
     """Name in errors."""
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop computing: `abort` and `wait` end the requests in flight, `keep` freezes them."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
         """Abort the requests in flight, and free memory where the platform can."""
-        ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
-        ...
-
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
-        ...
 
     async def init_collective(
         self,
@@ -278,23 +246,18 @@ class Engine(Generator, Protocol):
             DeadlineError: when one has not after `timeout` (`engine.request_timeout`) seconds.
             InputError: when the group cannot be made.
         """
-        ...
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
-        """Check that an update can be loaded; changes no weights.
+        """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
 
         Returns:
             The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
-
-        Raises:
-            WeightUpdateError: when it cannot be loaded.
         """
-        ...
 
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        """Load the weights that the manifest describes, by its transport.
+        """Load the weights that the manifest describes, and return the version that is now served.
 
         Requests in flight are finished first (`drain`), ended with finish reason `abort`
         (`abort`), or frozen during the update and continued under the new weights, with their
@@ -303,30 +266,23 @@ class Engine(Generator, Protocol):
         until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
         pauses none: requests in flight keep their adapter unless they are to be aborted.
 
-        Returns:
-            The version that is now served: the manifest's, or the one that was sent.
-
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or
                 when loading fails, and the engine stays paused until an update succeeds.
             DeadlineError: likewise, when it is not done within `timeout`
                 (`engine.request_timeout`) seconds.
         """
-        ...
 
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> None:
         """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
-        ...
 
     async def num_in_flight(self) -> int:
         """Return the number of unfinished requests."""
-        ...
 
     async def metrics(self) -> "list[Metric]":
         """Return the engine's own statistics, vLLM's by name; empty if it keeps none."""
-        ...
 
     async def shutdown(self) -> None: ...
 
@@ -336,9 +292,6 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
     Raises:
         EngineError: when it failed, or ended without a finish reason.
-
-    Example:
-        completion = await generate(engine, Request([5, 6, 7], config.sampling, "request-1"))
     """
     async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
         return await collect(chunks, request.id)
@@ -350,11 +303,8 @@ async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
 
 
 def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
-    """Join the chunks of a whole stream into one completion.
-
-    Raises:
-        EngineError: when the stream ended without a finish reason.
-    """
+    """Join the chunks of a whole stream into one completion; EngineError without a finish
+    reason."""
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")
@@ -370,3 +320,8 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         last.worker,
         last.experts,
     )
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
+    return str(dtype).removeprefix("torch.")

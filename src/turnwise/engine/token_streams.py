@@ -9,26 +9,18 @@ strings, pass through vLLM's frontend as before.
 import asyncio
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, cast
 
+from turnwise.core.deadlines import StallClock
+from turnwise.engine.adapters import LoadedAdapter
 from turnwise.engine.protocol import Chunk, FinishReason
-from turnwise.engine.token_batches import TIMES
 from turnwise.engine.vllm_requests import version_of
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
-    from turnwise.core.deadlines import StallClock
-    from turnwise.engine.adapter_table import LoadedAdapter
-    from turnwise.engine.vllm_api import (
-        AsyncLLM,
-        EngineCoreOutput,
-        EngineCoreRequest,
-        IterationStats,
-        OutputProcessorOutput,
-        SamplingParams,
-        TokensInput,
-    )
+    from turnwise.internals import vllm
 
 
 class TokenStreams:
@@ -37,35 +29,28 @@ class TokenStreams:
     Args:
         llm: The engine's client; its output processor is extended.
         clock: Notes each output as progress.
-
-    Example:
-        streams = TokenStreams(llm, clock)
-        stream = await streams.open(prompt, params, "request-1", None)
-        try:
-            chunk = await stream.next()
-        finally:
-            await streams.close(stream)
     """
 
-    def __init__(self, llm: "AsyncLLM", clock: "StallClock") -> None:
+    def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
+        from turnwise.internals import vllm  # seconds to import
+
+        self._vllm = vllm
         self._llm = weakref.proxy(llm)  # its output processor refers to this object
         self._clock = clock
         self._numbers = itertools.count()
-        self._streams: dict[str, TokenStream] = {}
-        """Unfinished requests by vLLM's internal id."""
-        self._outputs = outputs = llm.output_processor
-        self._process, self._propagate = outputs.process_outputs, outputs.propagate_error
-        outputs.process_outputs, outputs.propagate_error = self._receive, self._fail
+        self._streams: dict[str, TokenStream] = {}  # unfinished requests by vLLM's internal id
+        self._outputs = llm.output_processor
+        self._process, self._propagate = vllm.divert_outputs(llm, self._receive, self._fail)
         config = llm.vllm_config
         self._usable = not (
             config.aux_output_config.enabled
             or config.scheduler_config.max_num_queued_reqs is not None
             or config.scheduler_config.max_num_queued_tokens is not None
             or config.watermark_config is not None
-            or outputs.tracing_enabled
+            or self._outputs.tracing_enabled
         )
 
-    def take(self, params: "SamplingParams") -> bool:
+    def take(self, params: "vllm.SamplingParams") -> bool:
         """Return whether a request can do without vLLM's frontend."""
         return (
             self._usable
@@ -74,47 +59,52 @@ class TokenStreams:
             and not params.detokenize
         )
 
-    async def open(
+    async def chunks(
         self,
-        prompt: "TokensInput",
-        params: "SamplingParams",
+        inputs: "vllm.TokensInput",
+        params: "vllm.SamplingParams",
         request_id: str,
-        adapter: "LoadedAdapter | None",
-    ) -> "TokenStream":
-        """Send a request to the engine's process.
+        adapter: LoadedAdapter | None,
+        watching: Callable[[], AbstractAsyncContextManager[object]],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Send a request to the engine's process, and yield its chunks; closing aborts it.
 
-        Raises:
-            EngineDeadError, ValueError: as vLLM's `generate` does.
+        Args:
+            watching: Limits the wait for a chunk.
         """
-        from turnwise.engine import vllm_api as vllm  # seconds to import
-
         llm = self._llm
         if llm.errored:
-            raise vllm.EngineDeadError
+            raise self._vllm.EngineDeadError
         request = llm.input_processor.process_inputs(
             request_id,
-            prompt,
+            inputs,
             params,
             supported_tasks=await llm.get_supported_tasks(),
             lora_request=adapter.request if adapter is not None else None,
         )
         request.external_req_id = request_id
         request.request_id = f"{request_id}-ids-{next(self._numbers)}"
-        llm._run_output_handler()
-        version = adapter.version if adapter is not None else None
-        stream = TokenStream(request, version, self._outputs.log_stats)
+        self._vllm.read_outputs(llm)
+        stats = None
+        if self._outputs.log_stats:
+            stats = self._vllm.RequestStateStats(arrival_time=request.arrival_time)
+        stream = TokenStream(request, adapter.version if adapter is not None else None, stats)
         self._streams[request.request_id] = stream
         try:
             await llm.engine_core.add_request_async(request)
         except BaseException:
             self._streams.pop(request.request_id, None)
             raise
-        return stream
-
-    async def close(self, stream: "TokenStream") -> None:
-        """Abort a request, unless it has ended."""
-        if self._streams.pop(stream.request_id, None) is not None:
-            await self._abort([stream])
+        try:
+            finished = False
+            while not finished:
+                async with watching():
+                    chunk = await stream.next()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if self._streams.pop(stream.request_id, None) is not None:  # it has not ended
+                await self._abort([stream])
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with finish reason `abort`; unknown ones are ignored."""
@@ -132,11 +122,11 @@ class TokenStreams:
 
     def _receive(
         self,
-        outputs: "list[EngineCoreOutput]",
+        outputs: "list[vllm.EngineCoreOutput]",
         timestamp: float | None = None,
-        stats: "IterationStats | None" = None,
+        stats: "vllm.IterationStats | None" = None,
         weight_version: str | None = None,
-    ) -> "OutputProcessorOutput":
+    ) -> "vllm.OutputProcessorOutput":
         """Pass the engine's outputs on, in place of vLLM's `process_outputs`."""
         self._clock.moved()
         others = []
@@ -150,22 +140,22 @@ class TokenStreams:
             stream.add(output, weight_version)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
-                self._outputs._update_stats_from_finished(stream, output.finish_reason, stats)
+                self._vllm.count_end(self._outputs, stream, output.finish_reason, stats)
         return self._process(others, timestamp, stats, weight_version=weight_version)
 
     def _count(
         self,
         stream: "TokenStream",
-        output: "EngineCoreOutput",
+        output: "vllm.EngineCoreOutput",
         timestamp: float | None,
-        stats: "IterationStats",
+        stats: "vllm.IterationStats",
     ) -> None:
         """Count an output in vLLM's statistics, with the times of all its tokens."""
-        times = (output.kv_transfer_params or {}).get(TIMES)
+        times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
         assert stream.stats is not None
         before, first = stream.stats.last_token_ts, stream.is_prefilling
         when = times[-1] if times else timestamp
-        self._outputs._update_stats_from_output(stream, output, when, stats)
+        self._vllm.count_output(self._outputs, stream, output, when, stats)
         if times and not first:
             stats.inter_token_latencies_iter[-1:] = [
                 after - earlier for earlier, after in itertools.pairwise([before, *times])
@@ -173,11 +163,9 @@ class TokenStreams:
 
     def _fail(self, error: Exception) -> None:
         """Raise an error from all requests, in place of vLLM's `propagate_error`."""
-        from turnwise.engine import vllm_api as vllm  # seconds to import
-
         shown = error
-        if not isinstance(error, vllm.EngineDeadError):
-            shown = vllm.EngineGenerateError()
+        if not isinstance(error, self._vllm.EngineDeadError):
+            shown = self._vllm.EngineGenerateError()
             shown.__cause__ = error
         for stream in self._streams.values():
             stream.fail(shown)
@@ -190,14 +178,17 @@ class TokenStream:
 
     Args:
         version: Version of the adapter that samples all tokens; None if the weights' counts.
-        timed: Whether vLLM's statistics are collected.
+        stats: The request's part of vLLM's statistics; None if they are not collected.
     """
 
     parent_req = None
 
-    def __init__(self, request: "EngineCoreRequest", version: int | None, timed: bool) -> None:
-        from turnwise.engine import vllm_api as vllm  # seconds to import
-
+    def __init__(
+        self,
+        request: "vllm.EngineCoreRequest",
+        version: int | None,
+        stats: "vllm.RequestStateStats | None",
+    ) -> None:
         params, lora = request.sampling_params, request.lora_request
         self.request_id = request.request_id
         self.external_req_id = request.external_req_id
@@ -206,7 +197,7 @@ class TokenStream:
         self.max_tokens_param = params.max_tokens
         self.is_prefilling = True
         self.num_cached_tokens = self._stored = 0
-        self.stats = vllm.RequestStateStats(arrival_time=request.arrival_time) if timed else None
+        self.stats = stats
         self._version = version
         self._interval = params.stream_interval or 1
         self._first: float | None = None
@@ -216,17 +207,14 @@ class TokenStream:
         self._versions: list[int] = []
 
     async def next(self) -> Chunk:
-        """Wait for `stream_interval` tokens, or the end.
-
-        Raises:
-            Exception: the error that ended the request.
-        """
+        """Wait for `stream_interval` tokens, or the end; raises the error that ended the
+        request."""
         chunk = await self._chunks.get()
         if isinstance(chunk, Exception):
             raise chunk
         return chunk
 
-    def add(self, output: "EngineCoreOutput", label: str | None) -> None:
+    def add(self, output: "vllm.EngineCoreOutput", label: str | None) -> None:
         """Add an output; a chunk follows once it has enough tokens."""
         token_ids, rows = output.new_token_ids, output.new_logprobs
         logprobs = [] if rows is None else rows.logprobs[:, 0].tolist()
@@ -265,19 +253,19 @@ class TokenStream:
 
     def _put(self, reason: FinishReason | None, stop_reason: int | str | None) -> None:
         age = None if self._first is None else asyncio.get_running_loop().time() - self._first
-        stats = self.stats
-        queued = None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts)
-        self._chunks.put_nowait(
-            Chunk(
-                self._token_ids,
-                self._logprobs,
-                self._versions,
-                reason,
-                stop_reason,
-                self.num_cached_tokens,
-                first_token_age=age,
-                queued=queued,
-                stored_tokens=self._stored,
-            )
+        queued = None
+        if self.stats is not None:
+            queued = max(0.0, self.stats.scheduled_ts - self.stats.queued_ts)
+        chunk = Chunk(
+            self._token_ids,
+            self._logprobs,
+            self._versions,
+            reason,
+            stop_reason,
+            self.num_cached_tokens,
+            first_token_age=age,
+            queued=queued,
+            stored_tokens=self._stored,
         )
+        self._chunks.put_nowait(chunk)
         self._token_ids, self._logprobs, self._versions = [], [], []

@@ -8,7 +8,15 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -16,6 +24,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
@@ -24,46 +33,53 @@ from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
-from turnwise.engine.adapters import NO_ADAPTERS, POLICY, EngineAdapters, key_of
-from turnwise.engine.logits_processors import (
-    ADAPTER,
-    EXTRA_ARG,
-    failed,
-    is_unsampled,
-    load_processor,
-    with_request,
+from turnwise.core.optional import load_object
+from turnwise.engine.adapters import (
+    NO_ADAPTERS,
+    POLICY,
+    AdapterTable,
+    EngineAdapters,
+    LoadedAdapter,
+    key_of,
 )
+from turnwise.engine.logits_processors import ADAPTER, EXTRA_ARG, name_of, with_request
 from turnwise.engine.protocol import (
     PAUSE_MODES,
     VLLM_METRICS,
+    WEIGHT_BACKEND,
     Chunk,
     InFlight,
     PauseMode,
     Request,
     WeightUpdate,
+    dtype_name,
 )
 from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.vllm_requests import make_chunk, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
-from turnwise.engine.worker_calls import answered, call_workers
-from turnwise.errors import EngineError, InputError, WeightUpdateError, text_of
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TrajectoryError,
+    WeightUpdateError,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.engine.vllm_api import SamplingParams, TokensInput
+    from turnwise.internals.vllm import SamplingParams, TokensInput
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
-_GRACE_SECONDS = 5.0
-"""Time after the workers' own deadlines, whose errors are more specific."""
-_STEP_SECONDS = 5.0
-"""Time after which a health check looks at whether the engine still computes."""
-_LOOK_SECONDS = 2.0
-"""Time in which an engine that computes uses a tenth of a core at the least."""
-_SLEEP_TAGS = {"weights", "kv_cache"}
-"""vLLM's tags of the parts whose memory sleep frees."""
+_DEATH_CHECK_SECONDS = 0.5
+_GRACE_SECONDS = 5.0  # time after the workers' own deadlines, whose errors are more specific
+_STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
+_LOOK_SECONDS = 2.0  # time in which an engine that computes uses a tenth of a core at the least
+_SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
+_ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
+"""Errors that workers reply with, by their names."""
 
 
 class VllmEngine:
@@ -78,7 +94,6 @@ class VllmEngine:
         adapters: Adapters that the engine holds; needs a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
             transports. Without one, weights cannot be updated.
-        weight_backend: Name under which the extension registers its transports.
         name: Name of this engine in errors.
 
     Raises:
@@ -99,29 +114,25 @@ class VllmEngine:
         deterministic: bool = False,
         adapters: EngineAdapters = NO_ADAPTERS,
         worker_extension: str = "",
-        weight_backend: str = "turnwise",
         name: str = "engine",
     ) -> None:
         vllm = import_vllm()
         self.name = name
         self._vllm = vllm
         self._allowed = engine.logits_processors_allowed
-        self._loaded: set[str] = set()
-        """Names of requests' logits processors that were imported."""
+        self._loaded: set[str] = set()  # names of requests' logits processors that were imported
         self._timeout = engine.request_timeout
         self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
         self._adapters = AdapterTable(adapters.trained)
-        self._unloaded = dict(adapters.paths)
-        """Paths of adapters that are not loaded yet, by name."""
+        self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = False
-        """Whether all adapters are loaded, and choices are captured."""
+        self._ready = False  # whether all adapters are loaded, and choices are captured
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
         if model.adapter is not None and POLICY not in adapters.paths:
@@ -130,7 +141,7 @@ class VllmEngine:
         if worker_extension:
             arguments |= {
                 "worker_extension_cls": worker_extension,
-                "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
+                "weight_transfer_config": vllm.WeightTransferConfig(backend=WEIGHT_BACKEND),
             }
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
@@ -142,25 +153,22 @@ class VllmEngine:
         await self._settle_processors(params, request.id)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
-        run = self._token_chunks if self._streams.take(params) else self._frontend_chunks
+        run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
         with (
             self._adapters.using(request.route.adapter, request.id) as adapter,
             self._running(request.id),
         ):
             inputs = self._vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
-            async with aclosing(run(inputs, params, request.id, adapter)) as chunks:
+            watching = partial(self._moving, f"with request {request.id} waiting")
+            async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
                 async for chunk in chunks:
-                    if is_unsampled(chunk.logprobs):
-                        who = f"request {request.id} on {self.name}"
-                        raise failed(who, await self._processor_failure(request.id))
+                    if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
+                        raise await self._unsampled(request.id)
                     yield chunk
 
     async def load_adapters(self) -> None:
-        """Load the adapters, before the first request unless they are loaded already.
-
-        Raises:
-            InputError: naming the key of one that cannot be read or does not fit the model.
-        """
+        """Load the adapters, before the first request unless they are loaded already. An
+        `InputError` names the key of one that cannot be read or does not fit the model."""
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
@@ -175,6 +183,11 @@ class VllmEngine:
                 self._adapters.add(name, adapter)
                 del self._unloaded[name]
             self._ready = True
+
+    def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
+        """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
+        stalled = f"{self.name}, {waiting}, sampled no token"
+        return self._clock.watching(stalled, "engine.request_timeout")
 
     @contextmanager
     def _running(self, request_id: str) -> Iterator[None]:
@@ -193,39 +206,15 @@ class VllmEngine:
         finally:
             self._pending.discard(request_id)
 
-    def _moving(self, request_id: str) -> AbstractAsyncContextManager[object]:
-        """Raise `DeadlineError` from a request's wait when the engine samples no token of any."""
-        stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
-        return self._clock.watching(stalled, "engine.request_timeout")
-
-    async def _token_chunks(
-        self,
-        inputs: "TokensInput",
-        params: "SamplingParams",
-        request_id: str,
-        adapter: LoadedAdapter | None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a request of nothing but tokens."""
-        stream = await self._streams.open(inputs, params, request_id, adapter)
-        try:
-            finished = False
-            while not finished:
-                async with self._moving(request_id):
-                    chunk = await stream.next()
-                finished = chunk.finish_reason is not None
-                yield chunk
-        finally:
-            await self._streams.close(stream)
-
     async def _frontend_chunks(
         self,
         inputs: "TokensInput",
         params: "SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
+        watching: Callable[[], AbstractAsyncContextManager[object]],
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a request that needs vLLM's frontend, which gets every token."""
-        vllm = self._vllm
         interval, params.stream_interval = params.stream_interval or 1, 1
         sampled, few = 0, None
         first: float | None = None
@@ -233,17 +222,15 @@ class VllmEngine:
         stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
         async with aclosing(stream) as outputs:
             while True:
-                async with self._moving(request_id):
+                async with watching():
                     output = await anext(outputs, None)
                 if output is None:
                     return
                 piece = output.outputs[0]
                 finished = piece.finish_reason is not None
-                labels = versions or (
-                    piece.weight_versions
-                    if finished
-                    else vllm.weight_versions_so_far(self._llm, request_id)
-                )
+                labels = versions or piece.weight_versions
+                if not versions and not finished:
+                    labels = self._vllm.weight_versions_so_far(self._llm, request_id)
                 now = time.monotonic()
                 if first is None and piece.token_ids:
                     first = now
@@ -258,38 +245,39 @@ class VllmEngine:
                     return
 
     async def _settle_processors(self, params: "SamplingParams", request_id: str) -> None:
-        """Check the logits processors that a request names, before it reaches the engine.
-
-        Raises:
-            InputError: when one is not allowed, or cannot be loaded.
-        """
+        """Check and load the logits processors that a request names, before it reaches the
+        engine."""
         if not self._adapted and EXTRA_ARG not in (params.extra_args or {}):
             return
-        params.extra_args, names = with_request(params.extra_args, request_id, self._allowed)
-        for name in set(names) - self._loaded:
+        params.extra_args, calls = with_request(params.extra_args, request_id, self._allowed)
+        for name in {*map(name_of, calls)} - self._loaded:
             async with self._deadline(f"loading the logits processor {name}", self._timeout):
-                await run_in_thread(load_processor, name)
+                await run_in_thread(load_object, name, "logits_processors")
             self._loaded.add(name)
 
-    async def _processor_failure(self, request_id: str) -> str:
-        """Return the reason why a request's logits processor failed; "" when none did."""
-        if not (self._adapted and self._extended):
-            return ""
-        async with self._deadline(f"explaining the failure of {request_id}", self._timeout):
-            replies = await self._ask("take_processor_failure", request_id)
-        return next((reply["why"] for reply in replies if reply["why"]), "")
+    async def _unsampled(self, request_id: str) -> TrajectoryError:
+        """Return the error of a request whose token has no distribution: its logits processor
+        failed, or left it no token."""
+        who, why = f"request {request_id} on {self.name}", ""
+        if self._adapted and self._extended:
+            async with self._deadline(f"explaining the failure of {request_id}", self._timeout):
+                replies = await self._ask("take_processor_failure", request_id)
+            why = next((reply["why"] for reply in replies if reply["why"]), "")
+        if why:
+            return TrajectoryError("logits_processor_error", f"{who}: {why}")
+        return TrajectoryError(
+            "no_token",
+            f"{who}: no token has a probability: the model's logits are not numbers, or a logits "
+            "processor left none",
+        )
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "wait":  # as long as requests in flight make progress
-            await self._drain()
+            async with self._moving("finishing its requests"):
+                await self._answered(self._vllm.pause(self._llm, mode), "pausing")
         else:
             await self._in_time("pausing", self._vllm.pause(self._llm, mode))
         self._clock.stopped = True
-
-    async def _drain(self) -> None:
-        stalled = f"{self.name}, finishing its requests, sampled no token"
-        async with self._clock.watching(stalled, "engine.request_timeout"):
-            await self._answered(self._vllm.pause(self._llm, "wait"), "pausing")
 
     async def resume(self) -> None:
         await self._in_time("resuming", self._llm.resume_generation())
@@ -306,10 +294,6 @@ class VllmEngine:
         if not await self._in_time("waking up", self._llm.is_sleeping()):
             self._restart_clock()
 
-    async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
-        async with self._deadline(what, self._timeout):
-            return await self._answered(call, what)
-
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
             replies = await self._ask("check_update", manifest.to_dict())
@@ -319,16 +303,15 @@ class VllmEngine:
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
         seconds = timeout or self._timeout
-        opening = ("open_update", manifest.to_dict(), seconds)
-        return await self._load(f"weight update {manifest.version}", opening, seconds, in_flight)
+        what = f"weight update {manifest.version}"
+        return await self._load(what, manifest.to_dict(), seconds, in_flight)
 
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
-        plain = {
-            name: (tuple(shape), str(dtype).removeprefix("torch."))
-            for name, (shape, dtype) in state_dict_info.items()
-        }
+        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
+        given = state_dict_info.items()
+        plain = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in given}
         async with self._deadline("preparing for weight updates", self._timeout):
             await self._ask("expect_tensors", plain)
 
@@ -342,10 +325,9 @@ class VllmEngine:
         timeout: float | None = None,
     ) -> None:
         seconds = timeout or self._timeout
+        group = (rank_prefix, ip, port, world_size, train_world_size)
         async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
-            await self._ask(
-                "join_collective", rank_prefix, ip, port, world_size, train_world_size, seconds
-            )
+            await self._ask("join_collective", *group, seconds)
 
     async def receive_weights(
         self,
@@ -358,29 +340,20 @@ class VllmEngine:
 
         Args:
             address: The sender's; "" takes the device's own, and there is none for a broadcast.
-
-        Raises:
-            WeightUpdateError, DeadlineError: as `update_weights` does.
         """
         seconds = timeout or self._timeout
-        opening = ("open_stream", transport, address, seconds)
+        unknown = {"version": 0, "path": address, "nbytes": 0, "tensors": ()}
+        opening = {"transport": transport, **unknown}
         await self._load(f"an update by {transport}", opening, seconds, in_flight)
 
     async def _load(
-        self, what: str, opening: tuple[object, ...], seconds: float, in_flight: InFlight
+        self, what: str, manifest: JsonObject, seconds: float, in_flight: InFlight
     ) -> int:
-        """Open an update in all workers, and load it; requests run until its first chunk arrives.
-
-        Args:
-            opening: The worker's method that opens the update, and its arguments.
-
-        Returns:
-            The version that was loaded.
-        """
+        """Open an update in all workers, and load it; requests run until its first chunk
+        arrives."""
         async with self._deadline(what, seconds + _GRACE_SECONDS):
             try:
-                method, *args = opening
-                offers = await self._ask(str(method), *args)
+                offers = await self._ask("open_update", manifest, seconds)
                 while not all(offers):
                     await asyncio.sleep(_POLL_SECONDS)
                     offers = await self._ask("poll_update")
@@ -418,24 +391,16 @@ class VllmEngine:
             raise
         self._adapters.add(POLICY, adapter)  # before others are aborted: they go on with this one
         for old in self._adapters.excess():
-            await self._drop(old)
+            await self._abort(old)  # first: vLLM cannot compute a request whose adapter is missing
+            await self._ask("remove_adapter", old.number)
         if in_flight == "abort":
             for old in self._adapters.older:
                 await self._abort(old)
         return loaded
 
-    async def _drop(self, adapter: LoadedAdapter) -> None:
-        """Abort the requests of an adapter, and remove it, in this order: vLLM cannot compute a
-        request whose adapter is missing."""
-        await self._abort(adapter)
-        await self._ask("remove_adapter", adapter.number)
-
     async def _abort(self, adapter: LoadedAdapter) -> None:
         await self._streams.abort(adapter.users)
         await self._llm.abort(list(adapter.users))
-
-    async def _ask(self, method: str, *args: object) -> list[JsonObject]:
-        return await call_workers(self._llm, self.name, method, *args)
 
     @asynccontextmanager
     async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
@@ -454,8 +419,34 @@ class VllmEngine:
             await self._answered(self._llm.resume_generation())
         self._restart_clock()
 
+    async def _ask(self, method: str, *args: object) -> list[JsonObject]:
+        """Call a method of the engine's workers, which return plain values, or an error that is
+        raised here; see `vllm_worker`."""
+        call = self._llm.collective_rpc(method, args=args)
+        replies: list[JsonObject] = await self._answered(call, f"a call of {method}")
+        for reply in replies:
+            if "error" in reply:
+                raise _ERRORS[reply["error"]](f"{self.name}: {reply['message']}")
+        return replies
+
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        return await answered(self._llm, self.name, what, call)
+        """Await an answer of the engine's process; EngineError when it died: vLLM never answers a
+        call that was in flight then."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=_DEATH_CHECK_SECONDS)
+                if self._llm.errored and not answer.done():
+                    raise EngineError(f"{self.name} died during {what}")
+            return answer.result()
+        except self._vllm.EngineDeadError as error:
+            raise EngineError(f"{self.name} died during {what}") from error
+        finally:
+            answer.cancel()
+
+    async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
+        async with self._deadline(what, self._timeout):
+            return await self._answered(call, what)
 
     def _restart_clock(self) -> None:
         self._clock.moved()

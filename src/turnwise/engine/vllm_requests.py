@@ -8,27 +8,16 @@ from typing import TYPE_CHECKING, cast
 
 from turnwise.config import SamplingConfig
 from turnwise.engine.logits_processors import extra_args
-from turnwise.engine.protocol import (
-    STREAM_INTERVAL,
-    Alternatives,
-    Chunk,
-    FinishReason,
-    Sampling,
-)
+from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, FinishReason, Sampling
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
-    from turnwise.engine.vllm_api import (
-        FlatLogprobs,
-        RequestOutput,
-        SamplingParams,
-        WeightVersionSpan,
-    )
+    from turnwise.internals import vllm
 
 
-def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
+def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":
     """Return vLLM's parameters of a request that is streamed; vLLM's own are completed in place."""
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     if isinstance(sampling, SamplingConfig):
         params = vllm.SamplingParams(
@@ -61,20 +50,17 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
 
 
 def make_chunk(
-    output: "RequestOutput",
-    labels: Iterable["WeightVersionSpan"],
+    output: "vllm.RequestOutput",
+    labels: Iterable["vllm.WeightVersionSpan"],
     start: int,
     first_token_age: float | None = None,
 ) -> Chunk:
-    """Convert one output of vLLM.
+    """Convert one output of vLLM; EngineError when the request failed, or the output is not
+    complete.
 
     Args:
         labels: Spans of weight versions from the completion's start.
         start: Tokens of the completion before this output.
-        first_token_age: As in `Chunk`.
-
-    Raises:
-        EngineError: when the request failed, or the output is not complete.
     """
     piece = output.outputs[0]
     if piece.finish_reason == "error":
@@ -99,6 +85,9 @@ def make_chunk(
         raise EngineError(
             f"vLLM reported the weights of {len(versions)} of {len(token_ids)} tokens"
         )
+    experts, rows_NLK = b"", piece.routed_experts  # of a finished request, if vLLM has all of them
+    if rows_NLK is not None and len(rows_NLK) == len(output.prompt_token_ids) + end - 1:
+        experts = bytes(rows_NLK.tobytes())
     stats = output.metrics
     scored = _alternatives(output.prompt_logprobs) if output.prompt_logprobs else []
     return Chunk(
@@ -113,20 +102,12 @@ def make_chunk(
         scored[1:],
         first_token_age,
         None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts),
-        experts=_experts(output, end),
+        experts=experts,
         stored_tokens=output.num_cache_creation_tokens or 0,
     )
 
 
-def _experts(output: "RequestOutput", sampled: int) -> bytes:
-    """Return the rows of a finished request; empty if vLLM does not have all of them."""
-    rows_NLK = output.outputs[0].routed_experts
-    if rows_NLK is None or len(rows_NLK) != len(output.prompt_token_ids) + sampled - 1:
-        return b""
-    return bytes(rows_NLK.tobytes())
-
-
-def _alternatives(flat: "FlatLogprobs") -> Alternatives:
+def _alternatives(flat: "vllm.FlatLogprobs") -> Alternatives:
     """Return what vLLM gives for each position; nothing for the first of a prompt."""
     ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
     bounds = zip(flat.start_indices, flat.end_indices, strict=True)

@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,12 +16,13 @@ from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core import fork_server
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import load_object
 from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
-from turnwise.engine.logits_processors import ADAPTER, SETTINGS, load_processor
+from turnwise.engine.logits_processors import ADAPTER, KEY, SETTINGS
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
-    from turnwise.engine.vllm_api import AsyncLLM
+    from turnwise.internals.vllm import AsyncLLM
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -32,29 +32,24 @@ _CPU_BLOCK_SIZE = 32
 
 
 def import_vllm() -> ModuleType:
-    """Import `vllm_api`, and prepare the process from which engines are forked."""
+    """Import vLLM's names, and prepare the process from which engines are forked."""
     context = multiprocessing.get_context("forkserver")
     if not fork_server.share_with_engines():
         context.set_forkserver_preload(["turnwise.engine.preload"])
         multiprocessing.forkserver.ensure_running()  # imports there while we import here
-    from turnwise.engine import vllm_api
+    from turnwise.internals import vllm
 
-    vllm_api.use_process_context(context)
-    return vllm_api
+    vllm.use_process_context(context)
+    return vllm
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine.
+    """Start vLLM's engine; InputError when it refuses the model (`path` in errors) or an argument.
 
     Args:
-        path: The model, as errors name it.
-        arguments: Arguments of vLLM's AsyncEngineArgs.
         metrics: Keep statistics for Prometheus.
-
-    Raises:
-        InputError: when vLLM refuses the model or an argument.
     """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     try:
         # Given explicitly, because vLLM's default adds a logger that is not read.
@@ -63,9 +58,11 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
             vllm.AsyncEngineArgs(**arguments), stat_loggers=loggers
         )
     except (ValueError, TypeError, OSError) as error:
-        raise InputError(f"vLLM cannot serve {path}: {_first_sentence(error)}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = " ".join(lines[:3]) or type(error).__name__
+        raise InputError(f"vLLM cannot serve {path}: {cause}") from error
     except RuntimeError as error:  # the engine's process failed: the reason is in its log
-        cause = _last_logged_error() or error
+        cause = _last_logged_error() or str(error)
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
 
 
@@ -75,17 +72,18 @@ def engine_arguments(
     deterministic: bool,
     adapters: EngineAdapters = NO_ADAPTERS,
 ) -> JsonObject:
-    """Return the arguments of vLLM's AsyncEngineArgs for a configuration.
+    """Return the arguments of vLLM's AsyncEngineArgs for a configuration; InputError when vLLM does
+    not support it on this machine."""
+    from turnwise.internals import vllm  # seconds to import
 
-    Example:
-        AsyncEngineArgs(**engine_arguments(config.model, config.engine, deterministic=False))
-
-    Raises:
-        InputError: when vLLM does not support this configuration on this machine.
-    """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
-
-    classes, callables = _processors(engine.logits_processors)
+    classes: list[str] = []
+    callables: list[str] = []
+    for name in engine.logits_processors:  # vLLM's batch classes, or plain callables
+        loaded = load_object(name, KEY)
+        if not callable(loaded):
+            raise InputError(f"{KEY}: {name} is not callable")
+        batched = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
+        (classes if batched else callables).append(name)
     adapted = bool(callables or engine.logits_processors_allowed is not None)
     arguments: JsonObject = {
         "model": resolve_model(model.path),
@@ -130,33 +128,9 @@ def engine_arguments(
     return arguments
 
 
-def _processors(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide names into those of vLLM's batch classes and those of callables.
-
-    Raises:
-        InputError: when one cannot be loaded, or is neither.
-    """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
-
-    kinds: tuple[list[str], list[str]] = [], []
-    for name in names:
-        loaded = load_processor(name, "engine.logits_processors")
-        if not callable(loaded):
-            raise InputError(f"engine.logits_processors: {name} is not callable")
-        is_class = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
-        kinds[0 if is_class else 1].append(name)
-    return kinds
-
-
 def _last_logged_error() -> str:
     """Return the last error in this process's log, to which the engine's process writes too."""
     path = Path(os.readlink("/proc/self/fd/2"))
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
     return next((text for text in errors if "root cause" not in text), "")
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Return the first three lines of an error's message as one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__

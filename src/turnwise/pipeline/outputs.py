@@ -42,12 +42,10 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The natural log of the probability."""
         return float(self)
 
     @property
     def decoded_token(self) -> str:
-        """The token's text."""
         return self._template.decode_all([self._token_id])
 
 
@@ -71,7 +69,6 @@ class CompletionOutput:
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """All `T` ids."""
         return self.branch.token_ids[self.prompt_length :]
 
     @cached_property
@@ -87,7 +84,6 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Sum of the log-probs of the sampled tokens."""
         return sum(self.branch.logprobs)
 
     @property
@@ -145,9 +141,6 @@ def request_outputs(
 
     A group is one output, or several if the environment's problem varies: one for each run of
     consecutive trajectories with the same prompt.
-
-    Args:
-        stop: Strings that end a turn, `sampling.stop`.
     """
     outputs = []
     for number, group in enumerate(groups):
@@ -196,9 +189,8 @@ def keeping_groups(
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
     """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`.
 
-    Raises:
-        InputError: when there are no groups, or `rewards` is not one finite number for each
-            trajectory; for a game, a dictionary with one for each player.
+    `rewards` is one finite number for each trajectory; for a game, a dictionary with one for each
+    player.
     """
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):

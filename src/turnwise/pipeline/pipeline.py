@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from turnwise.compat.chatlearn.model_file import REWARDS, Settings
@@ -312,12 +311,7 @@ class Pipeline:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._thread is not None
         self._opened = None
         self._thread.leave(_STOP_SECONDS, error)

@@ -25,9 +25,6 @@ class Conversation:
 
     Args:
         row: `messages`, or `prompt`, the text of a user's message.
-
-    Raises:
-        InputError: when it has neither.
     """
 
     problem: Sequence[Message]
@@ -136,16 +133,13 @@ class ProblemBuilder:
         said = row[fields.message] if row else prompt
         if isinstance(said, str):
             return self._text(name, row, said)
-        if (
-            not isinstance(said, Sequence)
-            or not said
-            or not all(isinstance(m, Mapping) and "role" in m for m in said)
-        ):
+        given = said if isinstance(said, Sequence) else ()
+        if not given or not all(isinstance(m, Mapping) and "role" in m for m in given):
             raise InputError(
                 f"{name}: a prompt must be a text, a list of messages, token ids under "
                 f"{fields.token_ids}, or a row, not {repr(said)[:80]}"
             )
-        messages = [dict(message) for message in said]
+        messages = [dict(message) for message in given]
         token_ids = self._render(name, messages)
         longest, room = self._config.data.max_prompt_tokens, self._config.model.max_length
         if longest is not None and len(token_ids) > longest:

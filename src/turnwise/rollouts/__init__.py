@@ -1,7 +1,7 @@
 """Rollouts: agent loops, tools, environments and rewards, run in groups of trajectories."""
 
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
-from turnwise.rollouts.data import load_eval_rows, load_rows, load_training_rows
+from turnwise.rollouts.data import load_rows
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.group import Group, check_failures
 from turnwise.rollouts.problems import Problem, ProblemStream
@@ -21,7 +21,5 @@ __all__ = [
     "RolloutSampler",
     "Runner",
     "check_failures",
-    "load_eval_rows",
     "load_rows",
-    "load_training_rows",
 ]

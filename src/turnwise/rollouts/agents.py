@@ -361,10 +361,6 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
         raise InputError(f"{what}: {text}") from None
 
 
-def is_endpoint(agent: str) -> bool:
-    return agent.startswith(("http://", "https://"))
-
-
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     """Post a request, and return the report that the endpoint answers when the agent is done.
 

@@ -22,7 +22,7 @@ from typing import TextIO, cast
 
 import numpy as np
 
-from turnwise.config import Config, DataConfig
+from turnwise.config import Config
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
@@ -92,26 +92,6 @@ def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
-def load_training_rows(
-    data: DataConfig, agent_env: Sequence[str] = ()
-) -> tuple[str, Sequence[Row]]:
-    """Return data.path and the training rows."""
-    if data.path is None:
-        raise InputError("data.path must be set: there are no rows")
-    rows = load_rows(
-        data.path, split=data.split, subset=data.subset, limit=data.limit, agent_env=agent_env
-    )
-    return data.path, rows
-
-
-def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str, Sequence[Row]]:
-    """Return the path of the rows for evaluation (eval_path, or else path), and the rows."""
-    if data.eval_path is None:
-        return load_training_rows(data, agent_env)
-    held_out = {"path": data.eval_path, "split": data.eval_split, "limit": data.eval_limit}
-    return load_training_rows(data.model_copy(update=held_out), agent_env)
-
-
 def load_training(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
@@ -150,23 +130,22 @@ def _rows_of(
 ) -> tuple[str, Sequence[Row]]:
     """Return the path and rows of one environment; rows that it makes are named by the split."""
     data = config.data
-    split = split if data.eval_path is not None else "train"
-    path, limit = data.path, data.limit
-    if split == "eval":
-        path, limit = data.eval_path, data.eval_limit
+    if split == "eval" and data.eval_path is not None:
+        path, part, limit = data.eval_path, data.eval_split, data.eval_limit
+    elif data.path is not None:
+        split, path, part, limit = "train", data.path, data.split, data.limit
+    else:
+        raise InputError("data.path must be set: there are no rows")
     if path == ENVIRONMENT:
         environment = environment or configured_environment(config)
         name = f"{name_of(environment)}.rows({split!r})"
         return split, checked_rows(make_rows(environment, split), name, limit)
-    load = load_eval_rows if split == "eval" else load_training_rows
-    return load(data, config.rollout.agent_env)
+    agent_env = config.rollout.agent_env
+    return path, load_rows(path, split=part, subset=data.subset, limit=limit, agent_env=agent_env)
 
 
 def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a program, checked to be dictionaries, maybe when asked for.
-
-    In errors they are called `name`.
-    """
+    """Return the first rows of a program, called `name` in errors; each must be a dictionary."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 

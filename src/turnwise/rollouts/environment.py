@@ -5,7 +5,6 @@ it offers: it is user code of any class, so a mistake in it becomes one sentence
 `episode` plays an environment.
 """
 
-import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import SupportsFloat, SupportsIndex, TypeGuard
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.core.optional import load_object as load_object
 from turnwise.errors import (
     InputError,
     TrajectoryError,
@@ -240,22 +240,6 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             return [p.name for p in parameters if p.kind in by_name]
     return None
-
-
-def load_object(path: str, key: str) -> Foreign:
-    """Import the `package.module:Name` of a configuration key, which errors name."""
-    module_name, separator, name = path.partition(":")
-    if not separator:
-        raise InputError(f"{key} must be package.module:Name, not {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code may raise anything
-        why = describe_error(error)
-        raise InputError(f"{key}: {module_name} cannot be imported: {why}") from error
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise InputError(f"{key}: {module_name} has no {name}") from None
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import RolloutConfig
 from turnwise.core import spans
-from turnwise.core.forking import exit_code, serve
+from turnwise.core.fork_server import exit_code, serve
 from turnwise.core.json_types import JsonObject
 from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error

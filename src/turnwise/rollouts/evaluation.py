@@ -93,7 +93,7 @@ class Evaluation:
     dropped: Counter[str]
     """Number of dropped trajectories, by reason."""
     sampled_tokens: int
-    """In the finished ones."""
+    """Number of tokens of the finished ones."""
     seconds: float
     summary: dict[str, float]
     """Results as `Scores.summary` returns them."""

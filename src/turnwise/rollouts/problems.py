@@ -189,7 +189,7 @@ class ProblemStream:
         self._left_out: set[int] = set()
 
     def find(self, name: str) -> Problem:
-        """Return the problem with a name; the data may not have it."""
+        """Return the problem with a name; raises InputError where the data no longer has it."""
         return self._problems[self._index(name)]
 
     def _index(self, name: str) -> int:
@@ -253,7 +253,7 @@ class ProblemStream:
         self._leave_out(index, str(error))
 
     def leave_out(self, problem: Problem, reason: str) -> None:
-        """Skip a problem from now on; with the reason, there is an error when none is left."""
+        """Skip a problem from now on; raises the reason as an InputError when none is left."""
         self._leave_out(self._index(problem.id), reason)
 
     def _leave_out(self, index: int, reason: str) -> None:
@@ -267,7 +267,7 @@ class ProblemStream:
             self._curriculum.learn(self._index(name), pool)
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems in each pool of the curriculum, by environment ("")."""
+        """Return the number of problems in each pool of the curriculum, under the name ""."""
         if self._curriculum is None:
             return {}
         return {"": self._curriculum.pools(len(self._problems), self._left_out, self._epoch)}

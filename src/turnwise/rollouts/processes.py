@@ -1,30 +1,38 @@
-"""Rollouts in several processes (`rollout.processes`), seen from the driver.
+"""Rollouts in several processes (`rollout.processes`), and the servers of a runner's agents.
 
-Groups are spread over actors (`rollout_process`), each with an event loop, tools, templates and
-sessions of its own, which sample from the engines directly.
+Groups are spread over actors (`serving.front_process`), each with an event loop, tools, templates
+and sessions of its own, which sample from the engines directly.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 import ray
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
-from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
-from turnwise.core.aio import run_in_thread
+from turnwise.core.actor import get_with_deadline, is_death
+from turnwise.core.aio import freeze_gc, run_in_thread
+from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.errors import InputError, StepError, TurnwiseError, describe_error
+from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError, StepError, describe_error
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
+from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.rollout_process import RolloutProcess
 from turnwise.rollouts.run_files import RunFiles
+from turnwise.rollouts.runner import Runner
+from turnwise.serving.chat_scheduler import ChatBackend
+from turnwise.serving.front_process import FrontProcess, RunGroup
+from turnwise.serving.front_processes import FrontProcesses, Process
+from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_processes import Process, SchedulerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -32,32 +40,17 @@ DIED = "rollout_process_died"
 """Reason of trajectories whose process died."""
 _MAX_DEATHS = 2
 """Processes that may die during a group until the group fails: it may be the cause."""
-_MAX_CALLS = 1 << 14
-"""Largest number of groups at once in an actor."""
 
 
-class _DeathError(TurnwiseError):
-    """The process of a group died."""
-
-
-class RolloutProcesses(SchedulerProcesses):
-    """The rollout processes of a run.
-
-    Args:
-        scheduler: Scheduler of the engines.
-        environment: None means the configured one.
-        process_class: Class of the actors.
-
-    Raises:
-        InputError: when the environment cannot be sent to another process.
-    """
+class RolloutProcesses(FrontProcesses):
+    """The rollout processes of a run; `environment` is None for the configured one."""
 
     def __init__(
         self,
         config: Config,
         scheduler: Scheduler,
         environment: EnvironmentType | None = None,
-        process_class: type[RolloutProcess] = RolloutProcess,
+        process_class: type[FrontProcess] = FrontProcess,
     ) -> None:
         try:
             cloudpickle.dumps(environment)
@@ -70,48 +63,41 @@ class RolloutProcesses(SchedulerProcesses):
         count = config.rollout.processes
         share = -(-config.rollout.concurrency // count)
         rollout = config.rollout.model_copy(update={"concurrency": share})
-        names = [f"rollout-{index}" for index in range(count)]
-        super().__init__(config.model_copy(update={"rollout": rollout}), scheduler, names)
-        self._environment = environment
-        self._class = process_class
-        self._files = RunFiles(Path(config.output_dir, config.name))
-
-    def create(self, process: Process) -> ActorHandle:
-        return ActorHandle.create(
-            self._class,
-            *(self.config, self._environment),
-            name=process.name,
-            config=self.config,
-            log=process.name,
-            placement="SPREAD",
-            max_concurrency=_MAX_CALLS,
-            failure=StepError,
+        super().__init__(
+            config.model_copy(update={"rollout": rollout}),
+            scheduler,
+            process_class,
+            names=[f"rollout-{index}" for index in range(count)],
+            open_runner=partial(open_runner, environment),
         )
+        self._files = RunFiles(Path(config.output_dir, config.name))
 
     async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
         """Run the group of a problem in the process with the fewest groups.
 
         A group whose process dies begins again in another one; that is counted in `Group.retried`,
-        or in `Group.dropped` after the second death.
-
-        Raises:
-            InputError: when something that the user gave cannot be used.
-            StepError: when no process is left.
+        or in `Group.dropped` after the second death. Raises `StepError` when no process is left.
         """
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
-            process = await self._free_process(tag)
+            with waiting(f"a rollout process for {tag}", "rollout process"):
+                while not self.failure and not self.up:
+                    self.changed.clear()
+                    await self.changed.wait()
+            if self.failure:
+                raise StepError(f"no rollout process is left: {self.failure}")
+            process = min(self.up, key=lambda each: each.busy)
             process.busy += 1
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
-                group = await self._ask(process, problem, sampling, name)
-            except _DeathError as error:
-                causes.append(str(error))
-                continue
+                answer = await self._ask(process, problem, sampling, name)
             finally:
                 process.busy -= 1
-            process.restarts = 0
-            break
+            if isinstance(answer, Group):
+                group = answer
+                process.restarts = 0
+                break
+            causes.append(answer)
         else:
             group = Group.of(problem)
         for number, cause in enumerate(causes, 1):
@@ -126,25 +112,10 @@ class RolloutProcesses(SchedulerProcesses):
             logger.warning("%s cannot be written: %s", self._files.path(name), error.strerror)
         return group
 
-    async def _free_process(self, tag: str) -> Process:
-        """Return the process with the fewest groups; wait while there is none."""
-        with waiting(f"a rollout process for {tag}", "rollout process"):
-            while True:
-                if self.failure:
-                    raise StepError(f"no rollout process is left: {self.failure}")
-                if up := self.up:
-                    return min(up, key=lambda process: process.busy)
-                self.changed.clear()
-                await self.changed.wait()
-
     async def _ask(
         self, process: Process, problem: Problem, sampling: SamplingConfig, name: str
-    ) -> Group:
-        """Run a group in one process.
-
-        Raises:
-            _DeathError: when the process dies or hangs meanwhile.
-        """
+    ) -> Group | str:
+        """Run a group in one process; if that dies or hangs meanwhile, return the reason."""
         assert process.actor is not None
         lost = process.lost
         try:
@@ -154,14 +125,17 @@ class RolloutProcesses(SchedulerProcesses):
                 f"{problem.id} cannot be sent to another process (rollout.processes): "
                 f"{describe_error(error)}"
             ) from error
-        answer = asyncio.ensure_future(_answer(reply, process.name))
+        # Its process limits the group's time.
+        answer: asyncio.Future[Group] = asyncio.ensure_future(
+            get_with_deadline(reply, process.name, "finish a group", NO_DEADLINE, StepError)
+        )
         try:
             with waiting(f"{process.name} to finish {name}", "group"):
                 either: list[asyncio.Future[Group] | asyncio.Future[str]] = [answer, lost]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done() and not is_death(answer.exception()):
                     return answer.result()
-                raise _DeathError(await asyncio.shield(lost))  # after a death, its reports end too
+                return await asyncio.shield(lost)  # after a death, its reports end too
         finally:
             if not answer.done():
                 answer.cancel()
@@ -169,6 +143,45 @@ class RolloutProcesses(SchedulerProcesses):
                     ray.cancel(reply)
 
 
-async def _answer(reply: Awaitable[Group], who: str) -> Group:
-    """Wait for a group; its process limits its time."""
-    return await get_with_deadline(reply, who, "finish a group", NO_DEADLINE, StepError)
+@asynccontextmanager
+async def open_runner(
+    environment: EnvironmentType | None, config: Config, scheduler: Scheduler
+) -> AsyncIterator[RunGroup]:
+    """Load the tokenizer, the environment and the loop in a rollout process."""
+    files = RunFiles(None)
+    runner = await import_user_code(
+        lambda: Runner(config, load_tokenizer(config), environment, files),
+        config=config,
+        what="the environment, loop, rewards and tools",
+    )
+    await run_in_thread(lambda: runner.tool_parser)
+
+    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
+        group = await runner.run_group(scheduler, problem, sampling, tag)
+        group.appended = files.take()
+        return group
+
+    async with open_front(config, runner, scheduler):
+        freeze_gc()
+        try:
+            yield run_group
+        finally:
+            await runner.close()
+
+
+@asynccontextmanager
+async def open_front(config: Config, runner: Runner, generator: Generator) -> AsyncIterator[None]:
+    """Give a runner the server of its agents, or the backend of its chat scheduler, if any."""
+    async with AsyncExitStack() as stack:
+        if "agent" in config.loops:
+            server = (await import_server())(config, generator, port=0)
+            await server.start()
+            stack.push_async_callback(server.stop)
+            stack.push_async_callback(runner.close)
+            runner.server = server
+        if "chat_scheduler" in config.loops:
+            scheduler = await import_chat_scheduler(config)
+            runner.chats = chats = ChatBackend(config, generator, scheduler)
+            await chats.start()
+            stack.push_async_callback(chats.stop)
+        yield

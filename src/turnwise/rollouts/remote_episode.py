@@ -23,7 +23,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from pydantic import TypeAdapter
 
 from turnwise.config import RolloutConfig
-from turnwise.core import fork_client
+from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
 from turnwise.core.child import Requests, lacks_resources
 from turnwise.core.deadlines import deadline
@@ -106,7 +106,7 @@ class EnvironmentProcesses:
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 control.connect(self._running_server().address)
                 control.settimeout(seconds)
-                fork_client.ask(control, {}, its_end.fileno())
+                fork_server.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
                 while receive(control, 1, ends) != b"\n":  # its process id
                     pass

@@ -173,7 +173,15 @@ class RemoteRewardModel:
         except TurnwiseError as error:
             if not is_death(error):
                 raise
-            await self._replace(actor, error)
+            async with self._starting:
+                if self._actor is actor:  # no other caller has replaced it
+                    if self._restarts >= self._config.serving.max_restarts:
+                        raise
+                    self._restarts += 1
+                    started = asyncio.get_running_loop().time()
+                    await self._start()
+                    seconds = asyncio.get_running_loop().time() - started
+                    logger.warning("%s; it is back after %.1f s", error, seconds)
         return await self._score(self._running, messages)
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
@@ -184,19 +192,6 @@ class RemoteRewardModel:
         self._clock.moved()
         self._restarts = 0
         return float(score)
-
-    async def _replace(self, dead: ActorHandle, error: TurnwiseError) -> None:
-        """Start a new actor, unless another caller has done so already."""
-        async with self._starting:
-            if self._actor is not dead:
-                return
-            if self._restarts >= self._config.serving.max_restarts:
-                raise error
-            self._restarts += 1
-            started = asyncio.get_running_loop().time()
-            await self._start()
-            took = asyncio.get_running_loop().time() - started
-            logger.warning("%s; it is back after %.1f s", error, took)
 
     def kill(self) -> None:
         self._running.kill()

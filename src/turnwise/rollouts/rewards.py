@@ -189,9 +189,18 @@ class RewardManager:
         """Add the rewards of the group functions to those of a group's finished trajectories."""
         if not trajectories:
             return
-        values = await together(
-            self._of_all(part, trajectories, row, episodes) for part in self._of_group
-        )
+
+        async def judged(part: _Part) -> list[float | None]:
+            async with part.judging(trajectories[0].problem_id):
+                if part.of_group is not None:
+                    call = partial(self._call, part)
+                    values = await part.of_group(call, trajectories, row, episodes)
+                else:
+                    assert part.function is not None
+                    values = await self._call(part, part.function, list(trajectories), row)
+                return await self._call(part, _numbers, values, part, len(trajectories))
+
+        values = await together(map(judged, self._of_group))
         for part, numbers in zip(self._of_group, values, strict=True):
             for trajectory, value in zip(trajectories, numbers, strict=True):
                 if value is not None:
@@ -209,23 +218,6 @@ class RewardManager:
     def compares(self) -> bool:
         """Whether a part needs all finished trajectories of a group."""
         return bool(self._of_group)
-
-    async def _of_all(
-        self,
-        part: _Part,
-        trajectories: Sequence[Trajectory],
-        row: Row,
-        episodes: Mapping[int, Episode],
-    ) -> list[float | None]:
-        """Return a group function's numbers; None where an optional one does not apply."""
-        async with part.judging(trajectories[0].problem_id):
-            if part.of_group is not None:
-                call = partial(self._call, part)
-                values = await part.of_group(call, trajectories, row, episodes)
-            else:
-                assert part.function is not None
-                values = await self._call(part, part.function, list(trajectories), row)
-            return await self._call(part, _numbers, values, part, len(trajectories))
 
     async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:
         value: _T = await call_user_code(

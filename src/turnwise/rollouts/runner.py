@@ -196,25 +196,20 @@ class Runner:
                     tasks.create_task(one(index))
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
-            await self._compare(run)
+            try:
+                await self.rewards.judge_group(group.trajectories, problem.row, run.episodes)
+            except TrajectoryError as error:
+                group.drop(group.trajectories, error.reason, str(error))
+                if isinstance(error.__cause__, Exception):
+                    await self._errors.write(error.reason, name, error.__cause__)
+            lacking = [t for t in group.trajectories if self.rewards.lacks(t)]
+            group.drop(lacking, "no_reward", f"every reward of {problem.id} is None")
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():
             episode.release()
         group.elapsed = time.perf_counter() - started
         return group
-
-    async def _compare(self, run: _Run) -> None:
-        """Add the rewards that compare a group's trajectories; if one fails, all are dropped."""
-        group = run.group
-        try:
-            await self.rewards.judge_group(group.trajectories, run.problem.row, run.episodes)
-        except TrajectoryError as error:
-            group.drop(group.trajectories, error.reason, str(error))
-            if isinstance(error.__cause__, Exception):
-                await self._errors.write(error.reason, run.name, error.__cause__)
-        lacking = [t for t in group.trajectories if self.rewards.lacks(t)]
-        group.drop(lacking, "no_reward", f"every reward of {run.problem.id} is None")
 
     async def _run_one(self, run: _Run, index: int) -> Trajectory | None:
         """Run trajectory `index` of a group; return None, and count the reason, if it fails."""

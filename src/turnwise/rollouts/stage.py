@@ -73,7 +73,7 @@ class PromptLimit:
         raise TrajectoryError(TOO_LONG, self.left_out[where])
 
     def admitted(self, problems: Sequence[Problem], lengths: Sequence[int | None]) -> list[Problem]:
-        """Return the problems whose prompt is not too long, or not known yet (None), if any is."""
+        """Return the problems with a prompt that is short enough, or not known yet (None)."""
         known = zip(problems, lengths, strict=True)
         kept = [one for one, length in known if not self._beyond_longest(length or 0)]
         if len(kept) < len(problems):
@@ -89,7 +89,7 @@ class PromptLimit:
         return self._longest is not None and length > self._longest
 
     def beyond_context(self, length: int) -> str:
-        """Say that a prompt does not fit, unless it does (""), or is left out for its length."""
+        """Return why a prompt does not fit; "" if it does, or is left out for its length."""
         if length < self._room or self._beyond_longest(length):
             return ""
         return (
@@ -191,7 +191,7 @@ class Stage:
         return ""
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
-        """Fail a trajectory, as `prompt_too_long`, whose prompt is; or as `template_refuses`."""
+        """Fail a trajectory whose prompt is too long, or which the template refuses."""
         limit = self._limit
         if limit is None or not self._measures:
             return

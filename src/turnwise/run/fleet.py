@@ -58,9 +58,9 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
         def front(manager: AsyncLLMServerManager) -> "OpenAIServer":
             scheduler, processes = manager.scheduler, None
             if config.serving.session_processes:
-                from turnwise.serving.openai.session_processes import SessionProcesses
+                from turnwise.serving.front_processes import FrontProcesses
 
-                processes = SessionProcesses(config, scheduler)
+                processes = FrontProcesses(config, scheduler)
             return make(config, scheduler, processes=processes)
 
         return front

@@ -21,10 +21,9 @@ from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.loops import import_chat_scheduler
-from turnwise.rollouts.processes import RolloutProcesses
+from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
-from turnwise.rollouts.rollout_process import open_front
 from turnwise.run.display import SILENT, Progress, show_part
 from turnwise.run.fleet import (
     FRONTS,

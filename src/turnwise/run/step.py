@@ -19,7 +19,6 @@ from turnwise.run.runtime import Runtime
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.sample import Sample
 from turnwise.training.samples import RecentVersions, SampleBatch, make_samples
-from turnwise.weights.canary import check_canary
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class TrainingStep:
             config.weights.update_timeout,
             config.engine.start_timeout,
             self._policy.offload if config.training.offload else None,
+            config.weights.canary_tolerance or _TOLERANCE[config.model.dtype],
         )
 
     async def make_samples(
@@ -130,25 +130,17 @@ class TrainingStep:
         Raises:
             WeightUpdateError, DeadlineError: when they did not arrive.
         """
-        weights, started = self._config.weights, time.perf_counter()
-        tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
+        started = time.perf_counter()
         with waiting("the engines to load new weights"):
             published = await self._sync.publish()
-            version, canary = published.version, published.canary
-            assert canary is not None
-            canaries = await self._manager.update_weights(
-                self._sync,
-                lambda engine: check_canary(
-                    engine, canary.prompt_token_ids, canary.logprobs, tolerance, version
-                ),
-            )
+            updated = await self._manager.update_weights(self._sync)
         lent: JsonObject = {}
         if self._config.training.offload:
             lent["offloaded_gib"] = await self._policy.offload() / 2**30
         return {
             **lent,
-            "weight_version": version,
+            "weight_version": published.version,
             "weight_update_seconds": time.perf_counter() - started,
-            "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),
-            "canary_diff_max": max((largest for _, largest in canaries), default=0.0),
+            "canary_diff_mean": max((one.mean for one in updated), default=0.0),
+            "canary_diff_max": max((one.largest for one in updated), default=0.0),
         }

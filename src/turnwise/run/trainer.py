@@ -14,11 +14,10 @@ from contextlib import contextmanager
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.calls import stuck_calls
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
 from turnwise.core.stacks import write_report
-from turnwise.core.user_code import call_user_code
+from turnwise.core.user_code import call_user_code, stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview

@@ -33,12 +33,7 @@ class ChannelError(EngineError):
 
 
 class Address(NamedTuple):
-    """The address of a listening worker, and the token that its clients have to know.
-
-    Example:
-        >>> Address("127.0.0.1", 40001, b"secret").port
-        40001
-    """
+    """The address of a listening worker, and the token that its clients have to know."""
 
     host: str
     port: int
@@ -46,18 +41,7 @@ class Address(NamedTuple):
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection.
-
-    Args:
-        token: What the other end has to know.
-        opened: Called with the channel once it has proven that.
-        listens: Whether this is the end of the worker.
-
-    Example:
-        channel = await connect(address)
-        channel.received = print
-        channel.send("hello")
-    """
+    """One end of a connection; `opened` is called once the other has proven to know the token."""
 
     def __init__(self, token: bytes, opened: "Callable[[Channel], None]", *, listens: bool) -> None:
         self.received: Callable[..., None] = lambda message: None
@@ -73,11 +57,7 @@ class Channel(asyncio.Protocol):
         self._why = ""
 
     def send(self, message: object) -> None:
-        """Send a message; does nothing once the channel is closed.
-
-        Raises:
-            Exception: any error of `pickle`.
-        """
+        """Send a message; does nothing once the channel is closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
@@ -89,7 +69,15 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        _notice_silence(transport.get_extra_info("socket"))
+        # Have the kernel close a connection that the network has cut without telling either end.
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        # Keep-alive is silent while data waits for its acknowledgement.
+        milliseconds = _SILENT_SECONDS * 1000
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         why = f"no proof of the token in {_PROOF_SECONDS:g} s"
         self._expiry = asyncio.get_running_loop().call_later(_PROOF_SECONDS, self.close, why)
         assert self._handshake is not None
@@ -102,8 +90,17 @@ class Channel(asyncio.Protocol):
                 return
             block = bytes(self._buffer[:_BLOCK_BYTES])
             del self._buffer[:_BLOCK_BYTES]
-            if not self._go_on(self._handshake, block):
-                return
+            try:
+                self._handshake.send(block)
+            except StopIteration as end:
+                if not end.value:
+                    self._buffer.clear()
+                    self.close("the other end does not know the token")
+                    return
+                self._handshake = None
+                if self._expiry is not None:
+                    self._expiry.cancel()
+                self._opened(self)
         try:
             self._read_messages()
         except Exception as error:  # nothing after it can be trusted to be a message
@@ -143,38 +140,14 @@ class Channel(asyncio.Protocol):
         self._write(of_worker)
         return True
 
-    def _go_on(self, handshake: Generator[None, bytes, bool], block: bytes) -> bool:
-        """Pass a block to the handshake; return whether to continue."""
-        try:
-            handshake.send(block)
-        except StopIteration as end:
-            if not end.value:
-                self._buffer.clear()
-                self.close("the other end does not know the token")
-                return False
-            self._handshake = None
-            if self._expiry is not None:
-                self._expiry.cancel()
-            self._opened(self)
-        return True
-
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
 
-def _notice_silence(connection: socket.socket) -> None:
-    """Have the kernel close a connection that the network has cut without telling either end."""
-    silent = _SILENT_SECONDS
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent // 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, silent // 6)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # Keep-alive is silent while data waits for its acknowledgement.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent * 1000)
-
-
-async def listen(host: str, opened: Callable[[Channel], None], ports: str | None = None) -> Address:
+async def listen(
+    host: str, opened: Callable[[Channel], object], ports: str | None = None
+) -> Address:
     """Listen on a free port until the event loop ends.
 
     Args:
@@ -183,9 +156,6 @@ async def listen(host: str, opened: Callable[[Channel], None], ports: str | None
 
     Raises:
         InputError: when none of them is free.
-
-    Example:
-        address = await listen("127.0.0.1", channels.append)
     """
     token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
     unproven: dict[Channel, None] = {}
@@ -214,9 +184,6 @@ async def connect(address: Address) -> Channel:
 
     Raises:
         OSError: when it cannot be reached, or does not know the token.
-
-    Example:
-        channel = await connect(address)
     """
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()

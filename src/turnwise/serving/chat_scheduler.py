@@ -11,15 +11,15 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code, describe_user_error
@@ -33,7 +33,7 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.request_context import serving
+from turnwise.serving.openai.requests import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -93,13 +93,8 @@ class ChatCompletionScheduler:
     ) -> None:
         """Complete a chat, then call `callback(completions, callback_additional_info, exception)`.
 
-        Returns when the callback has returned, and raises its exception. The callback may submit
-        the next turn and await it.
-
-        Args:
-            callback: Plain or async; runs on the caller's event loop.
-            callback_additional_info: Passed to the callback unchanged.
-            chat_complete_request: As for `chat_completion`.
+        Returns when the callback, which may be async, has returned, and raises its exception. It
+        may submit the next turn and await it. The request is as for `chat_completion`.
         """
         completions, exception = None, None
         try:
@@ -157,14 +152,9 @@ class ChatCompletionScheduler:
 
 
 class ChatBackend:
-    """Answers chat requests in this process.
+    """Answers chat requests in this process, and leads conversations with the class `scheduler`.
 
     `create` may be awaited on any event loop, all other methods only on the loop of `start`.
-
-    Args:
-        config: Model, sampling defaults, tool parser, sizes of sessions.
-        generator: One engine, or the scheduler of several.
-        scheduler: Class that `converse` and `generate_sequences` use.
     """
 
     def __init__(
@@ -181,11 +171,7 @@ class ChatBackend:
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     async def start(self) -> None:
-        """Build vLLM's application.
-
-        Raises:
-            InputError: when vLLM refuses the model.
-        """
+        """Build vLLM's application; raise `InputError` when vLLM refuses the model."""
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
@@ -193,14 +179,13 @@ class ChatBackend:
             self.config,
             self._generator,
             lambda: True,
-            self.sessions.remember_completion,
+            self.sessions,
             [self.model_name],
         )
         self._chats = self._app.state.chats
         self.tokenizer = self._chats.tokenizer
 
     async def stop(self) -> None:
-        """Cancel the application's tasks."""
         if hasattr(self, "_app"):
             self._app.state.engine_client.shutdown()
 
@@ -244,21 +229,14 @@ class ChatBackend:
         clock: StallClock | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> None:
-        """Run one conversation with an instance of the scheduler class, as user code.
+        """Run one conversation, a batch of one, with an instance of the scheduler class.
 
-        Args:
-            trajectory: Records the sampled turns.
-            batch: The conversation, as a batch of one.
-            sampling: Sampling that requests may not change.
-            group: Name shared by trajectories that begin with the same prompt.
-            sampling_params: Passed to `generate_sequences`.
-            clock: Held while a request is in flight.
-            calls: The list to which the times of the turns are added; None records none.
+        `trajectory` records the sampled turns. Requests may not change `sampling`; `group`, `clock`
+        and `calls` are those of a `Session`.
 
         Raises:
             TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
                 (chat_scheduler_silent).
-            EngineError, DeadlineError: when the workers fail.
         """
         session = self.sessions.open_private(
             trajectory,
@@ -279,7 +257,9 @@ class ChatBackend:
             seconds, key = self.config.rollout.trajectory_timeout, "rollout.trajectory_timeout"
             await call_user_code(hold, name=name, seconds=seconds, key=key)
         except Exception as raised:
-            error = _only(raised)
+            error = raised
+            while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
             if isinstance(error, TrajectoryError | EngineError | DeadlineError):
                 raise error from raised.__cause__
             if not session.refused_turns:  # it may fail where it gets no more turns
@@ -305,22 +285,24 @@ class ChatBackend:
         Returns:
             A row for each conversation (or for each of its branches), in the prompts' order, as in
             `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-            reason.
-
-        Raises:
-            InputError: for an unknown sampling key.
-            TrajectoryError, EngineError, DeadlineError: the first error, when all failed.
+            reason. If all fail, the first error is raised.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
         if "raw_prompt" not in prompts.non_tensor_batch:
             raise InputError("generate_sequences needs conversations in the column raw_prompt")
-        sampling = _sampling(self.config.sampling, sampling_params)
+        tree = {_SAMPLING_NAMES.get(name, name): value for name, value in sampling_params.items()}
+        if unknown := tree.keys() - SamplingConfig.model_fields:
+            raise InputError(f"there is no sampling key {min(unknown)}")
+        try:
+            sampling = SamplingConfig.model_validate(self.config.sampling.model_dump() | tree)
+        except ValueError as error:
+            raise InputError(f"sampling: {_sentence(error)}") from error
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []
         rollout = self.config.rollout
 
-        async def one(index: int, number: int) -> Trajectory | None:
+        async def one(index: int, number: int) -> tuple[int, Trajectory] | None:
             trajectory, row = Trajectory(str(index), number), prompts.row(index)
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
@@ -331,13 +313,10 @@ class ChatBackend:
             except (TrajectoryError, EngineError, DeadlineError) as error:
                 failures.append(error)
                 return None
-            return trajectory
+            return index, trajectory
 
-        places = [(i, number) for i in range(len(prompts)) for number in range(sampling.n)]
-        async with task_group() as group:
-            running = [group.create_task(one(*place)) for place in places]
-        held = [task.result() for task in running]
-        done = [(place[0], t) for place, t in zip(places, held, strict=True) if t is not None]
+        works = (one(i, number) for i in range(len(prompts)) for number in range(sampling.n))
+        done = [each for each in await together(works) if each is not None]
         if failures and not done:
             raise failures[0]
         pad = self.tokenizer.pad_token_id
@@ -346,7 +325,10 @@ class ChatBackend:
             [index for index, _ in done],
             self.tokenizer.eos_token_id if pad is None else pad,
         )
-        batch.meta_info["dropped"] = Counter(map(_reason, failures))
+        late = {True: "engine_timeout", False: "engine_error"}
+        batch.meta_info["dropped"] = Counter(
+            getattr(error, "reason", late[isinstance(error, DeadlineError)]) for error in failures
+        )
         return batch
 
     async def _answer(
@@ -355,10 +337,7 @@ class ChatBackend:
         own: Session | None,
         replies: "asyncio.Queue[Reply]",
     ) -> None:
-        """Put an answer into a queue: the completion; or None, a stream's chunks, and None.
-
-        An error takes the place of any of them.
-        """
+        """Put the completion into a queue; or None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         whole: ChatCompletion | None = None
@@ -372,7 +351,7 @@ class ChatBackend:
                     f"x-request-id: no completion {previous} is remembered "
                     "(serving.session_idle, serving.session_memory_mb)"
                 )
-            with _own_errors(), serving(self.sessions, name, previous) as context:
+            with serving(self.sessions, name, previous) as context:
                 answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
                     whole = ChatCompletion.model_validate(_checked(answer))
@@ -382,32 +361,18 @@ class ChatBackend:
                     async with aclosing(answer) as events:
                         async for event in events:
                             context.deliver()
-                            for chunk in _chunks(event):
-                                replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
+                            for line in event.splitlines():
+                                data = line.removeprefix("data: ")
+                                if data not in (line, "[DONE]"):
+                                    chunk = _checked(json.loads(data))
+                                    replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
             replies.put_nowait(whole)
         except Exception as error:  # raised to the caller of `create`
-            replies.put_nowait(error)
-
-
-def _only(error: Exception) -> Exception:
-    """Return the error itself if a task group raised only one."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-def _reason(error: TurnwiseError) -> str:
-    if isinstance(error, TrajectoryError):
-        return error.reason
-    return "engine_timeout" if isinstance(error, DeadlineError) else "engine_error"
+            replies.put_nowait(_own(error))
 
 
 def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
-    """Return a request as JSON that asks for ids, and its headers.
-
-    Raises:
-        InputError: when it has another header.
-    """
+    """Return a request as JSON that asks for ids, and its headers."""
     tree: JsonObject = dict(request)
     tree |= tree.pop("extra_body", None) or {}
     given = tree.pop("extra_headers", None) or {}
@@ -424,34 +389,20 @@ def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
     return tree, headers
 
 
-def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
-    """Return the configuration's sampling with a caller's changes, by our keys or OpenAI's.
+def _own(error: Exception) -> Exception:
+    """Return an error of vLLM's application as ours, and any other one as it is."""
+    from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
-    Raises:
-        InputError: naming the key that is unknown or has a wrong value.
-    """
-    tree = {_SAMPLING_NAMES.get(name, name): value for name, value in changes.items()}
-    if unknown := tree.keys() - SamplingConfig.model_fields:
-        raise InputError(f"there is no sampling key {min(unknown)}")
-    try:
-        return SamplingConfig.model_validate(base.model_dump() | tree)
-    except ValueError as error:
-        raise InputError(f"sampling: {_sentence(error)}") from error
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise errors of vLLM's application as ours; unknown ones pass unchanged."""
-    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
-
-    try:
-        yield
-    except TurnwiseError:
-        raise
-    except GracefulHTTPError as error:
-        raise EngineError(str(error)) from error
-    except (VLLMError, ValueError, TypeError) as error:
-        raise InputError(_sentence(error)) from error
+    if isinstance(error, TurnwiseError):
+        return error
+    if isinstance(error, GracefulHTTPError):
+        own: TurnwiseError = EngineError(str(error))
+    elif isinstance(error, (VLLMError, ValueError, TypeError)):
+        own = InputError(_sentence(error))
+    else:
+        return error
+    own.__cause__ = error
+    return own
 
 
 def _sentence(error: Exception) -> str:
@@ -463,20 +414,8 @@ def _sentence(error: Exception) -> str:
     return first_line(error)
 
 
-def _chunks(event: str) -> Iterator[JsonObject]:
-    """Iterate over the chunks in an event of vLLM's stream."""
-    for line in event.splitlines():
-        data = line.removeprefix("data: ")
-        if data != line and data != "[DONE]":
-            yield _checked(json.loads(data))
-
-
 def _checked(tree: JsonObject) -> JsonObject:
-    """Return an answer of vLLM's application.
-
-    Raises:
-        InputError, EngineError: when it is an error.
-    """
+    """Return an answer of vLLM's application; raise it if it is an error."""
     if error := tree.get("error"):
         kind = InputError if int(error.get("code") or 500) < 500 else EngineError
         raise kind(str(error.get("message")))

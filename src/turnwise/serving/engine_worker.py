@@ -19,7 +19,7 @@ from turnwise.core.aio import freeze_gc
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from turnwise.engine.vllm_engine import VllmEngine
@@ -38,18 +38,10 @@ class Mailbox:
     """Requests of one process that uses the engine, and their events that are not sent yet.
 
     When the process closes its channel, or dies, its requests are cancelled.
-
-    Args:
-        run: Runs a request: gets the mailbox and the request.
-
-    Example:
-        address = await listen(host, lambda channel: Mailbox(channel, run))
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]",
+        self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"
     ) -> None:
         self._channel, self._run = channel, run
         self._events: list[Event] = []
@@ -69,11 +61,7 @@ class Mailbox:
         self._channel.send(events)
 
     def _receive(self, requests: Mapping[str, bytes], cancelled: Sequence[str]) -> None:
-        """Begin requests, and end those whose results are no longer needed.
-
-        Args:
-            requests: Pickled requests by their ids, which may not be readable in this process.
-        """
+        """Begin pickled requests, by their ids; end those whose results are no longer needed."""
         for name, packed in requests.items():
             try:
                 request: Request = pickle.loads(packed)
@@ -104,7 +92,6 @@ class EngineWorker:
     """An actor's class: one `VllmEngine`, with its own OpenAI server if the configuration says so.
 
     Args:
-        config: Model, engine, sampling and seeds.
         bundle_indices: Bundles of this actor's placement group, one for each device of the
             engine, each of which runs in its own actor; None runs them in child processes.
         fraction_of_gpus: Share of each GPU's memory that the engine may take.
@@ -129,43 +116,38 @@ class EngineWorker:
         self._bundle_indices = bundle_indices
 
     async def post_init_async(self) -> int:
-        """Build the engine, which takes seconds; returns this process's id.
-
-        Raises:
-            InputError: when vLLM refuses the model or an argument.
-        """
+        """Build the engine, which takes seconds; returns this process's id."""
         logs.follow()
-        engine = self._config.engine
+        config, engine = self._config, self._config.engine
         if self._bundle_indices is not None:
             from turnwise.serving.colocated.engine import on_bundles  # needs Ray
 
             engine = on_bundles(engine, self._bundle_indices, self._name)
+        vllm_args = dict(engine.vllm_args)
         if self._share < 1.0:
-            utilization = engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY) * self._share
-            vllm_args = {**engine.vllm_args, "gpu_memory_utilization": utilization}
-            engine = engine.model_copy(update={"vllm_args": vllm_args})
-        config = self._config
+            whole = vllm_args.get("gpu_memory_utilization", GPU_MEMORY)
+            vllm_args["gpu_memory_utilization"] = whole * self._share
+        if parser := config.serving.reasoning_parser:  # a grammar begins where reasoning ends
+            vllm_args.setdefault("reasoning_parser", parser)
+        changes: dict[str, object] = {"vllm_args": vllm_args}
         served = config.serving.worker_servers or config.metrics.port is not None
         if engine.metrics is None and served:
-            engine = engine.model_copy(update={"metrics": True})
-        if parser := config.serving.reasoning_parser:  # a grammar begins where reasoning ends
-            vllm_args = {"reasoning_parser": parser, **engine.vllm_args}
-            engine = engine.model_copy(update={"vllm_args": vllm_args})
-        self._engine = self._create_engine(engine)
+            changes["metrics"] = True
+        self._engine = self._create_engine(engine.model_copy(update=changes))
         await self._engine.load_adapters()
-        if self._config.serving.worker_servers:
+        if config.serving.worker_servers:
             from turnwise.serving.openai.server import OpenAIServer
 
-            self._server = OpenAIServer(self._config, self._engine, port=0)
+            self._server = OpenAIServer(config, self._engine, port=0)
             await self._server.start()
         freeze_gc()
         return os.getpid()
 
     def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
         """Make the engine; a hook for subclasses that change its arguments."""
-        from turnwise.engine import vllm_api as vllm
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
+        from turnwise.internals import vllm
 
         made = VllmEngine(
             self._config.model,
@@ -174,7 +156,6 @@ class EngineWorker:
             deterministic=self._config.deterministic,
             adapters=EngineAdapters.of(self._config),
             worker_extension=WORKER_EXTENSION,
-            weight_backend=BACKEND,
             name=self._name,
         )
         vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
@@ -187,9 +168,7 @@ class EngineWorker:
     async def shutdown(self, exit_after: float | None = None) -> bool:
         """End the server and the engine, and return True; the owner kills the actor.
 
-        Args:
-            exit_after: Seconds after which this process ends by itself, because its owner cannot
-                kill it once Ray's head is gone; None for never.
+        It cannot once Ray's head is gone: after `exit_after` seconds this process ends by itself.
         """
         if exit_after is not None:
             asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
@@ -208,11 +187,10 @@ class EngineWorker:
             from ray.util import get_node_ip_address  # reads the environment when it is imported
 
             host = get_node_ip_address()
-            self._address = await listen(host, self._open_mailbox, self._config.serving.ports)
+            self._address = await listen(
+                host, lambda channel: Mailbox(channel, self._run), self._config.serving.ports
+            )
         return self._address
-
-    def _open_mailbox(self, channel: Channel) -> None:
-        Mailbox(channel, self._run)
 
     async def _run(self, mailbox: Mailbox, request: Request) -> None:
         ended = False

@@ -1,31 +1,240 @@
 """A fleet of workers behind one scheduler: start, weights, sleep, wake and shutdown.
 
-Each worker has a supervisor that restarts it when it fails. A new worker gets the fleet's weights
-and state before it gets turns; meanwhile its predecessor's turns continue on other workers.
+Each worker has a supervisor that checks its health, and restarts it when it dies or hangs; one that
+only cannot be reached any more keeps running. A new worker gets the fleet's weights and state
+before it gets turns; meanwhile its predecessor's turns continue on other workers. If the restarts
+fail, the worker is given up, which is logged, and further attempts follow at growing intervals.
 """
 
 import asyncio
+import contextlib
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from turnwise.config import ServingConfig, WeightsConfig
 from turnwise.core.aio import task_group, together
 from turnwise.engine.protocol import Engine
-from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TurnwiseError,
+    WeightUpdateError,
+    text_of,
+)
+from turnwise.serving.channel import ChannelError
+from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.supervisor import ManagedEngine, WorkerFailure, WorkerSupervisor
-from turnwise.weights.sync import WeightSync
+from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
     from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
     from turnwise.serving.data_proto import DataProto
     from turnwise.trajectory import Message
 
-_Verified = TypeVar("_Verified")
+logger = logging.getLogger(__name__)
 
-Verify = Callable[[Engine], Awaitable[object]]
-"""Checks that an engine has the weights that were sent to it, and raises if not."""
+_RETRY_SECONDS = 1.0
+"""Pause before a restart, multiplied by the number of earlier restarts."""
+_GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
+"""First and longest pause between attempts to start a worker that was given up; each pause is twice
+the previous one."""
+_CAUSE_SECONDS = 1.0
+"""Time for the scheduler to find out which request crashed the worker, before a restart."""
+_SETTLED_CHECKS = 10
+"""Number of successful health checks in a row after which earlier restarts no longer count."""
+
+
+class ManagedEngine(Engine, Protocol):
+    """An engine whose process can be ended."""
+
+    name: str
+
+    def fail(self, why: str) -> None:
+        """End every request with `EngineError`."""
+
+    def kill(self) -> None:
+        """End the engine's process."""
+
+
+@dataclass(slots=True)
+class WorkerFailure:
+    """A failure of a worker that has been restarted since."""
+
+    worker: str
+    why: str
+    """Reason, as reported by the engine, Ray or the health check."""
+    seconds: float
+    """Seconds until the worker was back."""
+    turns: Counter[str] = field(default_factory=Counter)
+    """Number of the worker's turns by outcome: continued, moved, restarted."""
+
+    def __str__(self) -> str:
+        said = {
+            "continued": "continued elsewhere from their tokens",
+            "moved": "begun elsewhere",
+            "restarted": "restarted",
+        }
+        turns = ", ".join(f"{self.turns[k]} turns {v}" for k, v in said.items() if self.turns[k])
+        return (
+            f"{self.worker} failed ({self.why}) and is back after {self.seconds:.1f} s; "
+            f"{turns or 'no turn was running on it'}"
+        )
+
+
+class WorkerSupervisor:
+    """Supervisor of one worker, which its index names, across restarts of its process."""
+
+    def __init__(self, index: int, serving: ServingConfig, fleet: "AsyncLLMServerManager") -> None:
+        self.index = index
+        self.name = f"worker-{index}"
+        self.engine: ManagedEngine | None = None
+        """Engine of the running process; None while there is none."""
+        self.given_up = ""
+        """Reason why the worker could not be restarted; "" unless it was given up."""
+        self.restarts = 0
+        """Number of restarts in a row, since it last passed `_SETTLED_CHECKS` health checks.
+
+        Restarts after a death that a single request caused do not count, even if that is found
+        out after the restart.
+        """
+        self._serving = serving
+        self._fleet = fleet
+        self._failure = ""
+        """Reason of the last failed request; "" after a successful health check."""
+        self._unreachable = ""
+        """Reason why this process cannot reach the living worker; "" while it can."""
+        self._checks = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+
+    def admit(self, engine: ManagedEngine) -> None:
+        """Add a new process, which has the fleet's weights and state, to the scheduler."""
+        self.engine = engine
+        self._fleet.scheduler.add(self.name, engine, self)
+
+    def watch(self) -> None:
+        """Start checking the worker's health, until `stop`."""
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop health checks and restarts; the worker's process keeps running."""
+        tasks = [t for t in (self._watching, self._checking, self._restarting) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def report_failure(self, why: str) -> None:
+        self._failure = why
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check())
+
+    def excuse_death(self) -> None:
+        self.restarts -= 1
+
+    def lose(self, why: str, engine: ManagedEngine) -> None:
+        """Kill a failed process and start another; without effect if it is already replaced."""
+        if self.engine is not engine:
+            return
+        logger.info("%s is lost: %s", self.name, why)
+        self.engine = None
+        worker = self._fleet.scheduler.remove(self.name)
+        self._restarting = asyncio.create_task(self._restart(why, worker))
+        try:
+            engine.fail(f"{self.name} failed: {why}")
+            engine.kill()
+        except Exception:
+            logger.exception("%s could not be ended", self.name)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._serving.health_every)
+            if not self._fleet.is_busy:
+                await self._check()
+
+    async def _check(self) -> None:
+        engine, scheduler = self.engine, self._fleet.scheduler
+        if engine is None:
+            return
+        try:
+            await self._check_twice(engine)
+        except TimeoutError:
+            if not self._fleet.is_busy:
+                seconds = self._serving.health_timeout
+                self.lose(f"no answer to health checks in {seconds:g} s", engine)
+        except ChannelError as error:  # it is alive, but cannot be reached from this process
+            if self.engine is engine:
+                if not self._unreachable:
+                    logger.warning("%s; it gets no turns until it can be reached again", error)
+                self._failure, self._unreachable = "", str(error)
+                scheduler.suspend(self.name)
+        except (EngineError, DeadlineError) as error:
+            self.lose(self._failure or str(error), engine)
+        except Exception as error:
+            # No error may end the health checks: a worker that cannot be checked is lost.
+            logger.exception("%s: its health check failed unexpectedly", self.name)
+            self.lose(f"its health check failed: {error!r}", engine)
+        else:
+            if self.engine is engine:
+                self._failure = self._unreachable = ""
+                self._checks += 1
+                if self._checks >= _SETTLED_CHECKS:
+                    self.restarts = 0
+                scheduler.restore(self.name)
+
+    async def _check_twice(self, engine: ManagedEngine) -> None:
+        """Check the health, twice if the first deadline passes: this process may have been
+        suspended, so the answer may have arrived in time."""
+        seconds = self._serving.health_timeout / 2
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await engine.check_health()
+                return
+        async with asyncio.timeout(seconds):
+            await engine.check_health()
+
+    async def _restart(self, why: str, dead: Worker) -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CAUSE_SECONDS):
+                while dead.running:  # noqa: ASYNC110 (one of the turns may be the cause)
+                    await asyncio.sleep(_CAUSE_SECONDS / 100)
+        last = ""
+        for pause in self._pauses():
+            if self.restarts >= self._serving.max_restarts:
+                logger.error(
+                    "%s failed (%s) and could not be restarted: %s; the next attempt is in %g s",
+                    *(self.name, why, last or "it has no restarts left", pause),
+                )
+                self.given_up = last or why
+                self._fleet.close_if_empty(f"{self.name} failed: {why}")
+            await asyncio.sleep(pause)
+            self.restarts = min(self.restarts + 1, self._serving.max_restarts)
+            try:
+                await self._fleet.start_worker(self)
+                break
+            except Exception as error:  # logged when the worker is given up
+                last = text_of(error)
+        self.given_up = self._failure = self._unreachable = ""
+        self._checks = 0
+        failure = WorkerFailure(self.name, why, clock() - started, Counter(dead.failed_turns))
+        logger.warning("%s", failure)
+        self._fleet.failures.append(failure)
+
+    def _pauses(self) -> Iterator[float]:
+        """Yield the seconds before each attempt to start the worker."""
+        while self.restarts < self._serving.max_restarts:
+            yield _RETRY_SECONDS * max(0, self.restarts)
+        pause = _GIVEN_UP_SECONDS
+        while True:
+            yield pause
+            pause = min(2 * pause, _GIVEN_UP_MOST_SECONDS)
 
 
 class AsyncLLMServerManager:
@@ -39,13 +248,6 @@ class AsyncLLMServerManager:
         turn_timeout: Seconds that a turn waits while no worker is usable.
 
     Updates, sleep and wake raise `DeadlineError` or `EngineError`, naming the worker.
-
-    Example:
-        start = WorkerStarter(config, gpus=1.0)
-        manager = AsyncLLMServerManager(start, config.serving, config.weights, turn_timeout=60.0)
-        async with manager.running():
-            request = Request([1, 2, 3], config.sampling, "request-0")
-            completion = await generate(manager.scheduler, request)
     """
 
     def __init__(
@@ -58,32 +260,20 @@ class AsyncLLMServerManager:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
+        self.is_busy = False
+        """True during an update, sleep or wake-up: engines then answer no health checks."""
         self.chats: ChatBackend | None = None
         """Answers chats on the workers; set by its owner, `runtime.open_manager`."""
         self._start = start
         self._weights = weights
         self._supervisors = [
-            WorkerSupervisor(
-                index,
-                serving,
-                self.scheduler,
-                start=self._start_worker,
-                is_busy=lambda: self._busy,
-                on_failure=self.failures.append,
-                on_give_up=self._close_if_empty,
-            )
-            for index in range(serving.workers)
+            WorkerSupervisor(index, serving, self) for index in range(serving.workers)
         ]
         self._sync: WeightSync | None = None
         """Source of the last update; None before the first one."""
-        self._verify: Verify | None = None
-        self._version: int | None = None
-        """Version of the last update, which `_verify` checks."""
         self._asleep = False
         self._control = asyncio.Lock()
         """Lock of updates, sleep and wake-up, also held while a new worker joins."""
-        self._busy = False
-        """True during an update, sleep or wake-up; health checks are then skipped."""
 
     @property
     def chat_scheduler(self) -> "ChatCompletionScheduler":
@@ -138,24 +328,20 @@ class AsyncLLMServerManager:
         try:
             async with task_group() as starting:
                 for supervisor in self._supervisors:
-                    starting.create_task(supervisor.start())
+                    starting.create_task(self.start_worker(supervisor))
         except BaseException:
             await self.shutdown()
             raise
         for supervisor in self._supervisors:
             supervisor.watch()
 
-    async def _start_worker(self, supervisor: WorkerSupervisor) -> None:
+    async def start_worker(self, supervisor: WorkerSupervisor) -> None:
         """Start a worker, and give it the weights and state of all others."""
         engine = await self._start(supervisor.name, supervisor.index)
         try:
             async with self._control:
                 if self._sync is not None:
-                    version = await self._sync.sync_one(engine, self._weights.in_flight)
-                    # After a re-send the trainer may have newer weights; the next update verifies
-                    # this engine with all others.
-                    if self._verify is not None and version == self._version:
-                        await self._verify(engine)
+                    await self._sync.update_one(engine, self._weights.in_flight)
                 if self._asleep:
                     await engine.sleep()
                 supervisor.admit(engine)
@@ -164,74 +350,45 @@ class AsyncLLMServerManager:
             engine.kill()
             raise
 
-    async def update_weights(
-        self, sync: WeightSync, verify: "Callable[[Engine], Awaitable[_Verified]] | None" = None
-    ) -> list[_Verified]:
+    async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
 
-        First all workers check that the update fits. A worker that dies or fails after that is
-        restarted; like any restarted worker, it gets the weights before it serves.
+        A worker that dies or fails once all have found that the update fits is restarted; like any
+        restarted worker, it gets the weights before it serves. If all failed to load them, all are
+        kept: the next update may succeed.
 
         Returns:
-            The results of `verify` for the workers that are up; empty without it.
+            The results of the workers that serve the weights.
 
         Raises:
             WeightUpdateError: when a worker refuses the update, in which case all keep their
-                weights, or when one fails the verification.
+                weights, or when one's canary differs from the trainer's.
             TurnwiseError: when no worker loaded it.
         """
-        async with self._control:
-            with self._occupied():
-                engines = self.engines
-                errors = await sync.check(engines)
-                for error in errors:
-                    if isinstance(error, WeightUpdateError):
-                        raise error
-                engines = self._without_failed(engines, errors)
-                self._sync, self._verify = sync, verify
-                outcomes = await sync.push(engines, self._weights.in_flight)
-                self._version = max((o for o in outcomes if isinstance(o, int)), default=None)
-                engines = self._without_failed(engines, outcomes)
-                if verify is None:
-                    return []
-                results = await asyncio.gather(*map(verify, engines), return_exceptions=True)
-                for result in results:
-                    if isinstance(result, WeightUpdateError):
-                        raise result
-                self._without_failed(engines, results)
-        return [result for result in results if not isinstance(result, BaseException)]
-
-    def _without_failed(
-        self, engines: list[ManagedEngine], outcomes: Sequence[object]
-    ) -> list[ManagedEngine]:
-        """Restart the workers whose outcome is an error; return the engines of the others.
-
-        If all failed to load the weights, all are kept: the next update may succeed.
-        """
-        failed = {
-            id(engine): outcome
-            for engine, outcome in zip(engines, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
-        }
-        all_failed = len(failed) == len(engines)
-        for supervisor, engine in self._up():
-            if (error := failed.get(id(engine))) is None:
-                continue
-            if not isinstance(error, TurnwiseError):
-                raise error
-            if not (all_failed and isinstance(error, WeightUpdateError)):
-                supervisor.lose(f"in a weight update: {error}", engine)
+        async with self._occupied():
+            try:
+                results = await sync.update(self.engines, self._weights.in_flight)
+            finally:
+                if sync.current is not None:  # no worker has refused it
+                    self._sync = sync
+            failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
+            all_failed = len(failed) == len(results)
+            for supervisor, engine in self._up():
+                error = failed.get(engine)
+                if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
+                    supervisor.lose(f"in a weight update: {error}", engine)
         if failed and all_failed:
             raise next(iter(failed.values()))
-        return [engine for engine in engines if id(engine) not in failed]
+        return [result for result in results.values() if isinstance(result, Updated)]
 
-    @contextmanager
-    def _occupied(self) -> Iterator[None]:
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
+    @asynccontextmanager
+    async def _occupied(self) -> AsyncIterator[None]:
+        async with self._control:
+            self.is_busy = True
+            try:
+                yield
+            finally:
+                self.is_busy = False
 
     async def sleep(self) -> None:
         """Free every worker's memory; running turns wait and continue after the wake-up."""
@@ -251,10 +408,9 @@ class AsyncLLMServerManager:
             except TurnwiseError as error:
                 supervisor.lose(f"in {what}: {error}", engine)
 
-        async with self._control:
-            with self._occupied():
-                self._asleep = asleep
-                await together(one(*pair) for pair in self._up())
+        async with self._occupied():
+            self._asleep = asleep
+            await together(one(*pair) for pair in self._up())
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["AsyncLLMServerManager"]:
@@ -278,6 +434,7 @@ class AsyncLLMServerManager:
     def _up(self) -> list[tuple[WorkerSupervisor, ManagedEngine]]:
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]
 
-    def _close_if_empty(self, why: str) -> None:
+    def close_if_empty(self, why: str) -> None:
+        """Fail turns that wait for a worker if all were given up."""
         if len(self.given_up) == len(self._supervisors):
             self.scheduler.close(why)

@@ -19,8 +19,8 @@ from turnwise.core.actor import create_placement_group
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.errors import InputError
-from turnwise.serving.api_key import with_api_key
 from turnwise.serving.colocated.engine import on_actors
+from turnwise.serving.openai.address import with_api_key
 from turnwise.serving.worker_handle import WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,6 @@ class WorkerStarter:
         gpus: GPUs for each device of an engine; a value below 1 is the share of one GPU's memory.
         hosts: Handles of `WorkerHost`s, by name: each worker runs its model in the next
             `engine.tensor_parallel_size` of them. None means the workers' own processes.
-
-    Example:
-        worker = await WorkerStarter(config, gpus=1.0)("worker-0", 0)
     """
 
     def __init__(
@@ -61,11 +58,6 @@ class WorkerStarter:
 
         Its seed differs from that of any other worker and of earlier workers with the same index:
         engines with equal seeds would sample the same tokens.
-
-        Raises:
-            DeadlineError: when, within `engine.start_timeout` seconds, the cluster has no room for
-                all workers (or for this one, after its node failed), or the engine is not ready.
-            InputError: when vLLM refuses the model or an argument.
         """
         async with self._making:
             if self._group is None:
@@ -78,7 +70,8 @@ class WorkerStarter:
                     "serving",
                     self._config.engine.start_timeout,
                 )
-        await self._wait_for_place(name, index)
+        bundles = range(index * self._bundles, (index + 1) * self._bundles)
+        await self._wait_for_place(name, bundles)
         config = self._config
         seed = config.seed + index + self._starts[index] * config.serving.workers
         self._starts[index] += 1
@@ -88,7 +81,6 @@ class WorkerStarter:
             seconds = config.training.step_timeout  # the hosts may be training
             engine = on_actors(config.engine, own, seconds)
             config = config.model_copy(update={"engine": engine})
-        bundles = self._bundles_of(index)
         spread = len(bundles) > 1
         return await WorkerHandle.start(
             config,
@@ -100,34 +92,29 @@ class WorkerStarter:
             bundle_indices=bundles if spread else None,
         )
 
-    async def _wait_for_place(self, name: str, index: int) -> None:
-        """Wait until the worker's bundle is on a live node."""
+    async def _wait_for_place(self, name: str, bundles: range) -> None:
+        """Wait until the worker's bundles are on live nodes."""
+
+        def has_place() -> bool:
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            return all(nodes.get(bundle) in alive for bundle in bundles)
+
         seconds = self._config.engine.start_timeout
         lacking = f"the cluster has no room for {name}, whose node is gone"
         warned = False
         async with deadline(seconds, f"{lacking}, and none turned up", "serving.resources, GPUs"):
-            while not await run_in_thread(lambda: self._has_place(index)):
+            while not await run_in_thread(has_place):
                 if not warned:
                     warned = True
                     logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
                 await asyncio.sleep(_POLL_SECONDS)
-
-    def _bundles_of(self, index: int) -> range:
-        return range(index * self._bundles, (index + 1) * self._bundles)
-
-    def _has_place(self, index: int) -> bool:
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return all(nodes.get(bundle) in alive for bundle in self._bundles_of(index))
 
 
 def gpu_share(config: Config, gpus: float, training: bool) -> float:
     """Return the share of a GPU for each device of an engine and each rank of the trainer.
 
     It is 1, or less if there are fewer GPUs than devices and ranks.
-
-    Raises:
-        InputError: when ranks that train together, or devices of one engine, would share a GPU.
     """
     takers = config.serving.workers * config.engine.devices
     if training and not config.training.colocated:

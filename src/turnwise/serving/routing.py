@@ -1,4 +1,4 @@
-"""The choice of a worker for each turn.
+"""The workers and turns of a fleet, and the choice of a worker for each turn.
 
 A session stays on the worker that holds its KV cache unless that worker is overloaded; the first
 turns of a group run on one worker, so that they share their prompt's cache; every other turn goes
@@ -11,14 +11,18 @@ than the others. Goals: even load, at least 95 % of the turns on the session's w
 a slow worker: whatever its load, its tokens take longer, and a step ends with its last turn.
 """
 
+import asyncio
+import math
+import time
 from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from turnwise.config import ServingConfig
-from turnwise.engine.protocol import Route
-from turnwise.serving.worker_state import Worker
+from turnwise.engine.protocol import Engine, Request, Route
 
 TOKENS_PER_REQUEST = 2048
 """Number of prompt tokens that count as much load as one request."""
@@ -32,9 +36,9 @@ sessions for noise, higher ones leave them on a slow worker."""
 _AVERAGE_WEIGHT = 32
 """Weight of the average load, relative to the present one, in the choice of a session's worker: a
 slow worker has a high average, and gets fewer sessions rather than fewer turns of each."""
-_TOKENS = (512, 8192)
+_ENOUGH_TOKENS, _RECENT_TOKENS = 512, 8192
 """Number of sampled tokens after which the speed of a worker is known, and that of the last ones
-which count most."""
+which count most: beyond it the weight of earlier ones is halved."""
 _FORGETTING = 0.01
 """Share of its difference from the median that a slow worker is forgiven at each comparison, so
 that it is measured again even if it gets no turns."""
@@ -47,6 +51,119 @@ _BASE_LOAD = 8.0
 """Load that is added before a slow worker's is multiplied: an idle slow worker is not the first."""
 _TIE = 1e-9
 """Weight of each served turn; decides only between workers with equal load."""
+
+
+class Supervisor(Protocol):
+    """The owner of a worker's process, which can restart it."""
+
+    def report_failure(self, why: str) -> None:
+        """Handle a failed request: check whether the worker is alive, then restore, suspend or
+        remove it.
+
+        Not called again before one of these methods of `Scheduler` is called in return.
+        """
+
+    def excuse_death(self) -> None:
+        """Do not count the worker's last death: it was caused by a single request."""
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledTurn:
+    """One request to the scheduler; it may run on several workers, one after another."""
+
+    request: Request
+    weight: float
+    """Load that the turn adds to its worker."""
+    sampled: list[int] = field(default_factory=list)
+    """Token ids sampled so far."""
+    deaths: "list[Worker]" = field(default_factory=list)
+    """Workers that died while they ran the turn."""
+    failures: int = 0
+    """Number of failures on workers that stayed alive."""
+    cuts: int = 0
+    """Number of channels that were lost under it, to workers that stayed alive."""
+    aborts: int = 0
+    """Number of weight updates that interrupted it."""
+    first_token_at: float | None = None
+    """Time of its first token, in seconds since the epoch; None if it is not known."""
+    queued: float | None = None
+    """Seconds in the first worker's queue; None if they are not known."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether two workers died while they ran the turn, which may be the cause."""
+        return len(self.deaths) > 1
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine as the scheduler sees it; its successor after a restart is another `Worker`."""
+
+    name: str
+    engine: Engine
+    supervisor: Supervisor | None = None
+    """None means that each failure counts as the worker's death."""
+    usable: bool = True
+    """False from a failure until the supervisor has confirmed that the worker is alive, and can be
+    reached from here."""
+    load: float = 0.0
+    """Sum of the weights of its running turns, and `elsewhere`."""
+    elsewhere: float = 0.0
+    """Load by other processes, as of their last report."""
+    index: int = -1
+    """Position in the router's arrays; -1 while the worker gets no new sessions."""
+    turns: int = 0
+    """Number of turns given to the worker."""
+    tokens: int = 0
+    """Number of tokens that the worker sampled."""
+    load_seconds: float = 0.0
+    """Integral of `load` over time."""
+    failed_turns: Counter[str] = field(default_factory=Counter)
+    """Number of turns that failed on the worker, by outcome; see `Scheduler.events`."""
+    running: set[ScheduledTurn] = field(default_factory=set)
+    suspects: list[ScheduledTurn] = field(default_factory=list)
+    """Turns that were running when the worker failed, and during which another one had died."""
+    lost: "asyncio.Future[bool] | None" = None
+    """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
+    _changed: float = field(default_factory=time.monotonic)
+    _measured: tuple[float, float] = (0.0, 0.0)
+    """Seconds and tokens of `time_per_token`."""
+    _seen: tuple[float, int] = (0.0, 0)
+    """`load_seconds` and `tokens` at the last measurement."""
+
+    def add(self, weight: float, now: float) -> None:
+        """Change the load; `now` is the event loop's time."""
+        self.load_seconds += self.load * (now - self._changed)
+        self._changed = now
+        self.load += weight
+
+    def time_per_token(self) -> float:
+        """Return the seconds that a turn takes for a token; not a number before it is known.
+
+        By Little's law they are the load's seconds by the tokens.
+        """
+        seconds, tokens = self._measured
+        seconds += self.load_seconds - self._seen[0]
+        tokens += self.tokens - self._seen[1]
+        self._seen = (self.load_seconds, self.tokens)
+        recent = tokens <= _RECENT_TOKENS
+        self._measured = (seconds, tokens) if recent else (seconds / 2, tokens / 2)
+        return seconds / tokens if tokens > _ENOUGH_TOKENS else math.nan
+
+    def forget_slowness(self, median: float) -> None:
+        """Take the time per token to be nearer to the median than it was measured."""
+        seconds, tokens = self._measured
+        self._measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
+
+    def note_suspects(self) -> None:
+        """Remember which of the running turns may have killed the worker."""
+        self.suspects = [turn for turn in self.running if turn.deaths]
+
+    def settle(self, *, lost: bool) -> None:
+        """Report to waiting turns whether the worker is lost."""
+        waiting, self.lost = self.lost, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(lost)
 
 
 class Router:
@@ -70,7 +187,7 @@ class Router:
         self._events = events
         self._overload = serving.overload
         self._known = serving.known_sessions
-        self._loads_W = self._averages_W = self._turns_W = self._slowness_W = _zeros(0)
+        self._loads_W = self._averages_W = self._turns_W = self._slowness_W = np.zeros(0)
         self._any_slow = False
         self._choices = 0
         """Number of choices since the speeds of workers were compared."""
@@ -82,14 +199,13 @@ class Router:
             worker.index = -1  # and that of a worker which is not preferred
         usable = [worker for worker in self.workers.values() if worker.usable]
         self.usable = [worker for worker in usable if worker.name in self.preferred] or usable
-        self._loads_W, self._averages_W, self._turns_W = (
-            _zeros(len(self.usable)) for _ in range(3)
-        )
         for index, worker in enumerate(self.usable):
             worker.index = index
-            self._loads_W[index] = worker.load
-            self._averages_W[index] = averages.get(worker.name, worker.load)
-            self._turns_W[index] = worker.turns
+        self._loads_W = np.array([worker.load for worker in self.usable], dtype=float)
+        self._averages_W = np.array(
+            [averages.get(worker.name, worker.load) for worker in self.usable], dtype=float
+        )
+        self._turns_W = np.array([worker.turns for worker in self.usable], dtype=float)
         self._compare_speeds()
 
     def add_load(self, worker: Worker, weight: float, now: float) -> None:
@@ -104,17 +220,13 @@ class Router:
         worker.turns += 1
         if worker.index >= 0:
             self._turns_W[worker.index] += 1
-        if route.session:
-            self._remember(self.sessions, route.session, worker.name)
-        if route.group:
-            self._remember(self.groups, route.group, worker.name)
+        for known, key in ((self.sessions, route.session), (self.groups, route.group)):
+            if key:
+                known[key] = worker.name
+                known.move_to_end(key)
+                if len(known) > self._known:
+                    known.popitem(last=False)
         return worker
-
-    def _remember(self, known: "OrderedDict[str, str]", key: str, worker: str) -> None:
-        known[key] = worker
-        known.move_to_end(key)
-        if len(known) > self._known:
-            known.popitem(last=False)
 
     def _choose(self, route: Route) -> Worker:
         """Return the session's worker, the group's, or the least loaded.
@@ -134,7 +246,11 @@ class Router:
             home = self.workers.get(known)
             if home is None or not home.usable:
                 self._events["moved_gone"] += 1
-            elif home.load > bound or self._is_overloaded_for_long(home, mean):
+            elif home.load > bound or (
+                home.index >= 0
+                and home.load > _LASTING * mean
+                and averages_W[home.index] > _LASTING * self._mean(averages_W)
+            ):
                 self._events["moved_overload"] += 1
             elif home.index >= 0 and self._slowness_W[home.index] > 1.0:
                 self._events["moved_slow"] += 1
@@ -155,7 +271,7 @@ class Router:
     def _compare_speeds(self) -> None:
         """Find the workers that are slow now."""
         self._choices = 0
-        times_W = np.array([worker.time_per_token(*_TOKENS) for worker in self.usable])
+        times_W = np.array([worker.time_per_token() for worker in self.usable])
         known_W = ~np.isnan(times_W)
         self._slowness_W = np.ones(len(times_W))
         if known_W.any():
@@ -163,20 +279,11 @@ class Router:
             slow_W = known_W & (times_W > _SLOW * median)
             self._slowness_W[slow_W] = times_W[slow_W] / median
             for index in np.flatnonzero(slow_W):
-                self.usable[index].forget_slowness(median, _FORGETTING)
+                self.usable[index].forget_slowness(median)
         self._any_slow = bool((self._slowness_W > 1.0).any())
-
-    def _is_overloaded_for_long(self, home: Worker, mean: float) -> bool:
-        if home.load <= _LASTING * mean or home.index < 0:
-            return False
-        return bool(self._averages_W[home.index] > _LASTING * self._mean(self._averages_W))
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
         """Return the mean of the workers that are not slow: a slow one is meant to have less."""
         if self._any_slow:
             values_W = values_W[self._slowness_W == 1.0]
         return float(np.add.reduce(values_W)) / max(1, len(values_W))
-
-
-def _zeros(count: int) -> npt.NDArray[np.float64]:
-    return np.zeros(count)

@@ -1,33 +1,72 @@
 """Runs each turn on one worker of a fleet, and continues it on another if that worker fails.
 
-The scheduler is a `Generator` like a single engine. `routing` chooses the worker of a turn, and
-`quarantine` handles turns that crash their workers. A turn whose worker died or hung continues on
-another from the tokens sampled so far, or restarts if its sampling parameters do not allow that
-(`continuation`).
+The scheduler is a `Generator` like a single engine; `routing` chooses the worker of a turn. A turn
+whose worker died or hung continues on another from the tokens sampled so far, or restarts if its
+sampling parameters do not allow that (`remaining`).
+
+A request that crashes its worker must not crash others too. When two workers have died while they
+ran it, and no other request can have been the cause, it is quarantined: it fails, and equal
+requests are refused for a while. If several requests were running at two deaths, each of these
+suspects is retried alone, while no other suspect runs.
 """
 
+import array
 import asyncio
+import copy
+import hashlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Protocol
 
-from turnwise.config import ServingConfig
-from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import Chunk, Engine, Request
+from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.core.deadlines import StallClock, deadline
+from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
-from turnwise.serving.continuation import remaining, unfinished
-from turnwise.serving.quarantine import Quarantine
-from turnwise.serving.routing import TOKENS_PER_REQUEST, Router
-from turnwise.serving.worker_state import Follower, Supervisor, Turn, Worker
+from turnwise.serving.routing import TOKENS_PER_REQUEST, Router, ScheduledTurn, Supervisor, Worker
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 2
 """Failures on live workers after which a turn fails, because the request must be the cause."""
+_MOST_QUARANTINED = 1024
+_QUARANTINE_SECONDS = 600.0
+"""Time for which a request is refused; by then its cause may be fixed."""
+_PER_REQUEST = (
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured_outputs",
+    "bad_words",
+    "logits_processors",
+    "logits_processor_args",
+    "extra_args",
+)
+"""Sampling parameters that make a token depend on the request's earlier tokens."""
+
+
+class Follower(Protocol):
+    """Another scheduler over the same workers, in another process."""
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Use a worker, which has the fleet's weights; one of the same name is replaced."""
+
+    def restore(self, name: str) -> None:
+        """Use a worker again on which a request failed: it is alive.
+
+        A follower that cannot reach it does not use it until it can.
+        """
+
+    def remove(self, name: str) -> None:
+        """Use a worker no longer: it is lost."""
+
+    def close(self, why: str) -> None:
+        """Expect no further worker until one is added."""
 
 
 class _MustRestart(Exception):
@@ -40,11 +79,6 @@ class Scheduler:
     Args:
         serving: Limits of stickiness and continuations.
         turn_timeout: Seconds that a turn waits while no worker is usable.
-
-    Example:
-        scheduler = Scheduler(ServingConfig(), turn_timeout=60.0)
-        scheduler.add("worker-0", engine)
-        completion = await generate(scheduler, Request([1, 2, 3], config.sampling, "request-0"))
     """
 
     def __init__(self, serving: ServingConfig, turn_timeout: float) -> None:
@@ -60,7 +94,11 @@ class Scheduler:
         self._serving = serving
         self._turn_timeout = turn_timeout
         self._router = Router(serving, self.events)
-        self._quarantine = Quarantine(turn_timeout)
+        self._quarantined: OrderedDict[bytes, float] = OrderedDict()
+        """Time until which each request is refused, by its digest."""
+        self._alone = asyncio.Lock()
+        """Held by the suspect that runs."""
+        self._suspects_clock = StallClock(turn_timeout)
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
         self._closed = ""
@@ -73,12 +111,7 @@ class Scheduler:
         return self._router.workers
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
-        """Add a worker; one of the same name is replaced.
-
-        Args:
-            supervisor: Checks after a failed request whether the worker is alive; None means that
-                each failure counts as its death.
-        """
+        """Add a worker; one of the same name is replaced."""
         if name in self.workers:
             self.remove(name)
         now = asyncio.get_running_loop().time()
@@ -160,9 +193,9 @@ class Scheduler:
 
         No chunk of a whole request that may have to restart is returned before its end.
         """
-        turn = Turn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
+        turn = ScheduledTurn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
         self.events["turns"] += 1
-        self._quarantine.check(turn)
+        self._check_quarantine(request)
         held = request.whole and remaining(request, 1) is None
         while True:
             chunks: list[Chunk] = []
@@ -184,17 +217,13 @@ class Scheduler:
                 yield chunk
             return
 
-    async def _run(self, turn: Turn) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a turn, from one worker or several.
-
-        Raises:
-            _MustRestart: when the turn has to restart, at the next call.
-            EngineError, DeadlineError: when it failed too often, or no worker was usable in time.
-        """
+    async def _run(self, turn: ScheduledTurn) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of a turn, from one worker or several, or raise `_MustRestart`."""
+        rest: Sampling | None = turn.request.sampling
         while True:
-            async with self._on_worker(turn) as worker:
+            async with self._placed(turn) as worker:
                 try:
-                    async with aclosing(worker.engine.stream(turn.attempt())) as chunks:
+                    async with aclosing(worker.engine.stream(_attempt(turn, rest))) as chunks:
                         async for chunk in chunks:
                             self._note(turn, worker, chunk)
                             if chunk.finish_reason is None:
@@ -202,22 +231,24 @@ class Scheduler:
                             elif chunk.finish_reason != "abort":
                                 yield _with_times(chunk, turn, worker)
                                 return
-                            elif chunk.token_ids:
-                                yield unfinished(chunk)
+                            elif chunk.token_ids:  # the turn continues elsewhere
+                                yield replace(
+                                    chunk, finish_reason=None, stop_reason=None, experts=b""
+                                )
                     turn.aborts += 1  # aborted by a weight update: the tokens are kept
                     self.events["aborted_by_update"] += 1
                 except (EngineError, DeadlineError) as error:
                     await self._handle_failure(turn, worker, error)
             rest = remaining(turn.request, len(turn.sampled))
             if rest is None:
-                turn.restart()
+                turn.sampled.clear()
+                turn.first_token_at = None
                 raise _MustRestart
             if rest.max_tokens == 0:
                 yield _with_times(Chunk([], [], [], "length"), turn, worker)
                 return
-            turn.rest = rest
 
-    def _note(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
+    def _note(self, turn: ScheduledTurn, worker: Worker, chunk: Chunk) -> None:
         turn.sampled += chunk.token_ids
         if turn.first_token_at is None and chunk.token_ids:
             if chunk.first_token_age is not None:
@@ -227,14 +258,19 @@ class Scheduler:
             turn.queued = chunk.queued
         worker.tokens += len(chunk.token_ids)
         if turn.is_suspect:
-            self._quarantine.moved()
+            self._suspects_clock.moved()
 
     @asynccontextmanager
-    async def _on_worker(self, turn: Turn) -> AsyncIterator[Worker]:
-        """Count a turn on the worker that is chosen for it."""
+    async def _placed(self, turn: ScheduledTurn) -> AsyncIterator[Worker]:
+        """Choose a worker for a turn, once it may run, and count the turn on it."""
         alone, clock = turn.is_suspect, asyncio.get_running_loop().time
         if alone:
-            await self._quarantine.begin_alone(turn)
+            async with self._suspects_clock.watching(
+                f"{turn.request.id}, during which workers died, could not be retried alone: the "
+                "retry of another request made no progress"
+            ):
+                await self._alone.acquire()
+            self._suspects_clock.moved()
         try:
             worker = await self._schedule(turn.request)
             # A worker that was dead before this turn arrived did not die of it.
@@ -249,14 +285,9 @@ class Scheduler:
                 worker.running.discard(turn)
         finally:
             if alone:
-                self._quarantine.end_alone()
+                self._alone.release()
 
     async def _schedule(self, request: Request) -> Worker:
-        """Choose a worker.
-
-        Raises:
-            DeadlineError: when none was usable in time.
-        """
         if not self._router.usable:
             async with deadline(self._turn_timeout, f"{request.id} found no live worker"):
                 while not self._router.usable:
@@ -267,30 +298,25 @@ class Scheduler:
         return self._router.schedule(request.route)
 
     async def _handle_failure(
-        self, turn: Turn, worker: Worker, error: EngineError | DeadlineError
+        self, turn: ScheduledTurn, worker: Worker, error: EngineError | DeadlineError
     ) -> None:
-        """Find out whether the turn or the worker caused a failure, and record it.
-
-        Raises:
-            EngineError, DeadlineError: when the turn has failed too often, or crashed the worker.
-        """
+        """Find out whether the turn or the worker caused a failure; raise if the turn has failed
+        too often, or crashed the worker."""
+        name = turn.request.id
         if await self._is_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]
             turn.deaths.append(worker)
             if is_cause:
-                self._convict(turn)
+                raise self._quarantine(turn)
         elif isinstance(error, ChannelError):
             turn.cuts += 1  # of which no request is the cause
         else:
             turn.failures += 1
         if (losses := len(turn.deaths) + turn.cuts) > self._serving.max_continuations:
-            raise EngineError(
-                f"{turn.request.id} failed on {losses} workers; the last: {error}"
-            ) from error
+            raise EngineError(f"{name} failed on {losses} workers; the last: {error}") from error
         if turn.failures >= _MAX_FAILURES:
             raise type(error)(
-                f"{turn.request.id} failed {turn.failures} times on healthy workers; "
-                f"the last: {error}"
+                f"{name} failed {turn.failures} times on healthy workers; the last: {error}"
             ) from error
         outcome = "moved"
         if turn.sampled:
@@ -299,14 +325,35 @@ class Scheduler:
         worker.failed_turns[outcome] += 1
         self.events[outcome] += 1
 
-    def _convict(self, turn: Turn) -> None:
-        """Quarantine and fail a turn that crashed its workers."""
-        error = self._quarantine.add(turn)
+    def _quarantine(self, turn: ScheduledTurn) -> EngineError:
+        """Refuse a request that crashed its workers from now on; return the error of its turn."""
+        until = asyncio.get_running_loop().time() + _QUARANTINE_SECONDS
+        self._quarantined[_digest(turn.request)] = until
+        if len(self._quarantined) > _MOST_QUARANTINED:
+            self._quarantined.popitem(last=False)
+        names = ", ".join(worker.name for worker in turn.deaths)
+        ended = f"{turn.request.id} crashed {len(turn.deaths)} workers ({names})"
+        logger.warning("%s and is refused for %g s", ended, _QUARANTINE_SECONDS)
         self.events["quarantined"] += 1
         for worker in turn.deaths:
             if worker.supervisor is not None:
                 worker.supervisor.excuse_death()
-        raise error
+        return EngineError(f"{ended} and is not retried")
+
+    def _check_quarantine(self, request: Request) -> None:
+        """Raise `EngineError`, with the remaining time, when a request is quarantined."""
+        if not self._quarantined:
+            return
+        digest = _digest(request)
+        until = self._quarantined.get(digest)
+        if until is None:
+            return
+        if (left := until - asyncio.get_running_loop().time()) > 0:
+            raise EngineError(
+                f"{request.id} is refused for another {left:.0f} s: the same prompt and sampling "
+                "crashed two workers"
+            )
+        del self._quarantined[digest]
 
     async def _is_alive(self, worker: Worker) -> bool:
         try:
@@ -340,8 +387,51 @@ class Scheduler:
             return True
 
 
-def _with_times(last: Chunk, turn: Turn, worker: Worker) -> Chunk:
+def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
+    """Return the request of a turn's next attempt, which samples the rest."""
+    attempts = len(turn.deaths) + turn.failures + turn.cuts + turn.aborts
+    if not attempts:
+        return turn.request
+    return turn.request._replace(
+        prompt=[*turn.request.prompt, *turn.sampled],
+        sampling=rest,
+        id=f"{turn.request.id}~{attempts}",  # an engine may still know that of an earlier one
+    )
+
+
+def remaining(request: Request, sampled: int) -> "Sampling | None":
+    """Return the sampling parameters for the rest of a request, after `sampled` of its tokens.
+
+    None if the remaining tokens depend on the earlier ones in a way that a new request cannot
+    reproduce (seed, stop strings, penalties, grammar): the turn has to restart.
+    """
+    sampling = request.sampling
+    if sampled == 0:
+        return sampling
+    if request.seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
+        return None
+    changes: dict[str, object] = {
+        "max_tokens": sampling.max_tokens - sampled,
+        "min_tokens": max(0, sampling.min_tokens - sampled),
+    }
+    if isinstance(sampling, SamplingConfig):
+        return sampling.model_copy(update={**changes, "prompt_logprobs": False})
+    changes["prompt_logprobs"] = None  # they came with the first tokens
+    rest = copy.copy(sampling)
+    for name, value in changes.items():
+        setattr(rest, name, value)
+    return rest
+
+
+def _with_times(last: Chunk, turn: ScheduledTurn, worker: Worker) -> Chunk:
     """Return the last chunk of a turn with the times of the whole turn."""
     first = turn.first_token_at
     age = None if first is None else max(0.0, time.time() - first)
     return replace(last, first_token_age=age, queued=turn.queued, worker=worker.name)
+
+
+def _digest(request: Request) -> bytes:
+    """Return a digest of everything in a request that may crash a worker."""
+    whole = array.array("q", request.prompt).tobytes()
+    whole += repr((request.sampling, request.seed)).encode()
+    return hashlib.blake2b(whole, digest_size=16).digest()

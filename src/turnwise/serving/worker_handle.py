@@ -1,11 +1,16 @@
 """The handle of a worker in another process: an `Engine` whose requests share one channel.
 
-All other calls, such as weight updates, are Ray's.
+Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
+the engine returns. A channel that is lost ends the requests on it; the next one opens another. All
+other calls, such as weight updates, are Ray's.
 """
 
 import asyncio
+import contextlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
@@ -13,16 +18,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
-from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import InFlight, PauseMode, WeightUpdate
+from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.watchdog import made_progress
+from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Request, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker
-from turnwise.serving.remote_requests import RemoteRequests
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+logger = logging.getLogger(__name__)
+
+_BATCH = 4
+"""Maximum number of requests in one message: the engine begins the first of many while the last are
+still being prepared."""
 _KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,32 +50,43 @@ _SHUTDOWN_SECONDS = 5.0
 _MAX_CALLS = 4096
 """Maximum number of calls that run at once in a worker's actor."""
 
+_Inbox = asyncio.Queue[Chunk | Exception]
 
-class WorkerHandle(RemoteRequests):
+
+class WorkerHandle:
     """One worker's actor, started and held by this process.
 
     Every call raises `EngineError` if the actor is dead, `DeadlineError` if it does not answer in
     time, and any error of the engine itself. `ChannelError` means that the channel was lost, with
     all requests on it, or that there is none; the next request, or health check, opens another.
-
-    Example:
-        worker = await WorkerHandle.start(config, name="worker-0", num_gpus=1)
-        completion = await generate(worker, Request([1, 2, 3], config.sampling, "request-0"))
-        await worker.shutdown()
     """
 
     worker_class: type = EngineWorker
     """Class of the actors that `start` starts."""
 
     def __init__(self, process: ActorHandle, config: Config) -> None:
-        self._timeout = config.engine.request_timeout
-        super().__init__(process.name, self._timeout + HEARTBEAT_SECONDS)
+        self.name = process.name
         self.pid = 0
         self.base_url: str | None = None
         """URL of the worker's own OpenAI server; None without one."""
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
+        self._timeout = config.engine.request_timeout
+        self._inboxes: dict[str, _Inbox] = {}
+        self._outbox: list[Request] = []
+        self._cancelled: list[str] = []
+        self._failure: str | None = None
+        """Reason why no request is accepted any more; None while they are."""
+        self._channel: Channel | None = None
+        self._clock = StallClock(self._timeout + HEARTBEAT_SECONDS)
+        """Time without any message while requests run, after which the channel is given up."""
+        self._clock.stopped = True
+        self._opened: asyncio.Future[TurnwiseError | None] | None = None
+        """Set once a channel is open, or to the reason why not; None while none is wanted."""
+        self._listening: asyncio.Task[None] | None = None
+        self._explaining: set[asyncio.Task[None]] = set()
+        """Tasks that still tell requests why their channel was lost."""
 
     @classmethod
     async def start(
@@ -89,7 +110,6 @@ class WorkerHandle(RemoteRequests):
         Raises:
             InputError: when vLLM refuses the model or an argument.
             DeadlineError: when the engine is not ready after `engine.start_timeout` seconds.
-            ChannelError: when no connection to the worker's node can be opened.
         """
         process = ActorHandle.create(
             cls.worker_class,
@@ -120,6 +140,69 @@ class WorkerHandle(RemoteRequests):
         """Use the actor of a worker that another process holds."""
         return cls(ActorHandle(actor, name, EngineError), config)
 
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if request.id in self._inboxes:
+            raise EngineError(f"{self.name} already runs a request {request.id}")
+        inbox = self._inboxes[request.id] = _Inbox()
+        self._flush_soon()
+        self._outbox.append(request)
+        if len(self._outbox) >= _BATCH:
+            self._flush()
+        self._clock.stopped = False
+        self._begin_listening()
+        ended = False
+        try:
+            while not ended:
+                event = await inbox.get()
+                if isinstance(event, Exception):
+                    ended = True
+                    raise event
+                ended = event.finish_reason is not None
+                yield event
+        finally:
+            if self._inboxes.get(request.id) is inbox:  # else its channel was lost
+                del self._inboxes[request.id]
+                self._clock.stopped = not self._inboxes
+                if not ended:
+                    self._flush_soon()
+                    self._cancelled.append(request.id)
+
+    def _begin_listening(self) -> "asyncio.Future[TurnwiseError | None]":
+        if self._opened is None:
+            self._opened = asyncio.get_running_loop().create_future()
+            self._listening = asyncio.create_task(self._listen(self._opened))
+        return self._opened
+
+    async def _have_channel(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if (error := await asyncio.shield(self._begin_listening())) is not None:
+            raise type(error)(str(error))
+
+    def _flush_soon(self) -> None:
+        if not self._outbox and not self._cancelled:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all requests with it
+                asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._channel is None:  # it is sent when there is one
+            return
+        batch, self._outbox = self._outbox, []
+        cancelled, self._cancelled = self._cancelled, []
+        packed: dict[str, bytes] = {}
+        for request in batch:
+            if request.id in cancelled:
+                continue
+            try:  # each by itself, so that what cannot be sent or read fails alone
+                packed[request.id] = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                if (inbox := self._inboxes.get(request.id)) is not None:
+                    inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
+        if packed or cancelled:
+            self._channel.send((packed, cancelled))
+
     async def _open(self) -> Channel:
         seconds = self._timeout + _GRACE_SECONDS
         what = "open a channel"
@@ -131,12 +214,71 @@ class WorkerHandle(RemoteRequests):
             where = f"{address.host}:{address.port}"
             raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
 
-    async def _ask(self) -> None:
+    async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
+        """Open a channel and pass on what comes, until it is lost, and all requests on it."""
+        lost: TurnwiseError
         try:
-            await self._process.call("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
-        except EngineError as error:
-            if not may_be_alive(error):
-                raise
+            self._channel = channel = await self._open()
+            opened.set_result(None)
+            channel.received = self._receive
+            self._flush()
+            async with self._clock.watching(f"{self.name} did not answer"):
+                why = await channel.closed
+            lost = ChannelError(f"{self.name} closed its channel" + (f" ({why})" if why else ""))
+        except TurnwiseError as error:
+            lost = error if isinstance(error, ChannelError) else EngineError(str(error))
+        except Exception as error:  # of any kind: requests wait for it
+            lost = EngineError(f"the channel to {self.name} failed: {error!r}")
+        logger.debug("%s", lost)
+        was_open = opened.done()
+        inboxes = self._take_requests(lost)
+        explaining = asyncio.create_task(self._explain(lost, inboxes, was_open))
+        self._explaining.add(explaining)
+        explaining.add_done_callback(self._explaining.discard)
+
+    def _take_requests(self, lost: TurnwiseError) -> list[_Inbox]:
+        """Close the channel, so that another can be opened; return the inboxes of all requests."""
+        channel, opened = self._channel, self._opened
+        inboxes = list(self._inboxes.values())
+        self._channel = self._opened = None
+        self._inboxes = {}
+        self._outbox, self._cancelled = [], []
+        self._clock.stopped = True
+        if channel is not None:
+            channel.close()
+        if opened is not None and not opened.done():
+            opened.set_result(lost)
+        return inboxes
+
+    async def _explain(self, lost: TurnwiseError, inboxes: list[_Inbox], was_open: bool) -> None:
+        """End requests with the reason why their channel was lost: perhaps their worker died."""
+        if inboxes and was_open and isinstance(lost, ChannelError):
+            ask = self._process.call
+            try:
+                await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
+            except DeadlineError:
+                pass  # whether it is alive is the supervisor's question
+            except TurnwiseError as error:
+                if not may_be_alive(error):
+                    lost = EngineError(str(error))
+        for inbox in inboxes:
+            inbox.put_nowait(type(lost)(str(lost)))
+
+    def _receive(self, events: list[Event]) -> None:
+        made_progress()
+        self._clock.moved()
+        for request_id, event in events:
+            if (inbox := self._inboxes.get(request_id)) is not None:
+                inbox.put_nowait(event)
+
+    def fail(self, why: str) -> None:
+        """Raise `EngineError` from every running request, and from every later one."""
+        self._failure = self._failure or why
+        error = EngineError(self._failure)
+        if self._listening is not None:
+            self._listening.cancel()
+        for inbox in self._take_requests(error):
+            inbox.put_nowait(EngineError(self._failure))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         # Draining has only the engine's own deadline, on time without new tokens.
@@ -151,11 +293,6 @@ class WorkerHandle(RemoteRequests):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._call("wake_up", tags)
 
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        await self._call("prepare_refit_info", state_dict_info)
-
     async def init_collective(
         self,
         rank_prefix: int,
@@ -165,8 +302,8 @@ class WorkerHandle(RemoteRequests):
         train_world_size: int,
         timeout: float | None = None,
     ) -> None:
-        arguments = (rank_prefix, ip, port, world_size, train_world_size, timeout)
-        await self._call("init_collective", *arguments, seconds=timeout)
+        group = (rank_prefix, ip, port, world_size, train_world_size)
+        await self._call("init_collective", *group, timeout, seconds=timeout)
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         devices: list[str] = await self._call("check_update", manifest)
@@ -175,8 +312,8 @@ class WorkerHandle(RemoteRequests):
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        arguments = (manifest, in_flight, timeout)
-        return int(await self._call("update_weights", *arguments, seconds=timeout))
+        call = self._call("update_weights", manifest, in_flight, timeout, seconds=timeout)
+        return int(await call)
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")

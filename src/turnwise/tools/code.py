@@ -20,6 +20,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import IO, Literal, TypedDict, Unpack
 
@@ -214,12 +215,11 @@ class Session:
         if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
             return "[the call before has not ended]"
         try:
-            process, output, nonce = self._running(), _Output(), secrets.token_hex(16)
+            process, nonce = self._running(), secrets.token_hex(16)
             code = code.encode("utf-8", "replace").decode()  # without lone surrogates
             line = json.dumps({"nonce": nonce, "code": code, "seconds": seconds}) + "\n"
             waits = seconds + GRACE_SECONDS
-            outcome = process.exchange(line.encode(), nonce.encode(), waits, output)
-            text = output.text()
+            outcome, text = process.exchange(line.encode(), nonce.encode(), waits)
             if outcome != "answered":
                 self._process = None
                 status = process.stop()
@@ -256,38 +256,13 @@ class Session:
             self._process = _Process(self._backend, self._limits, self._shell)
             if self._closed.is_set():  # meanwhile: `close` may have seen no process
                 self._process.cut()
-            output = _Output()
-            outcome = self._process.exchange(b"", b"ready", _START_SECONDS, output)
+            outcome, text = self._process.exchange(b"", b"ready", _START_SECONDS)
             if outcome != "answered":
-                complaint = output.text() or self._process.complaint or outcome
+                complaint = text or self._process.complaint or outcome
                 self._process.stop()
                 self._process = None
                 raise InputError(f"{self._backend} did not start: {complaint}")
         return self._process
-
-
-class _Output:
-    """The beginning and the end of a stream of any length."""
-
-    def __init__(self) -> None:
-        self._head = b""
-        self._tail = b""
-        self._length = 0
-
-    def add(self, part: bytes) -> None:
-        """Append bytes."""
-        self._length += len(part)
-        room = _MAX_OUTPUT // 2 - len(self._head)
-        self._head += part[:room]
-        self._tail = (self._tail + part[room:])[-(_MAX_OUTPUT // 2) :]
-
-    def text(self) -> str:
-        """Return the text, with the number of bytes left out in its middle."""
-        left_out = self._length - len(self._head) - len(self._tail)
-        parts = [self._head, self._tail]
-        if left_out:
-            parts.insert(1, f"\n[{left_out} bytes left out]\n".encode())
-        return b"".join(parts).decode("utf-8", "replace").rstrip("\n")
 
 
 class _Process:
@@ -320,16 +295,28 @@ class _Process:
         for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)
 
-    def exchange(self, request: bytes, answer: bytes, seconds: float, output: _Output) -> str:
-        """Send a request and read until its answer: "answered", "ended" or "late"."""
-        ends = time.monotonic() + seconds
-        said = b""
+    def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
+        """Send a request and read until its answer.
+
+        Returns:
+            "answered", "ended" or "late", and the output, of which the middle may be left out.
+        """
+        ends, said, outcome = time.monotonic() + seconds, b"", ""
+        output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
         poll.register(self._output, select.POLLIN)
         if request:
             poll.register(self._requests, select.POLLOUT)
-        while (left := ends - time.monotonic()) > 0:
+
+        def keep(part: bytes) -> None:
+            nonlocal left_out
+            output.extend(part)
+            excess = max(0, len(output) - _MAX_OUTPUT)
+            del output[half : half + excess]
+            left_out += excess
+
+        while not outcome and (left := ends - time.monotonic()) > 0:
             for fd, _ in poll.poll(left * 1000):
                 if fd == self._requests:
                     try:
@@ -340,27 +327,34 @@ class _Process:
                         request = b""
                     if not request:
                         poll.unregister(fd)
+                elif (part := _read(fd)) is None:
                     continue
-                part = _read(fd)
-                if part is None:
-                    continue
-                if fd == self._output:
-                    output.add(part)
+                elif fd == self._output:
+                    keep(part)
                     if not part:
                         poll.unregister(fd)
-                    continue
-                said += part
-                self.complaint = said[-1000:].decode("utf-8", "replace").strip()
-                if answer in said or not part:
-                    waiting = bytearray(struct.calcsize("i"))  # output that was written already
-                    fcntl.ioctl(self._output, termios.FIONREAD, waiting)
-                    left_over = struct.unpack("i", waiting)[0]
-                    while left_over > 0 and (part := _read(self._output)):
-                        output.add(part)
-                        left_over -= len(part)
-                    return "answered" if answer in said else "ended"
-                said = said[-1000:]
-        return "late"
+                else:
+                    said += part
+                    self.complaint = said[-1000:].decode("utf-8", "replace").strip()
+                    if answer in said or not part:
+                        outcome = "answered" if answer in said else "ended"
+                        break
+                    said = said[-1000:]
+        if outcome:
+            for part in self._written():
+                keep(part)
+        if left_out:
+            output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
+        return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
+
+    def _written(self) -> Iterator[bytes]:
+        """Yield the output that has been written already."""
+        waiting = bytearray(struct.calcsize("i"))
+        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
+        left = struct.unpack("i", waiting)[0]
+        while left > 0 and (part := _read(self._output)):
+            yield part
+            left -= len(part)
 
     def cut(self) -> None:
         """Let the keeper end its sandbox; thread-safe."""

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
+from turnwise.internals.transformers import attention_of
 from turnwise.training.batching import Columns
 
 _NAME = "turnwise_packed"  # name of the function in Transformers
@@ -44,12 +45,12 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    return bool(model.config._attn_implementation == _NAME)
+    return attention_of(model) == _NAME
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
     """Make a model attend within sequences, or by a mask, unless its attention is its own."""
-    if model.config._attn_implementation in (_NAME, "sdpa"):
+    if attention_of(model) in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
 

@@ -186,7 +186,7 @@ class Columns:
     number_N: torch.Tensor  # number of each target among those of all columns
     total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
-    """Recorded choice of experts of each token: rows of `Turn.experts`, after a byte that
+    """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
     is 1 where there is one; None if no token has one."""
     prefixes: SharedPrefixes | None = None
     """The samples of a row that share columns; None where each has its own."""

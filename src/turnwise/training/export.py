@@ -23,7 +23,7 @@ from transformers.utils import (
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import dtype_of, load_model, path_of
@@ -36,9 +36,8 @@ from turnwise.training.lora import (
     write_adapter,
 )
 from turnwise.training.shards import full_tensors, saved_buffers, tensor_shapes
-from turnwise.weights.chunks import drained
 from turnwise.weights.disk import write_shard
-from turnwise.weights.manifest import chunk_bytes, plan_chunks
+from turnwise.weights.manifest import chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""

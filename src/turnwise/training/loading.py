@@ -25,11 +25,12 @@ from transformers import (
 from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
 from turnwise.errors import InputError
+from turnwise.internals.transformers import layer_classes
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import check_divisible
 from turnwise.training.lora import ModelName
-from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
+from turnwise.training.shards import can_be_sliced, read_tensor, weight_files
 
 POLICY = OtherModel()
 """The model of `model.path` itself."""
@@ -95,7 +96,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model without dropout, which would make every ratio wrong.
 
-    With several ranks it has no weights yet where `fill` can read each rank's shards.
+    With several ranks it has no weights yet where `distribute` can read each rank's shards.
     """
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
@@ -139,14 +140,6 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
     return prepared(model)
 
 
-def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
-    """Read this rank's shards of a module that has no weights yet."""
-    path = path_of(config, other)
-    with translate_unreadable(path):
-        if any(parameter.is_meta for parameter in module.parameters()):
-            read_shards(module, weight_files(path), device)
-
-
 def is_classifier(shape: PretrainedConfig) -> bool:
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
@@ -168,9 +161,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's decoder layers, as Transformers' models declare them, in their order."""
-    names: set[str] = set()
-    for part in model.modules():
-        names |= set(getattr(part, "_no_split_modules", None) or ())
+    names = layer_classes(model)
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

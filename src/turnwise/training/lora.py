@@ -20,6 +20,7 @@ from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import optional
 from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
+from turnwise.internals.transformers import activate
 from turnwise.training.shards import whole
 from turnwise.weights.manifest import NamedTensors
 
@@ -85,8 +86,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Untyped]:
 def take_role(model: nn.Module, role: ModelName) -> None:
     """Make the adapter of a role the active one, for the next forward and backward pass."""
     active = [_ADAPTERS[role]] if role in _ADAPTERS else []
-    for layer in adapted_layers(model).values():
-        layer._active_adapter = list(active)  # PEFT's setter would freeze the others
+    activate(adapted_layers(model).values(), active)
 
 
 def trained_part(module: nn.Module, role: ModelName) -> nn.Module:

@@ -16,11 +16,8 @@ from functools import cache
 import psutil
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -34,6 +31,7 @@ from transformers.integrations.moe import ExpertsInterface
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, LoraConfig, OtherModel, SamplingConfig
 from turnwise.errors import InputError
+from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from turnwise.training.loading import (
     POLICY,
     backbone_of,
@@ -205,7 +203,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: dict[int, object] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = storage
+            self._seen[storage_key(storage)] = storage
 
     def __torch_dispatch__(
         self,
@@ -218,7 +216,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                key, nbytes = storage._cdata, storage.nbytes()
+                key, nbytes = storage_key(storage), storage.nbytes()
                 if key not in self._seen:
                     self._seen[key] = None
                     self._now += nbytes

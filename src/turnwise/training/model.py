@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.batching import Columns, MicroBatch
 from turnwise.training.context import ContextGroup
@@ -22,19 +22,21 @@ from turnwise.training.loading import (
     backbone_of,
     decoder_layers,
     dtype_of,
-    fill,
     learning_dtype,
     load_model,
     load_value_model,
     models_beside,
+    path_of,
     recompute,
     shared_roles,
+    translate_unreadable,
 )
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import add_adapters, take_role, trained_part
 from turnwise.training.memory import check_room
 from turnwise.training.routing import RoutingReplay
 from turnwise.training.scoring import Scores, hidden_before, score_columns
+from turnwise.training.shards import read_shards, weight_files
 
 
 class Scorer(nn.Module):
@@ -226,5 +228,8 @@ def distribute(
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
     for layer in (*decoder_layers(module), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fill(module, config, device, other)
+    path = path_of(config, other)
+    with translate_unreadable(path):
+        if any(parameter.is_meta for parameter in module.parameters()):
+            read_shards(module, weight_files(path), device)
     return module.to(device)

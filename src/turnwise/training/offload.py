@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import TurnwiseError
+from turnwise.internals.torch import storage_key
 
 _PART_BYTES = 16 * 2**20
 
@@ -133,8 +134,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     for tensor in tensors:
         local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        if storage.nbytes() and storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage.nbytes() and (key := storage_key(storage)) not in seen:
+            seen.add(key)
             yield storage
 
 

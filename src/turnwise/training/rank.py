@@ -45,10 +45,8 @@ from turnwise.training.optimizer import TrainableModule
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
-from turnwise.weights.canary import Canary, canary_prompt
-from turnwise.weights.manifest import NamedTensors, Publication
-from turnwise.weights.process_group import join_ranks
-from turnwise.weights.rendezvous import free_address
+from turnwise.weights.manifest import Canary, NamedTensors, Publication, canary_prompt
+from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import make_sender
 
 _PLAIN = SamplingConfig()

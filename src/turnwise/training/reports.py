@@ -96,19 +96,20 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
-    names: dict[SumName, None] = {name: None for ranks in updates for u in ranks for name in u.sums}
-    for name in names:
-        metrics[name] = _mean(
-            _token_mean(ranks, (r.sums[name] for r in ranks)) for ranks in updates
-        )
-    own = {name: None for ranks in updates for u in ranks for name in u.loss_metrics}
-    if own:
-        metrics["loss_metrics"] = {
+
+    def means(kind: str) -> dict[str, float]:
+        """Return the means of what a field of the updates has sums of, by name."""
+        names = {name: None for ranks in updates for r in ranks for name in getattr(r, kind)}
+        return {
             name: _mean(
-                _token_mean(ranks, (r.loss_metrics[name] for r in ranks)) for ranks in updates
+                _token_mean(ranks, (getattr(r, kind)[name] for r in ranks)) for ranks in updates
             )
-            for name in own
+            for name in names
         }
+
+    metrics |= means("sums")
+    if own := means("loss_metrics"):
+        metrics["loss_metrics"] = own
     metrics["logprob_diff_mean"] = _token_mean(first, (r.sums["logprob_diff_mean"] for r in first))
     metrics["logprob_diff_max"] = max(rank.logprob_diff_max for rank in first)
     ratios = np.concatenate([report.tokens_KN[RECORDED.index("ratio")] for report in reports])

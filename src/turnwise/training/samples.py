@@ -113,7 +113,17 @@ def _add_group(
     if advantages is None or (silent and config.algorithm.dynamic_sampling):
         batch.drop(group.trajectories, "no_signal")
     elif algorithm.loss.needs_pairs:
-        _add_pair(batch, group, advantages, oldest)
+        pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
+        versions = [[v for turn in t.turns for v in turn.weight_versions] for t in pair]
+        if not all(any(v >= oldest for v in each) for each in versions):  # half a pair is dropped
+            batch.stale_groups += 1
+            batch.drop(group.trajectories, "stale_group")
+            return
+        others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
+        batch.drop(others, "unpaired")
+        pair_id = len(batch.samples)
+        for trajectory, advantage in zip(pair, advantages.values(), strict=True):
+            _add(batch, trajectory, advantage, oldest, pair_id)
     else:
         for index, trajectory in enumerate(group.trajectories):
             _add(
@@ -125,20 +135,6 @@ def _add_group(
                 counted_only=silent and not config.algorithm.kl.coef,
                 as_reward=algorithm.advantage.needs_values,
             )
-
-
-def _add_pair(batch: SampleBatch, group: Group, advantages: _Advantages, oldest: int) -> None:
-    """Add the chosen trajectory and the rejected one; half a pair is dropped."""
-    pair = [group.trajectories[index] for index in advantages]
-    if not all(any(v >= oldest for turn in t.turns for v in turn.weight_versions) for t in pair):
-        batch.stale_groups += 1
-        batch.drop(group.trajectories, "stale_group")
-        return
-    unpaired = (t for index, t in enumerate(group.trajectories) if index not in advantages)
-    batch.drop(unpaired, "unpaired")
-    pair_id = len(batch.samples)
-    for trajectory, advantage in zip(pair, advantages.values(), strict=True):
-        _add(batch, trajectory, advantage, oldest, pair_id)
 
 
 def _add(

@@ -5,8 +5,7 @@ Temperature, top-k and top-p are applied as vLLM applies them: a temperature bet
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,22 +73,6 @@ def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
     return hidden_NH
 
 
-def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """Return the logits that a model makes of last hidden states, in float32: [N, V].
-
-    The model's own forward pass makes them, with these states in the place of its backbone's:
-    models scale or cap logits after the head, each in its way.
-    """
-    with _giving(model, hidden_NH[None]) as given:
-        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
-        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
-    if not given:
-        raise InputError(
-            f"a {model.config.model_type} model computes logits in a way that is not known"
-        )
-    return logits_NV.float()
-
-
 @dataclass
 class _Output(BaseModelOutput):  # type: ignore[misc]
     """A backbone's output of nothing but the last hidden states."""
@@ -99,15 +82,17 @@ class _Output(BaseModelOutput):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-@contextmanager
-def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[bool]]:
-    """Make a model's backbone give these last hidden states for a `with` block; the list that is
-    yielded is no longer empty once it was called."""
+def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """Return the logits that a model makes of last hidden states, in float32: [N, V].
+
+    The model's own forward pass makes them, with these states in the place of its backbone's:
+    models scale or cap logits after the head, each in its way.
+    """
     given: list[bool] = []
 
     def give(*_: object, **__: object) -> BaseModelOutput:
         given.append(True)
-        return _Output(last_hidden_state=hidden_1NH)
+        return _Output(last_hidden_state=hidden_NH[None])
 
     backbone = backbone_of(model)
     replaced = [backbone]
@@ -117,13 +102,19 @@ def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[b
     for module in replaced:
         module.forward = give
     try:
-        yield given
+        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
     finally:
         for module, own in zip(replaced, before, strict=True):
             if own is None:
                 del module.forward
             else:
                 module.forward = own
+    if not given:
+        raise InputError(
+            f"a {model.config.model_type} model computes logits in a way that is not known"
+        )
+    return logits_NV.float()
 
 
 def _score(

@@ -32,7 +32,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from turnwise.core.environ import environment_variable
+from turnwise.core.process import environment_variable
+from turnwise.internals.transformers import compute_missing, conversions_of, mark_loaded
 from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
@@ -80,7 +81,7 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     for name, parameter in model.named_parameters():
-        parameter._is_hf_initialized = name not in wanted
+        mark_loaded(parameter, name not in wanted)
     plan = LoadStateDictConfig(
         device_map={"": device}, weight_mapping=get_model_conversion_mapping(model)
     )
@@ -96,8 +97,7 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
     ]
     if problems:
         raise ValueError(problems[0])
-    model._move_missing_keys_from_meta_to_device(buffers, plan.device_map, None, None)
-    model._initialize_missing_keys(False)
+    compute_missing(model, buffers, plan.device_map)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
 
 
@@ -215,7 +215,7 @@ def _tensors(
 
 def _transforms(model: PreTrainedModel) -> Iterable[WeightTransform]:
     """Return the conversions between the model's files and its parameters."""
-    used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    used = conversions_of(model)
     if used is not None:
         return used
     known = get_model_conversion_mapping(model, add_legacy=False)

@@ -30,7 +30,7 @@ from turnwise.training.batching import (
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
-from turnwise.weights.rendezvous import LOOPBACK
+from turnwise.weights.process_group import LOOPBACK
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TrainerActor:
 
     def open_store(self, host: str) -> str:
         """Open the ranks' rendezvous store on one address of this node; return host:port."""
-        from turnwise.weights.rendezvous import open_store
+        from turnwise.weights.process_group import open_store
 
         # Kept open: a port that is only looked up may be taken a moment later.
         self._store = open_store(host, 0)

@@ -21,20 +21,21 @@ import torch.distributed as dist
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.chunks import Source, check_exhausted, pack, unpack
-from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo, chunk_bytes
+from turnwise.weights.manifest import (
+    Manifest,
+    Source,
+    StateDictInfo,
+    check_exhausted,
+    chunk_bytes,
+    pack,
+)
 from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.stream import (
+from turnwise.weights.transport import (
     ANSWER_SHARE,
+    ReceiverOptions,
+    SenderOptions,
     StreamReceiver,
     StreamSender,
-    require_cpu_or_gpu,
-)
-from turnwise.weights.transport import (
-    BUFFER_BYTES,
-    WAIT_SECONDS,
-    EngineWorker,
-    SenderOptions,
     Transport,
 )
 
@@ -42,80 +43,42 @@ _ACCEPT_SHARE = 0.25
 
 
 class CollectiveTransport(Transport):
-    """Broadcasts between hosts, over gloo or NCCL.
-
-    Example:
-        find_transport("collective").make_sender(options)
-    """
+    """Broadcasts between hosts, over gloo or NCCL."""
 
     streamed = True
     needs_group = True
 
     def make_sender(self, options: SenderOptions) -> "CollectiveSender":
-        require_cpu_or_gpu("collective", options.device)
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        return CollectiveSender(
-            options.tensors,
-            options.dtype,
-            buffer_bytes=options.buffer_bytes,
-            device=options.device,
-            timeout=options.timeout * ANSWER_SHARE,
-        )
+        return CollectiveSender(options.for_answers())
 
     def receive(
-        self, manifest: Manifest, worker: EngineWorker, seconds: float
+        self, manifest: Manifest, options: ReceiverOptions, seconds: float
     ) -> "CollectiveReceiver":
-        if worker.group is None:
+        if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
-        expected = worker.require_expected()
-        return CollectiveReceiver(worker.group, expected, worker.device, seconds)
+        expected = options.expected_of(manifest)
+        return CollectiveReceiver(options.group, expected, options.device, seconds)
 
 
 class CollectiveSender(StreamSender):
-    """Sender on the trainer's rank 0.
-
-    Args:
-        tensors: The tensors of every update.
-        dtype: The type that the engines load.
-        buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
-        device: Device of the buffers; its type must be that of the engines.
-        timeout: Seconds for the engines to join, and for each of their answers.
-
-    Example:
-        sender = CollectiveSender(model.named_parameters())
-        sender.join("10.0.0.1", 29500, engine_workers=1)  # while the engine joins
-        sender.send(1, model.named_parameters())  # while the engine loads
-    """
+    """Sender on the trainer's rank 0; `join` comes before the first `send`."""
 
     transport = "collective"
-
-    def __init__(
-        self,
-        tensors: NamedTensors,
-        dtype: torch.dtype = torch.float32,
-        *,
-        buffer_bytes: int = BUFFER_BYTES,
-        device: torch.device | None = None,
-        timeout: float = WAIT_SECONDS,
-    ) -> None:
-        super().__init__(tensors, dtype, buffer_bytes)
-        self._device = device or torch.device("cpu")
-        self._timeout = timeout
-        self._rounds = 0
-        self._buffers: list[torch.Tensor] = []
-        self._group: ProcessGroup | None = None
+    _rounds = 0
+    _buffers: tuple[torch.Tensor, ...] = ()
+    _group: ProcessGroup | None = None
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """Create the group, with the engines' workers as ranks from 1; replaces an earlier group.
 
         Args:
             ip: Address of this process's host.
-            port: Free port on that host.
-            timeout: Seconds for an update; None leaves the constructor's `timeout`.
+            timeout: Seconds for an update; None leaves the options' `timeout`.
         """
         self.close()
         if timeout is not None:
@@ -175,15 +138,11 @@ class CollectiveSender(StreamSender):
         check_exhausted(source)
 
     def close(self) -> None:
-        self._group, self._buffers = None, []
+        self._group, self._buffers = None, ()
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker.
-
-    Example:
-        receiver = CollectiveReceiver(group, expected, device, seconds=120.0)  # as `Receiver`
-    """
+    """Receiver of one update in an engine's worker."""
 
     def __init__(
         self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
@@ -192,7 +151,7 @@ class CollectiveReceiver(StreamReceiver):
         group.check_usable()
         self._group = group
         self._round = 0
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: tuple[torch.Tensor, ...] = ()
         self._work: dist.Work | None = None
         self._index = 0
 
@@ -200,9 +159,8 @@ class CollectiveReceiver(StreamReceiver):
         while self._step():
             pass
         if self._work is not None and self._work.is_completed():
-            assert self.manifest is not None
             self._wait()
-            return self.manifest.version
+            return self._version
         if self._work is not None:
             self._group.check_not_aborted(self._round)
         if not self._seconds_left:
@@ -234,15 +192,12 @@ class CollectiveReceiver(StreamReceiver):
         return False
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.manifest is not None
         for index, chunk in enumerate(self._chunks):
             self._next()
-            yield unpack(chunk, self._buffers[index % 2])
-            self._synchronize()
-        version = self.manifest.version
-        what = f"end version {version}"
+            yield from self._unpacked(chunk, self._buffers[index % 2])
+        what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
-            raise WeightUpdateError(f"the trainer gave up version {version}: {error}")
+            raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
 
     def end(self, error: str = "") -> None:
         if not self._round or self._group.broken:
@@ -256,7 +211,7 @@ class CollectiveReceiver(StreamReceiver):
             self._group.put(f"done/{self._group.rank}", self._round, error)
         except TurnwiseError:
             pass  # the group is broken, which its next use reports
-        self._buffers = []
+        self._buffers = ()
 
     def _begin(self) -> None:
         """Begin to receive the next chunk into the buffer that is not being read."""
@@ -277,5 +232,5 @@ class CollectiveReceiver(StreamReceiver):
         self._group.wait(self._work, what, self._seconds_left, self._round)
 
 
-def _two_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+def _two_buffers(nbytes: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))

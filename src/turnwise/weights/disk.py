@@ -23,11 +23,20 @@ from safetensors import SafetensorError, safe_open
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.chunks import Source, check_exhausted, check_next, drained
-from turnwise.weights.manifest import Chunk, Manifest, NamedTensors, chunk_bytes, plan_chunks
+from turnwise.weights.manifest import (
+    Chunk,
+    Manifest,
+    NamedTensors,
+    Source,
+    check_exhausted,
+    check_next,
+    chunk_bytes,
+    drained,
+    plan_chunks,
+)
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
@@ -55,35 +64,22 @@ _TYPES = {
 
 
 class DiskTransport(Transport):
-    """Files in a folder that trainer and engines see.
-
-    Example:
-        find_transport("disk").make_sender(options)  # writes to options.folder
-    """
+    """Files in a folder that trainer and engines see."""
 
     lasting = True
 
     def make_sender(self, options: SenderOptions) -> WeightSender:
         return DiskSender(options.tensors, options.dtype, options.folder)
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         validate(manifest)
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         return StoredReceiver(manifest.version, load(manifest))
 
 
 class DiskSender(WeightSender):
-    """Writes named tensors, in the engines' `dtype`, as versions in a subfolder of a folder.
-
-    Example:
-        sender = DiskSender(model.named_parameters(), torch.bfloat16, "/shared/weights/run")
-        sender.publish(1, model.named_parameters()).path
-        '/shared/weights/run/5f0c2a9e/version-1'
-
-    Raises:
-        InputError: when the folder cannot be written to.
-    """
+    """Writes named tensors, in the engines' `dtype`, as versions in a subfolder of a folder."""
 
     transport = "disk"
 
@@ -107,12 +103,7 @@ class DiskSender(WeightSender):
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Write a version, one tensor at a time.
-
-        Raises:
-            WeightUpdateError: when the disk is full or fails, or names, order or shapes differ
-                from the constructor's; earlier versions are kept.
-        """
+        """Write a version, one tensor at a time; if that fails, earlier versions are kept."""
         final = self._folder / f"version-{version}"
         new = temporary(final)
         with drained(tensors) as source:
@@ -130,7 +121,11 @@ class DiskSender(WeightSender):
                 raise WeightUpdateError(
                     f"version {version} cannot be written to {self._folder}: {error.strerror}"
                 ) from error
-        self._remove_old(final)
+        # The oldest go, by time: a pipeline that loads a checkpoint goes back to a lower number.
+        versions = numbered(self._folder, "version")
+        versions.sort(key=lambda path: (path == final, path.stat().st_mtime_ns))
+        for path in versions[:-_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
         entries = tuple(entry for shard in self._shards for entry in shard)
         nbytes = sum(map(chunk_bytes, self._shards))
         return Manifest(version, self.transport, str(final), nbytes, entries)
@@ -141,13 +136,6 @@ class DiskSender(WeightSender):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _remove_old(self, newest: Path) -> None:
-        # By time: a pipeline that loads a checkpoint goes back to a lower number.
-        versions = numbered(self._folder, "version")
-        versions.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns))
-        for path in versions[:-_KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _locked(path: Path) -> int | None:
@@ -189,15 +177,7 @@ def _boot_id() -> bytes:
 
 
 def write_shard(path: Path, shard: Chunk, source: Source) -> None:
-    """Write the next tensors of a source, which are those of the shard, to a safetensors file.
-
-    Example:
-        with drained(model.named_parameters()) as source:
-            write_shard(Path("model.safetensors"), entries, source)
-
-    Raises:
-        WeightUpdateError: when they are not.
-    """
+    """Write the next tensors of a source, which must be those of the shard, as safetensors."""
     # The format: the length of the header, the header, the tensors' bytes.
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     header |= {
@@ -210,29 +190,19 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        _put(file.fileno(), struct.pack("<Q", len(text)) + text)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
         for entry in shard:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
             values = tensor.contiguous().view(-1).view(torch.uint8)
             # A storage that NumPy has accessed can no longer be resized, so parts are copied.
             for part in torch.split(values, _PART_BYTES):
-                _put(file.fileno(), part.clone().numpy())
+                file.write(part.clone().numpy().data)
             del tensor  # before the next one is gathered
 
 
-def _put(file: int, data: object) -> None:
-    rest = memoryview(data)  # type: ignore[arg-type]
-    while rest:
-        rest = rest[os.write(file, rest) :]
-
-
 def validate(manifest: Manifest) -> None:
-    """Check that the files of a version are complete and hold its tensors.
-
-    Raises:
-        WeightUpdateError: when they are not, or do not.
-    """
+    """Check that the files of a version are complete and hold its tensors."""
     wanted = {entry.name: entry for entry in manifest.tensors}
     where = f"{manifest.path} of version {manifest.version}"
     if not (shards := _shards(manifest)):
@@ -246,8 +216,7 @@ def validate(manifest: Manifest) -> None:
                     entry, found = wanted.pop(name, None), file.get_slice(name)
                     if entry is None:
                         raise WeightUpdateError(f"{name} was not expected in {where}")
-                    if tuple(found.get_shape()) != entry.shape:
-                        shape = tuple(found.get_shape())
+                    if (shape := tuple(found.get_shape())) != entry.shape:
                         raise WeightUpdateError(f"{name} is {shape} in {where}")
                     if found.get_dtype() != _TYPES[entry.dtype]:
                         raise WeightUpdateError(f"{name} is {found.get_dtype()} in {where}")

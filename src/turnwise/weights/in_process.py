@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry, dtype_name
+from turnwise.internals.torch import changes_of
+from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
@@ -33,11 +35,7 @@ _published: _Published | None = None
 
 
 class InProcessTransport(Transport):
-    """Memory of the trainer's process; every rank serves the worker in its own.
-
-    Example:
-        find_transport("in_process").make_sender(options)
-    """
+    """Memory of the trainer's process; every rank serves the worker in its own."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
         return True
@@ -45,10 +43,10 @@ class InProcessTransport(Transport):
     def make_sender(self, options: SenderOptions) -> "InProcessSender":
         return InProcessSender()
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
-        validate(manifest.version)
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
+        published(manifest.version)
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         return _InProcessReceiver(manifest.version, iter(published(manifest.version).items()))
 
 
@@ -66,9 +64,6 @@ class InProcessSender(WeightSender):
 
     Only the last version is available, and only until it is loaded. Tensors that are gathered from
     shards, or merged with an adapter, amount to a copy of the model for that time.
-
-    Example:
-        manifest = InProcessSender().publish(1, model.named_parameters())
     """
 
     transport = "in_process"
@@ -77,7 +72,7 @@ class InProcessSender(WeightSender):
         """Keep references to the tensors, without a copy."""
         global _published
         named = {name: tensor.detach() for name, tensor in tensors}
-        changes = {name: tensor._version for name, tensor in named.items()}
+        changes = {name: changes_of(tensor) for name, tensor in named.items()}
         _published = _Published(version, named, changes)
         entries = tuple(
             TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), 0, t.nbytes)
@@ -90,24 +85,11 @@ class InProcessSender(WeightSender):
         _published = None
 
 
-def validate(version: int) -> None:
-    """Check that a worker in this process can load a version.
-
-    Raises:
-        WeightUpdateError: when it cannot.
-    """
-    published(version)
-
-
 def published(version: int) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a version, by name.
-
-    Raises:
-        WeightUpdateError: when they are not published, or have changed since.
-    """
+    """Return the tensors of a version, by name, unless they have changed since."""
     if _published is None or _published.version != version:
         raise WeightUpdateError(f"version {version} is not published in the process of the worker")
     for name, tensor in _published.tensors.items():
-        if tensor._version != _published.changes[name]:
+        if changes_of(tensor) != _published.changes[name]:
             raise WeightUpdateError(f"{name} has changed since version {version} was published")
     return _published.tensors

@@ -3,8 +3,9 @@
 The trainer packs tensors into two buffers in turn and sends their location over ZMQ; each engine
 worker answers once it has used a buffer, and when all have, that buffer is written again. A
 worker that fails is left out, and the others continue. On a CPU a buffer is nameless shared
-memory, on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol is the
-same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
+memory, on a GPU it is memory that the engine opens by its CUDA IPC handle, which has never been
+run; the protocol is the same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its
+device.
 
     engine                      trainer
     hello                  ->
@@ -17,12 +18,17 @@ same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
 """
 
 import errno
+import glob
+import itertools
 import json
 import math
+import mmap
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 import zmq
@@ -30,41 +36,46 @@ import zmq
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.chunks import Source, check_exhausted, pack, unpack
-from turnwise.weights.ipc_address import (
-    device_address,
-    device_name,
-    is_answering,
-    private_address,
-    socket_path,
+from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
+from turnwise.weights.manifest import (
+    Manifest,
+    Source,
+    StateDictInfo,
+    check_exhausted,
+    pack,
 )
-from turnwise.weights.ipc_buffer import Buffer, CpuBuffer, CudaBuffer
-from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo
-from turnwise.weights.stream import (
-    ANSWER_SHARE,
+from turnwise.weights.process_group import device_name
+from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
+from turnwise.weights.transport import (
+    ReceiverOptions,
+    SenderOptions,
     StreamReceiver,
     StreamSender,
-    require_cpu_or_gpu,
-)
-from turnwise.weights.transport import (
-    BUFFER_BYTES,
-    WAIT_SECONDS,
-    EngineWorker,
-    SenderOptions,
     Transport,
 )
 
 _LINGER_MS = 1000
 _PING_SECONDS = 1.0
 """Interval at which a trainer checks that its engines are alive."""
+_FOLDER = f"/tmp/turnwise-{os.getuid()}"
+"""Folder of the sockets, which only this user may enter."""
+_PRIVATE = "trainer"
+_private_numbers = itertools.count()
+_CUDA_HANDLE = (
+    "device",
+    "handle",
+    "nbytes",
+    "offset",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""The fields of torch's handle of CUDA memory, in their order."""
 
 
 class IpcTransport(Transport):
-    """ZMQ and memory that both sides map, on one host; on GPUs, one device.
-
-    Example:
-        find_transport("ipc").make_sender(options)
-    """
+    """ZMQ and memory that both sides map, on one host; on GPUs, one device."""
 
     streamed = True
 
@@ -72,80 +83,103 @@ class IpcTransport(Transport):
         return rank == 0 or device.type == "cuda"
 
     def make_sender(self, options: SenderOptions) -> "IpcSender":
-        require_cpu_or_gpu("ipc", options.device)
-        return IpcSender(
-            options.tensors,
-            options.dtype,
-            address=private_address() if options.device.type == "cpu" else "",
-            buffer_bytes=options.buffer_bytes,
-            device=options.device,
-            timeout=options.timeout * ANSWER_SHARE,
-        )
+        address = private_address() if options.device.type == "cpu" else ""
+        return IpcSender(options.for_answers(), address)
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
-        address = manifest.path or device_address(worker.device, worker.rank)
-        if (path := socket_path(address)) and not os.path.exists(path):
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
+        address = manifest.path or device_address(options.device, options.rank)
+        if (path := _socket_path(address)) and not os.path.exists(path):
             raise WeightUpdateError(
                 f"no trainer listens at {address}: trainer and engine must share a host, or a GPU"
             )
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> "IpcReceiver":
-        address = manifest.path or device_address(worker.device, worker.rank)
-        return IpcReceiver(address, worker.require_expected(), worker.device, seconds)
+    def receive(
+        self, manifest: Manifest, options: ReceiverOptions, seconds: float
+    ) -> "IpcReceiver":
+        address = manifest.path or device_address(options.device, options.rank)
+        return IpcReceiver(address, options.expected_of(manifest), options.device, seconds)
+
+
+class _CpuBuffer:
+    """A flat tensor of bytes in nameless shared memory, which another process opens by a handle."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._file = open_nameless(nbytes)
+        self.bytes = map_whole(self._file, nbytes)
+
+    def handle(self) -> JsonObject:
+        return {"address": address_of(self._file)}
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    @staticmethod
+    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
+        file = open_address(handle["address"], "the trainer's buffer")
+        try:
+            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+class _CudaBuffer:
+    """The same in memory of a GPU, opened by its CUDA IPC handle."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def handle(self) -> JsonObject:
+        fields = share_gpu_memory(self.bytes)
+        return {
+            name: value.hex() if isinstance(value, bytes) else value
+            for name, value in zip(_CUDA_HANDLE, fields, strict=True)
+        }
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self.bytes.device).synchronize()
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
+        fields = [
+            bytes.fromhex(value) if isinstance(value, str) else value
+            for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
+        ]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        storage = open_gpu_memory(index, fields)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class IpcSender(StreamSender):
     """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
-    Args:
-        tensors: The tensors of every update.
-        dtype: The type that the engine loads.
-        address: ZMQ's address to bind; by default that of `device`.
-        buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
-        device: Device of the buffers: that of the engine.
-        timeout: Seconds for each answer of the engine.
-
-    Raises:
-        InputError: when the address is taken, or the buffers do not fit.
-
-    Example:
-        sender = IpcSender(model.named_parameters())
-        sender.send(1, model.named_parameters())  # while the engine loads
+    It binds ZMQ's `address`, by default that of `device`.
     """
 
     transport = "ipc"
 
-    def __init__(
-        self,
-        tensors: NamedTensors,
-        dtype: torch.dtype = torch.float32,
-        *,
-        address: str = "",
-        buffer_bytes: int = BUFFER_BYTES,
-        device: torch.device | None = None,
-        timeout: float = WAIT_SECONDS,
-    ) -> None:
-        super().__init__(tensors, dtype, buffer_bytes)
-        device = device or torch.device("cpu")
-        self.address = address or device_address(device)
-        self._device = device
-        self._timeout = timeout
+    def __init__(self, options: SenderOptions, address: str = "") -> None:
+        super().__init__(options)
+        self.address = address or device_address(self._device)
+        self._path = self.address if self._device.type == "cpu" else ""
         self._socket = _bind(self.address)
-        make = CudaBuffer if device.type == "cuda" else CpuBuffer
         self._callers: deque[bytes] = deque()
         self._due = 1
         self._peers: set[bytes] = set()
         """Workers that are being served, and have not failed."""
         self._failures: list[TurnwiseError] = []
-        self._buffers: list[Buffer] = []
+        self._buffers: list[_CpuBuffer | _CudaBuffer] = []
+        make = _CudaBuffer if self._device.type == "cuda" else _CpuBuffer
         try:
-            self._buffers += [make(self._buffer_bytes, device) for _ in range(2)]
+            self._buffers += [make(self._buffer_bytes, self._device) for _ in range(2)]
         except BaseException:
             self.close()
             raise
-
-    def _path(self) -> str:
-        return self.address if self._device.type == "cpu" else ""
 
     def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         """Serve the workers on this device side by side; one worker if no devices are given.
@@ -259,7 +293,6 @@ class IpcSender(StreamSender):
         return bool(self._socket.poll(_milliseconds(wait)))
 
     def _receive(self) -> tuple[bytes, JsonObject]:
-        """Return the next message, and its sender."""
         peer, body = self._socket.recv_multipart()
         message: JsonObject = json.loads(body)
         if "hello" in message:
@@ -284,11 +317,7 @@ class IpcSender(StreamSender):
 
 
 class IpcReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker.
-
-    Example:
-        receiver = IpcReceiver(address, expected, device, seconds=120.0)  # then as `Receiver`
-    """
+    """Receiver of one update in an engine's worker."""
 
     def __init__(
         self, address: str, expected: StateDictInfo, device: torch.device, seconds: float
@@ -308,7 +337,7 @@ class IpcReceiver(StreamReceiver):
             self._socket.disable_monitor()
             self._socket.close()
             raise InputError(f"cannot connect to {address}: {error}") from error
-        self._reply({"hello": os.getpid()})
+        self._socket.send_json({"hello": os.getpid()})
 
     def poll(self) -> int | None:
         while self._first is None:
@@ -316,29 +345,26 @@ class IpcReceiver(StreamReceiver):
                 if not (message := self._receive("a manifest", wait=False)):
                     return None
                 self._accept(Manifest.from_dict(message["manifest"]))
-                self._reply({"error": ""})
+                self._socket.send_json({"error": ""})
             else:
                 if not (message := self._receive(self._chunk_name(0), wait=False)):
                     return None
                 self._first = self._open(message, 0)
-        assert self.manifest is not None
-        return self.manifest.version
+        return self._version
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.manifest is not None
         assert self._first is not None
         buffer = self._first
         for index, chunk in enumerate(self._chunks):
             if index:
                 buffer = self._open(self._receive(self._chunk_name(index)), index)
-            yield unpack(chunk, buffer)
-            self._synchronize()
-            self._reply({"error": ""})
-        self._receive(f"the end of version {self.manifest.version}")
+            yield from self._unpacked(chunk, buffer)
+            self._socket.send_json({"error": ""})
+        self._receive(f"the end of version {self._version}")
 
     def end(self, error: str = "") -> None:
         if self.manifest is not None:
-            self._reply({"error": error})
+            self._socket.send_json({"error": error})
         self._socket.disable_monitor()
         self._socket.close()
         self._opened, self._first = {}, None
@@ -364,9 +390,6 @@ class IpcReceiver(StreamReceiver):
             elif not wait:
                 return {}
 
-    def _reply(self, message: JsonObject) -> None:
-        self._socket.send(json.dumps(message).encode())
-
     def _open(self, message: JsonObject, index: int) -> torch.Tensor:
         if message["chunk"] != index:
             raise WeightUpdateError(
@@ -374,13 +397,13 @@ class IpcReceiver(StreamReceiver):
             )
         key = json.dumps(message["handle"])
         if key not in self._opened:
-            kind = CudaBuffer if self._device.type == "cuda" else CpuBuffer
+            kind = _CudaBuffer if self._device.type == "cuda" else _CpuBuffer
             self._opened[key] = kind.open(message["handle"], self._device)
         return self._opened[key]
 
 
 def _bind(address: str) -> "zmq.Socket[bytes]":
-    if (path := socket_path(address)) and is_answering(path):
+    if (path := _socket_path(address)) and _is_answering(path):
         raise InputError(f"another trainer uses {address}: give each its own address")
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -394,3 +417,43 @@ def _bind(address: str) -> "zmq.Socket[bytes]":
 
 def _milliseconds(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
+
+
+def device_address(device: torch.device, rank: int = 0) -> str:
+    """Return the address where the trainer on a device meets the engine's worker on it.
+
+    On CPUs the addresses of workers differ by their ranks.
+    """
+    return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
+
+
+def private_address() -> str:
+    """Return an address of this trainer alone; remove the sockets of trainers that were killed."""
+    address = _address(f"{_PRIVATE}-{os.getpid()}-{next(_private_numbers)}")
+    for path in glob.glob(f"{_FOLDER}/{_PRIVATE}-*"):
+        if not os.path.exists(f"/proc/{path.split('-')[-2]}") and not _is_answering(path):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+    return address
+
+
+def _address(name: str) -> str:
+    os.makedirs(_FOLDER, mode=0o700, exist_ok=True)
+    if os.stat(_FOLDER).st_uid != os.getuid():
+        raise InputError(f"{_FOLDER} belongs to another user; give the transport an address")
+    return f"ipc://{_FOLDER}/{name}"
+
+
+def _socket_path(address: str) -> str:
+    """Return the file of an address, or "" if it has none."""
+    return address.removeprefix("ipc://") if address.startswith("ipc://") else ""
+
+
+def _is_answering(path: str) -> bool:
+    """Return whether a process listens on a Unix socket; ZMQ itself would silently replace it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -1,35 +1,36 @@
-"""The description of one weight update: its version, its transport, and the layout of its tensors.
+"""One weight update: its version and transport, the layout of its tensors, and how they are packed.
 
 Senders return a manifest, engines check it against the tensors that they expect, and receivers use
 it to read the tensors. If these are sent in chunks, the manifest is sent first.
+
+A trainer may gather each tensor from its ranks' shards only when it is reached, so every rank
+iterates over all tensors in the same order, and none holds more than one whole tensor.
 """
 
-from collections.abc import Iterable, Mapping
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from mmap import mmap
-from typing import TYPE_CHECKING
 
 import torch
 
 from turnwise.core.json_types import JsonObject
-
-if TYPE_CHECKING:
-    from turnwise.weights.canary import Canary
+from turnwise.engine.protocol import dtype_name
+from turnwise.errors import WeightUpdateError
 
 _ALIGNMENT = 256
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Source = Iterator[tuple[str, torch.Tensor]]
+"""Named tensors that are consumed once, in order."""
 StateDictInfo = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and torch's name of the type, by tensor name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Location of one tensor in its buffer or file: `nbytes` from byte `offset`.
-
-    Example:
-        TensorEntry("weight", "float32", (2, 3), offset=256, nbytes=24)
-    """
+    """Location of one tensor in its buffer or file: `nbytes` from byte `offset`."""
 
     name: str
     dtype: str
@@ -38,21 +39,10 @@ class TensorEntry:
     offset: int
     nbytes: int
 
-    def view(self, buffer: mmap) -> torch.Tensor:
-        """Return the tensor in a writable buffer, without a copy."""
-        dtype = getattr(torch, self.dtype)
-        count = self.nbytes // dtype.itemsize
-        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=self.offset)
-        return flat.view(self.shape)
-
     def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a flat tensor of bytes on any device, without a copy."""
         flat = buffer[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
         return flat.view(self.shape)
-
-    @classmethod
-    def from_dict(cls, tree: JsonObject) -> "TensorEntry":
-        return cls(**{**tree, "shape": tuple(tree["shape"])})
 
 
 Chunk = tuple[TensorEntry, ...]
@@ -64,10 +54,6 @@ class Manifest:
     """One update: the location of its bytes, and the tensors that they hold.
 
     Our own processes exchange it as an object; `to_dict` is for vLLM's calls and for messages.
-
-    Example:
-        manifest = ShmSender(tensors).publish(3, tensors)
-        await engine.update_weights(manifest)
     """
 
     version: int
@@ -92,20 +78,57 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "Manifest":
-        return cls(**{**tree, "tensors": tuple(map(TensorEntry.from_dict, tree["tensors"]))})
+        tensors = (TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in tree["tensors"])
+        return cls(**{**tree, "tensors": tuple(tensors)})
+
+    def mismatch(self, expected: StateDictInfo | None) -> str:
+        """Describe the first tensor that is not as expected; "" when all are.
+
+        If nothing is `expected`, any tensors are right, each once.
+        """
+        seen = set()
+        for entry in self.tensors:
+            what = f"{entry.name} of version {self.version}"
+            if entry.name in seen:
+                return f"{entry.name} is listed twice in the manifest of version {self.version}"
+            seen.add(entry.name)
+            if expected is None:
+                continue
+            if entry.name not in expected:
+                return f"{what} was not expected"
+            shape, dtype = expected[entry.name]
+            if entry.shape != tuple(shape):
+                return f"{what} is {entry.shape}, not {tuple(shape)}"
+            if entry.dtype != dtype:
+                return f"{what} is {entry.dtype}, not {dtype}"
+        if missing := next((name for name in expected or () if name not in seen), None):
+            return f"{missing} is missing from version {self.version}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The log-probs that a version of the weights gives to a fixed prompt."""
+
+    prompt_token_ids: list[int]
+    """T token ids."""
+    logprobs: list[float]
+    """The trainer's log-probs of tokens 1..T-1, in nats."""
+
+
+def canary_prompt(vocab_size: int) -> list[int]:
+    """Return 32 token ids, the same in every run with this size of vocabulary."""
+    generator = random.Random(vocab_size)
+    return [generator.randrange(vocab_size) for _ in range(32)]
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version that a trainer has prepared for engines.
-
-    Example:
-        Publication(sender.publish(3, tensors), Canary(prompt, logprobs))
-    """
+    """A version that a trainer has prepared for engines."""
 
     manifest: Manifest
-    canary: "Canary | None" = None
-    """The published weights' log-probs of a fixed prompt; None if the trainer computes none."""
+    canary: Canary | None = None
+    """None if the trainer computes none."""
 
     @property
     def version(self) -> int:
@@ -117,8 +140,7 @@ def lay_out(
 ) -> tuple[tuple[TensorEntry, ...], int]:
     """Return consecutive, aligned entries for named tensors, and their total size in bytes.
 
-    Args:
-        dtype: Type of all tensors; None: each has its own.
+    They are all of `dtype`, or each has its own.
     """
     entries, offset = [], 0
     for name, tensor in tensors:
@@ -129,21 +151,13 @@ def lay_out(
     return tuple(entries), offset
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type without its module, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def plan_chunks(
     tensors: NamedTensors,
     dtype: torch.dtype | None,
     buffer_bytes: int,
     alignment: int = _ALIGNMENT,
 ) -> tuple[Chunk, ...]:
-    """Divide tensors, in their order, into chunks of at most `buffer_bytes`.
-
-    A larger tensor gets a chunk to itself.
-    """
+    """Divide tensors, in order, into chunks of at most `buffer_bytes`, or one larger tensor."""
     return _split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
 
 
@@ -163,27 +177,38 @@ def chunk_bytes(chunk: Chunk) -> int:
     return chunk[-1].offset + chunk[-1].nbytes
 
 
-def mismatch(manifest: Manifest, expected: StateDictInfo | None) -> str:
-    """Describe the first tensor of an update that is not as expected; "" when all are.
+@contextmanager
+def drained(tensors: NamedTensors) -> Iterator[Source]:
+    """Consume named tensors to the end, even after an error.
 
-    Args:
-        expected: The tensors that every update must contain; None allows any, each once.
+    Other ranks gather each tensor together with this one, and would otherwise wait for it.
     """
-    seen = set()
-    version = manifest.version
-    for entry in manifest.tensors:
-        if entry.name in seen:
-            return f"{entry.name} is listed twice in the manifest of version {version}"
-        seen.add(entry.name)
-        if expected is None:
-            continue
-        if entry.name not in expected:
-            return f"{entry.name} of version {version} was not expected"
-        shape, dtype = expected[entry.name]
-        if entry.shape != tuple(shape):
-            return f"{entry.name} of version {version} is {entry.shape}, not {tuple(shape)}"
-        if entry.dtype != dtype:
-            return f"{entry.name} of version {version} is {entry.dtype}, not {dtype}"
-    if missing := next((name for name in expected or () if name not in seen), None):
-        return f"{missing} is missing from version {version}"
-    return ""
+    source = iter(tensors)
+    try:
+        yield source
+    finally:
+        deque(source, maxlen=0)
+
+
+def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
+    """Copy the next tensors of a source, which must be those of the chunk, into a buffer."""
+    for entry in chunk:
+        tensor = check_next(entry, source)
+        entry.in_bytes(buffer).copy_(tensor)
+        del tensor  # before the next one is gathered
+
+
+def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
+    """Take the next tensor of a source, which must be the entry's."""
+    name, tensor = next(source, ("nothing", None))
+    if tensor is None or name != entry.name:
+        raise WeightUpdateError(f"the model's tensors changed: got {name} instead of {entry.name}")
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightUpdateError(f"the shape of {entry.name} changed")
+    return tensor.detach()
+
+
+def check_exhausted(source: Source) -> None:
+    """Raise `WeightUpdateError` when the source has a tensor left."""
+    for name, _ in source:
+        raise WeightUpdateError(f"the model's tensors changed: {name} came after the last")

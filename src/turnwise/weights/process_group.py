@@ -1,7 +1,13 @@
-"""The process group of a trainer and its engines' workers, and the store for their messages.
+"""The process group of a trainer and its engines' workers, and the store at which ranks meet.
 
 Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL between GPUs. The
 group is independent of any that vLLM or the trainer has. NCCL has never been run.
+
+The store is torch's key-value store. By default that listens on all addresses of a machine and
+accepts any client. Here it listens on one, and every key begins with the run's secret, which Ray
+passes to its processes. The secret protects against accidents and scanners; a client that can reach
+the port and speaks the store's protocol can still list its keys, so nodes that train together
+should be on a private network.
 """
 
 import json
@@ -9,18 +15,19 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from turnwise.core.deadlines import deadline_error
-from turnwise.core.environ import environment_variable
+from turnwise.core.optional import Foreign
+from turnwise.core.process import environment_variable, known_secret
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
-from turnwise.weights.ipc_address import device_name
-from turnwise.weights.rendezvous import join_store, open_store, private
+from turnwise.internals.torch import limit_nccl
 
+LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
 _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
@@ -32,31 +39,53 @@ _LINGER_SECONDS = 0.5
 """Time after its deadline until an abandoned broadcast ends by itself."""
 
 
-class _Backend(Protocol):
-    """The methods of torch's process groups that are used here; torch's stubs lack them."""
+def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """Open a store on one address of this machine; port 0 takes a free port."""
+    family = socket.getaddrinfo(host, port)[0][0]
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    # The store closes the descriptor that it is given.
+    return TCPStore(
+        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
-    def broadcast(
-        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
-    ) -> dist.Work: ...
 
-    def abort(self) -> None: ...
+def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    """Connect to a store that another process opened."""
+    return TCPStore(host, port, None, False, limit, wait_for_workers=False)
+
+
+def private(store: TCPStore) -> Store:
+    """Return the part of a store that this run's processes share."""
+    return PrefixStore(known_secret(), store)
+
+
+def free_address() -> tuple[str, int]:
+    """Return this node's address and a free port."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    from ray.util import get_node_ip_address  # reads the environment when it is imported
+
+    return get_node_ip_address(), port
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that trainer and engine must share: the GPU's UUID, or the host of CPUs."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return socket.gethostname()
 
 
 class ProcessGroup:
     """One rank of the process group of a trainer and its engines.
 
-    The trainer's ranks come first; its rank 0 opens the store at `ip` and `port`.
-
-    Args:
-        train_world_size: Number of the trainer's ranks.
-        seconds: Time for all ranks to join.
+    The trainer's `train_world_size` ranks come first; its rank 0 opens the store at `ip` and
+    `port`. All have to join within `seconds`.
 
     Raises:
         InputError: when the rank is taken or is not in the group, or the port is in use.
         DeadlineError: when a rank has not joined in time; it names the first.
-
-    Example:
-        group = ProcessGroup(1, "10.0.0.1", 29500, 2, 1, torch.device("cpu"), 60.0)
     """
 
     def __init__(
@@ -76,46 +105,43 @@ class ProcessGroup:
         """Number of the last update that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
+        self._group: Foreign
+        """torch's backend, whose stubs lack the methods that are used here."""
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
-        if rank:
-            self._probe_port(ip, port, seconds)
+        if rank:  # torch's own wait for the trainer's store overruns its deadline
+            late = f"the trainer did not open the process group at {self.where}"
+            end = time.monotonic() + seconds
+            _wait_until(lambda: _is_open(ip, port, end), seconds, lambda: late)
         try:
             store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
             self._store = private(store)
             if self._store.add(f"joined/{rank}", 1) > 1:
                 raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
             everyone = range(world_size)
-            _wait_until(lambda: self._joined(everyone), seconds, lambda: self._missing(everyone))
+
+            def joined(ranks: Iterable[int]) -> bool:
+                return bool(self._store.check([f"joined/{each}" for each in ranks]))
+
+            def missing() -> str:
+                first = next((each for each in everyone if not joined([each])), 0)
+                return f"{self._name(first)} did not join the process group at {self.where}"
+
+            _wait_until(lambda: joined(everyone), seconds, missing)
+            # Outside torch's registry, so that it does not affect the default group.
             if device.type == "cuda":
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
-            self._group = _process_group(self._store, rank, world_size, device, limit)
+                options = dist.ProcessGroupNCCL.Options()
+                limit_nccl(options, limit)
+                with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
+                    self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
         except (RuntimeError, OSError) as error:
             raise InputError(
                 f"no process group could be made at {self.where}: {first_line(error)}"
             ) from error
-
-    def _probe_port(self, ip: str, port: int, seconds: float) -> None:
-        """Wait for the trainer's store; torch's own wait overruns its deadline."""
-        deadline = time.monotonic() + seconds
-
-        def is_open() -> bool:
-            try:
-                socket.create_connection((ip, port), max(0.1, deadline - time.monotonic())).close()
-            except OSError:
-                return False
-            return True
-
-        late = f"the trainer did not open the process group at {self.where}"
-        _wait_until(is_open, seconds, lambda: late)
-
-    def _joined(self, ranks: Iterable[int]) -> bool:
-        return bool(self._store.check([f"joined/{rank}" for rank in ranks]))
-
-    def _missing(self, ranks: Iterable[int]) -> str:
-        missing = next((rank for rank in ranks if not self._joined([rank])), 0)
-        return f"{self._name(missing)} did not join the process group at {self.where}"
 
     def _name(self, rank: int) -> str:
         return f"{'engine' if rank in self.engine_ranks else 'trainer'} rank {rank}"
@@ -139,22 +165,13 @@ class ProcessGroup:
         return round_number, text
 
     def wait_text(self, key: str, round_number: int, what: str, seconds: float) -> str:
-        """Wait for a text of the trainer in a round.
-
-        Raises:
-            DeadlineError: when there is none after `seconds`.
-        """
+        """Wait for a text of the trainer in a round."""
         late = f"the trainer at {self.where} did not {what}"
         _wait_until(lambda: self.get(key)[0] == round_number, seconds, lambda: late)
         return self.get(key)[1]
 
     def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
-        """Wait until every engine has answered "" in a round.
-
-        Raises:
-            WeightUpdateError: when an engine answers with an error.
-            DeadlineError: when one has not answered after `seconds`.
-        """
+        """Wait until every engine has answered "" in a round; else raise, naming the first."""
         waiting = list(self.engine_ranks)
 
         def all_answered() -> bool:
@@ -177,18 +194,14 @@ class ProcessGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=seconds + _LINGER_SECONDS)
-        return self._group.broadcast([buffer], options)
+        work: dist.Work = self._group.broadcast([buffer], options)
+        return work
 
     def wait(self, work: dist.Work, what: str, seconds: float, round_number: int = 0) -> None:
-        """Wait for a broadcast.
+        """Wait for a broadcast; `DeadlineError`, which begins with `what`, breaks the group.
 
         Args:
-            what: Beginning of the error's message.
             round_number: Round in which the trainer may cancel the broadcast; 0 in the trainer.
-
-        Raises:
-            DeadlineError: when it fails or is not done in time, which breaks the group.
-            WeightUpdateError: when the trainer reports that the group is broken.
         """
         deadline = time.monotonic() + seconds
         next_check = time.monotonic() + _ABORT_CHECK_SECONDS
@@ -224,12 +237,16 @@ class ProcessGroup:
             raise DeadlineError(self.broken) from error
 
 
-def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
-    """Poll until a condition holds.
+def _is_open(ip: str, port: int, end: float) -> bool:
+    try:
+        socket.create_connection((ip, port), max(0.1, end - time.monotonic())).close()
+    except OSError:
+        return False
+    return True
 
-    Raises:
-        DeadlineError: beginning with `late()`, when it does not hold after `seconds`.
-    """
+
+def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
+    """Poll until a condition holds, or raise `DeadlineError`, which begins with `late()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -238,15 +255,7 @@ def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str
 
 
 def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.device) -> None:
-    """Check that no two ranks are on one GPU, which NCCL refuses; every rank must call it.
-
-    Args:
-        names: Names of all ranks in errors.
-        device: Device of this rank.
-
-    Raises:
-        InputError: when two ranks are.
-    """
+    """Check that no two ranks, by their `names`, are on one GPU; every rank must call it."""
     store.set(f"device/{rank}", device_name(device))
     seen: dict[str, str] = {}
     for other, name in enumerate(names):
@@ -260,27 +269,11 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
         seen[gpu] = name
 
 
-def _process_group(
-    store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
-) -> _Backend:
-    """Create a group outside torch's registry, so that it does not affect the default group."""
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
-            return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
-    return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))
-
-
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
     """Join the process group of the trainer's ranks, which all others of this process follow.
 
-    Args:
-        address: Their rendezvous: host:port.
-        seconds: Deadline, also of each operation in the group.
-
-    Raises:
-        InputError: when they cannot meet.
+    They meet at a store's `address`, host:port, within `seconds`, which is also the deadline of
+    each operation in the group.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")

@@ -14,70 +14,63 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.chunks import check_exhausted, drained, pack
-from turnwise.weights.manifest import Manifest, NamedTensors, lay_out
+from turnwise.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    check_exhausted,
+    drained,
+    lay_out,
+    pack,
+)
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
 )
 
-SHARED_MEMORY = "/dev/shm"
+_FOLDER = "/dev/shm"
 _MIB = 2**20
 
 
 class ShmTransport(Transport):
-    """Shared memory of one host.
-
-    Example:
-        find_transport("shm").make_sender(options)
-    """
+    """Shared memory of one host."""
 
     lasting = True
 
     def make_sender(self, options: SenderOptions) -> "ShmSender":
         return ShmSender(options.tensors, options.dtype)
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
-        validate(manifest)
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
+        what = f"the buffer of version {manifest.version}"
+        for entry in manifest.tensors:
+            if entry.offset + entry.nbytes > manifest.nbytes:
+                raise WeightUpdateError(f"{entry.name} lies beyond {what}")
+        file = open_address(manifest.path, what)
+        size = os.fstat(file).st_size
+        os.close(file)
+        if size < manifest.nbytes:
+            raise WeightUpdateError(f"{what} is {size} bytes, not {manifest.nbytes}")
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         return StoredReceiver(manifest.version, load(manifest))
 
 
 class ShmSender(WeightSender):
-    """Publishes named tensors, in the engines' `dtype`, to the engines of this host.
-
-    Example:
-        sender = ShmSender(model.named_parameters(), torch.bfloat16)
-        manifest = sender.publish(1, model.named_parameters())
-
-    Raises:
-        InputError: when shared memory cannot hold two copies of the tensors.
-    """
+    """Publishes named tensors, in the engines' `dtype`, to the engines of this host."""
 
     transport = "shm"
 
-    def __init__(
-        self,
-        tensors: NamedTensors,
-        dtype: torch.dtype = torch.float32,
-        directory: str = SHARED_MEMORY,
-    ) -> None:
+    def __init__(self, tensors: NamedTensors, dtype: torch.dtype = torch.float32) -> None:
         self._entries, self._nbytes = lay_out(tensors, dtype)
-        self._files = [open_nameless(self._nbytes, directory) for _ in range(2)]
+        self._files = [open_nameless(self._nbytes) for _ in range(2)]
         self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Copy the tensors, one at a time, into the buffer that no engine reads.
-
-        Raises:
-            WeightUpdateError: when names, order or shapes are not those of the constructor.
-        """
+        """Copy the tensors, one at a time, into the buffer that no engine reads."""
         index = self._writes % 2
         self._writes += 1
         with drained(tensors) as source:
@@ -92,31 +85,14 @@ class ShmSender(WeightSender):
         self._files, self._buffers = [], []
 
 
-def validate(manifest: Manifest) -> None:
-    """Check that the buffer of a version can be loaded here.
-
-    Raises:
-        WeightUpdateError: when it cannot.
-    """
-    what = f"the buffer of version {manifest.version}"
-    for entry in manifest.tensors:
-        if entry.offset + entry.nbytes > manifest.nbytes:
-            raise WeightUpdateError(f"{entry.name} lies beyond {what}")
-    file = open_address(manifest.path, what)
-    size = os.fstat(file).st_size
-    os.close(file)
-    if size < manifest.nbytes:
-        raise WeightUpdateError(f"{what} is {size} bytes, not {manifest.nbytes}")
-
-
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Map the buffer of a version, and return its tensors as views of it."""
     file = open_address(manifest.path, f"the buffer of version {manifest.version}")
     try:
-        buffer = mmap.mmap(file, manifest.nbytes)
+        buffer = torch.frombuffer(mmap.mmap(file, manifest.nbytes), dtype=torch.uint8)
     finally:
         os.close(file)
-    return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+    return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
 
 
 def address_of(file: int) -> str:
@@ -125,15 +101,10 @@ def address_of(file: int) -> str:
 
 
 def open_address(address: str, what: str) -> int:
-    """Open a file of another process.
+    """Open a file of another process, which `address_of` named there; `what` names it in errors.
 
-    Args:
-        address: As `address_of` returned it there.
-        what: Name of the file in errors.
-
-    Raises:
-        WeightUpdateError: when it cannot be opened, or is not the file that was meant: the number
-            of a process means another one in another container.
+    It may not be the file that was meant: the number of a process means another one in another
+    container.
     """
     path, _, identity = address.partition("#")
     try:
@@ -162,25 +133,21 @@ def map_whole(file: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, nbytes, flags), dtype=torch.uint8)
 
 
-def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:
-    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user.
-
-    Raises:
-        InputError: when the directory cannot hold two of them.
-    """
+def open_nameless(nbytes: int) -> int:
+    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user."""
     try:
-        free = os.statvfs(directory)
+        free = os.statvfs(_FOLDER)
     except OSError as error:
-        raise InputError(f"this machine has no shared memory at {directory}: {error}") from error
+        raise InputError(f"this machine has no shared memory at {_FOLDER}: {error}") from error
     available = free.f_bavail * free.f_frsize
     message = (
-        f"{directory} has {available / _MIB:.0f} MiB free, and two weight buffers of "
+        f"{_FOLDER} has {available / _MIB:.0f} MiB free, and two weight buffers of "
         f"{nbytes / _MIB:.0f} MiB each must fit: enlarge it (mount -o remount,size=..., or "
         "docker's --shm-size)"
     )
     if available < nbytes:
         raise InputError(message)
-    file, path = tempfile.mkstemp(prefix="turnwise-", dir=directory)
+    file, path = tempfile.mkstemp(prefix="turnwise-", dir=_FOLDER)
     os.unlink(path)
     try:
         os.posix_fallocate(file, 0, nbytes)

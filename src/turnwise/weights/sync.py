@@ -2,50 +2,57 @@
 
 It handles neither tensors nor processes, only a `Trainer` and `Engine`s. It returns one result per
 engine, so the manager knows which to restart.
+
+After its update each engine must score a fixed prompt, the canary, as the trainer does. That finds
+errors that checksums cannot: tensors that arrived intact but were packed, tied or cached wrongly
+inside the engine.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, Protocol, TypeAlias
 
+from turnwise.config import SamplingConfig
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import Engine, InFlight
+from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.errors import TurnwiseError, WeightUpdateError
-from turnwise.weights.manifest import Manifest, Publication, StateDictInfo
+from turnwise.weights.manifest import Publication
 from turnwise.weights.transport import find_transport
 
 _CHECK_SHARE = 0.25
 """Fraction of an update's time in which engines check whether it fits."""
+_CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
-UpdateResult = int | TurnwiseError
-"""The version that an engine serves after an update, or the error that prevented it."""
+
+class Updated(NamedTuple):
+    """The version that an engine serves, and how far its canary's log-probs are from the trainer's:
+    the mean and the largest absolute difference, in nats."""
+
+    version: int
+    mean: float = 0.0
+    largest: float = 0.0
+
+
+UpdateResults: TypeAlias = dict[Engine, Updated | TurnwiseError]
+"""Each engine's state after an update, or the error that prevented it."""
 
 
 class Trainer(Protocol):
-    """All ranks of a trainer as one; each call reaches every rank, in the order of the calls.
-
-    Example:
-        trainer: Trainer = await TrainerGroup.start(config, folder)
-    """
+    """All ranks of a trainer as one; each call reaches every rank, in the order of the calls."""
 
     async def publish(self) -> Publication:
         """Call every rank's `WeightSender.publish` with the current weights; returns rank 0's."""
-        ...
 
     async def send(self, devices: Sequence[str]) -> None:
         """Call every rank's `WeightSender.send` with the current weights."""
-        ...
 
     async def rendezvous(self) -> tuple[str, int]:
         """Return the address of rank 0's node and a free port of it."""
-        ...
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
         """Call every rank's `WeightSender.join`."""
-        ...
 
 
 class WeightSync:
@@ -57,11 +64,12 @@ class WeightSync:
         patience: Seconds that an engine which starts later waits for a busy trainer.
         published_again: Called after the trainer published its weights for such an engine, which
             may have taken memory for it.
+        tolerance: Largest difference of a canary's log-probs, in nats; None checks no canary.
 
     Example:
         sync = WeightSync(trainer, timeout=120.0, patience=300.0)
         published = await sync.publish()
-        await manager.update_weights(sync)  # which checks and pushes
+        await manager.update_weights(sync)  # which calls `update` with its engines
     """
 
     def __init__(
@@ -70,150 +78,174 @@ class WeightSync:
         timeout: float,
         patience: float,
         published_again: Callable[[], Awaitable[object]] | None = None,
+        tolerance: float | None = None,
     ) -> None:
+        self.current: Publication | None = None
+        """The last version that no engine refused: later engines get it."""
         self._trainer = trainer
         self._timeout = timeout
         self._patience = patience
         self._published_again = published_again
-        self._offered: Manifest | None = None
-        self._current: Manifest | None = None
-        self._devices: WeakKeyDictionary[Engine, list[str]] = WeakKeyDictionary()
-        """Worker devices of each engine that has been given the tensors to expect."""
+        self._tolerance = tolerance
+        self._offered: Publication | None = None
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
     async def publish(self) -> Publication:
         """Have the trainer publish its weights, and offer them to engines."""
-        published = await self._publish(self._timeout)
-        self._offered = published.manifest
-        return published
+        self._offered = await self._publish(self._timeout)
+        return self._offered
 
-    async def check(self, engines: Sequence[Engine]) -> list[TurnwiseError | None]:
-        """Ask each engine whether it can load the offered weights; changes no weights.
+    async def update(self, engines: Iterable[Engine], in_flight: InFlight) -> UpdateResults:
+        """Bring the offered weights to all engines, or to none; return each one's result.
 
-        If none refuses (`WeightUpdateError`), the offered weights become the current ones.
+        First all engines check that the weights fit.
+
+        Raises:
+            WeightUpdateError: when an engine refuses them, in which case all keep their weights, or
+                when an engine's canary differs from the trainer's.
         """
-        manifest = _published(self._offered)
-        errors = await together(self._check(engine, manifest) for engine in engines)
-        if not any(isinstance(error, WeightUpdateError) for error in errors):
-            self._current = manifest
-        return errors
+        offered = _published(self._offered)
+        fit, results = await self._check(engines, offered)
+        for error in results.values():
+            if isinstance(error, WeightUpdateError):
+                raise error
+        self.current = offered
+        return results | await self._push(offered, fit, in_flight, self._timeout)
 
-    async def push(self, engines: Sequence[Engine], in_flight: InFlight) -> list[UpdateResult]:
-        """Bring the current weights to engines that were just checked, in parallel."""
-        return await self._push(_published(self._current), engines, in_flight, self._timeout)
-
-    async def sync_one(self, engine: Engine, in_flight: InFlight) -> int:
+    async def update_one(self, engine: Engine, in_flight: InFlight) -> int:
         """Bring the current weights to one engine that starts later; return their version.
 
         If the trainer has to send them again, it sends its newest.
-
-        Raises:
-            TurnwiseError: when they did not arrive.
         """
-        manifest = _published(self._current)
-        if find_transport(manifest.transport).lasting:
-            return await self._bring(manifest, engine, in_flight, self._timeout)
-        # The trainer may be training again before it sends.
-        manifest = (await self._publish(self._patience)).manifest
+        published, seconds = _published(self.current), self._timeout
+        lasting = find_transport(published.manifest.transport).lasting
+        if not lasting:  # the trainer may be training again before it sends
+            seconds = self._patience
+            published = await self._publish(seconds)
         try:
-            return await self._bring(manifest, engine, in_flight, self._patience)
+            fit, results = await self._check([engine], published)
+            results |= await self._push(published, fit, in_flight, seconds)
         finally:
-            if self._published_again is not None:
+            if not lasting and self._published_again is not None:
                 await self._published_again()
-
-    async def _bring(
-        self, manifest: Manifest, engine: Engine, in_flight: InFlight, seconds: float
-    ) -> int:
-        if error := await self._check(engine, manifest):
-            raise error
-        (outcome,) = await self._push(manifest, [engine], in_flight, seconds)
-        if isinstance(outcome, TurnwiseError):
-            raise outcome
-        return outcome
+        if isinstance(result := results[engine], TurnwiseError):
+            raise result
+        return result.version
 
     async def _publish(self, seconds: float) -> Publication:
         async with deadline(seconds, "the trainer did not publish its weights"):
             return await self._trainer.publish()
 
-    async def _check(self, engine: Engine, manifest: Manifest) -> TurnwiseError | None:
-        seconds = self._timeout * _CHECK_SHARE
-        missed = f"{engine.name} did not check the update to version {manifest.version}"
-        try:
-            async with deadline(seconds, missed):
-                if engine not in self._devices:
-                    await engine.prepare_refit_info(_state_dict_info(manifest))
-                self._devices[engine] = await engine.check_update(manifest)
-        except TurnwiseError as error:
-            return error
-        return None
+    async def _check(
+        self, engines: Iterable[Engine], published: Publication
+    ) -> tuple[dict[Engine, list[str]], UpdateResults]:
+        """Return the devices of engines that can load a version, and the errors of the others."""
+        fit: dict[Engine, list[str]] = {}
+        errors: UpdateResults = {}
+
+        async def check(engine: Engine) -> None:
+            missed = f"{engine.name} did not check the update to version {published.version}"
+            try:
+                async with deadline(self._timeout * _CHECK_SHARE, missed):
+                    fit[engine] = await engine.check_update(published.manifest)
+            except TurnwiseError as error:
+                errors[engine] = error
+
+        engines = list(engines)
+        await together(map(check, engines))
+        return {engine: fit[engine] for engine in engines if engine in fit}, errors
 
     async def _push(
-        self, manifest: Manifest, engines: Sequence[Engine], in_flight: InFlight, seconds: float
-    ) -> list[UpdateResult]:
-        """Push; if one engine's death breaks the stream for all, push again without it."""
+        self,
+        published: Publication,
+        fit: Mapping[Engine, list[str]],
+        in_flight: InFlight,
+        seconds: float,
+    ) -> UpdateResults:
+        """Update engines that were just checked, in parallel, and check their canaries.
+
+        If one engine's death breaks a stream for all, the others get it once more without it.
+        """
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
-        outcomes = await self._attempt(manifest, engines, in_flight, seconds)
-        failed = [e for e, o in zip(engines, outcomes, strict=True) if isinstance(o, TurnwiseError)]
-        if not failed or not find_transport(manifest.transport).streamed:
-            return outcomes
-        errors = await together(self._check(engine, manifest) for engine in failed)
-        healthy = [e for e, error in zip(failed, errors, strict=True) if error is None]
-        left = end - clock()
-        if not healthy or len(healthy) == len(failed) or left <= 0:
-            return outcomes
-        again = await self._attempt(manifest, healthy, in_flight, left)
-        second = dict(zip(map(id, healthy), again, strict=True))
-        return [second.get(id(e), o) for e, o in zip(engines, outcomes, strict=True)]
+        results = await self._attempt(published, fit, in_flight, seconds)
+        failed = [engine for engine, result in results.items() if not isinstance(result, Updated)]
+        if failed and find_transport(published.manifest.transport).streamed:
+            healthy, _ = await self._check(failed, published)
+            if 0 < len(healthy) < len(failed) and (left := end - clock()) > 0:
+                results |= await self._attempt(published, healthy, in_flight, left)
+        if (canary := published.canary) is None or (tolerance := self._tolerance) is None:
+            return results
+        expected = (canary.prompt_token_ids, canary.logprobs, tolerance, published.version)
+
+        async def compare(engine: Engine) -> None:
+            try:
+                differences = await check_canary(engine, *expected)
+                results[engine] = Updated(published.version, *differences)
+            except WeightUpdateError:
+                raise
+            except TurnwiseError as error:
+                results[engine] = error
+
+        async with task_group() as tasks:
+            for engine, result in results.items():
+                if isinstance(result, Updated):
+                    tasks.create_task(compare(engine))
+        return results
 
     async def _attempt(
-        self, manifest: Manifest, engines: Sequence[Engine], in_flight: InFlight, seconds: float
-    ) -> list[UpdateResult]:
-        async def update(engine: Engine) -> UpdateResult:
+        self,
+        published: Publication,
+        fit: Mapping[Engine, list[str]],
+        in_flight: InFlight,
+        seconds: float,
+    ) -> UpdateResults:
+        async def update(engine: Engine) -> Updated | TurnwiseError:
             try:
-                return await engine.update_weights(manifest, in_flight, seconds)
+                served = await engine.update_weights(published.manifest, in_flight, seconds)
+                return Updated(served)
             except TurnwiseError as error:
                 return error
 
-        transport = find_transport(manifest.transport)
-        if not engines:
-            return []
-        if transport.needs_group and self._group != list(engines):
+        transport = find_transport(published.manifest.transport)
+        if not fit:
+            return {}
+        if transport.needs_group and self._group != list(fit):
             try:
-                await self._make_group(engines, seconds)
+                await self._make_group(fit, seconds)
             except TurnwiseError as error:
-                return [error] * len(engines)
+                return dict.fromkeys(fit, error)
         if not transport.streamed:
-            return await together(map(update, engines))
+            return dict(zip(fit, await together(map(update, fit)), strict=True))
+
+        async def send() -> TurnwiseError | None:
+            try:
+                async with deadline(seconds, "the trainer did not send its weights"):
+                    await self._trainer.send([device for each in fit.values() for device in each])
+            except TurnwiseError as error:
+                return error
+            return None
+
         async with task_group() as tasks:
-            sending = tasks.create_task(self._send(engines, seconds))
-            outcomes = await together(map(update, engines))
+            sending = tasks.create_task(send())
+            results = dict(zip(fit, await together(map(update, fit)), strict=True))
         if (failure := sending.result()) is not None:
             self._group = []
-            if all(isinstance(outcome, int) for outcome in outcomes):
+            if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
-        return outcomes
+        return results
 
-    async def _send(self, engines: Sequence[Engine], seconds: float) -> TurnwiseError | None:
-        devices = [device for engine in engines for device in self._devices[engine]]
-        try:
-            async with deadline(seconds, "the trainer did not send its weights"):
-                await self._trainer.send(devices)
-        except TurnwiseError as error:
-            return error
-        return None
-
-    async def _make_group(self, engines: Sequence[Engine], seconds: float) -> None:
+    async def _make_group(self, fit: Mapping[Engine, list[str]], seconds: float) -> None:
         """Create a process group of the trainer's rank 0 and the engines' workers."""
         self._group = []
         async with deadline(seconds, "the trainer did not open a rendezvous address"):
             ip, port = await self._trainer.rendezvous()
-        *starts, workers = accumulate((len(self._devices[e]) for e in engines), initial=0)
+        *starts, workers = accumulate(map(len, fit.values()), initial=0)
         joined = await asyncio.gather(
             *(
                 engine.init_collective(start, ip, port, 1 + workers, 1, seconds)
-                for engine, start in zip(engines, starts, strict=True)
+                for engine, start in zip(fit, starts, strict=True)
             ),
             self._trainer.join(ip, port, workers, seconds),
             return_exceptions=True,
@@ -221,15 +253,49 @@ class WeightSync:
         for error in joined:
             if isinstance(error, BaseException):
                 raise error
-        self._group = list(engines)
+        self._group = list(fit)
 
 
-def _published(manifest: Manifest | None) -> Manifest:
-    if manifest is None:
+def _published(publication: Publication | None) -> Publication:
+    if publication is None:
         raise WeightUpdateError("no weights have been published yet")
-    return manifest
+    return publication
 
 
-def _state_dict_info(manifest: Manifest) -> StateDictInfo:
-    """Return the argument of `prepare_refit_info` for a manifest's tensors."""
-    return {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
+async def check_canary(
+    engine: Engine,
+    prompt_token_ids: Sequence[int],
+    expected_logprobs: Sequence[float],
+    tolerance: float,
+    version: int,
+) -> tuple[float, float]:
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's.
+
+    Returns:
+        The mean and the largest absolute difference, in nats.
+
+    Raises:
+        WeightUpdateError: when the largest exceeds the tolerance, which the message names, or the
+            engine samples from another version.
+    """
+    request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}")
+    completion = await generate(engine, request)
+    if others := set(completion.weight_versions) - {version}:
+        raise WeightUpdateError(
+            f"after the update to version {version} the engine samples from version {others.pop()}"
+        )
+    scored = (completion.prompt_logprobs or [])[1:]
+    if len(scored) != len(expected_logprobs):
+        raise WeightUpdateError(f"the canary of version {version} came back without log-probs")
+    differences = [
+        abs((value if value is not None else float("nan")) - expected)
+        for value, expected in zip(scored, expected_logprobs, strict=True)
+    ]
+    largest = max(differences, key=lambda d: float("inf") if d != d else d)
+    if not largest <= tolerance:
+        raise WeightUpdateError(
+            f"after the update to version {version} the engine's log-probs differ from the "
+            f"trainer's by up to {largest:.3g} (allowed: {tolerance:g}); its weights are not the "
+            "trainer's"
+        )
+    return sum(differences) / len(differences), largest

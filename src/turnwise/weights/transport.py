@@ -4,20 +4,33 @@ A transport is one class, found by its short name or as `package.module:Class`. 
 `WeightSender` of a trainer's rank, and in each engine worker the `Receiver` of an update. To add
 one, write a file with a subclass of `Transport`, and name it in `TRANSPORTS`, or in the
 configuration alone: `weights.transport: my_package.my_module:MyTransport`.
+
+A stream (`ipc`, `collective`) sends its manifest, then the tensors in chunks that pass through two
+buffers in turn, so that neither side needs memory for a second model.
 """
 
-import importlib
 import os
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
-from turnwise.weights.chunks import drained
-from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo
+from turnwise.core.optional import load_object
+from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.manifest import (
+    Chunk,
+    Manifest,
+    NamedTensors,
+    Source,
+    StateDictInfo,
+    chunk_bytes,
+    drained,
+    lay_out,
+)
 
 if TYPE_CHECKING:
     from turnwise.weights.process_group import ProcessGroup
@@ -35,69 +48,61 @@ worker is in its process."""
 BUFFER_BYTES = 64 * 2**20
 """Size of each of a stream's two buffers, unless a tensor needs more or the model less."""
 WAIT_SECONDS = 120.0
+ANSWER_SHARE = 0.5
+"""Fraction of an update's time for each answer of a worker to a stream, so that the others can
+still be served when it gives none."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """The parts of a trainer's rank that a transport needs.
-
-    Args:
-        tensors: Names and shapes, without data, of the tensors of every update, in their order.
-        dtype: Type that the engines load.
-        device: Device of this rank's tensors.
-        folder: Folder for transports that write files; "" is none.
-        buffer_bytes: Maximum size of each of a stream's two buffers.
-        timeout: Seconds for an update.
-
-    Example:
-        SenderOptions(list(model.named_parameters()), torch.bfloat16, torch.device("cuda"))
-    """
+    """The parts of a trainer's rank that a transport needs."""
 
     tensors: Sequence[tuple[str, torch.Tensor]]
-    dtype: torch.dtype
-    device: torch.device
+    """Names and shapes, without data, of the tensors of every update, in their order."""
+    dtype: torch.dtype = torch.float32
+    """Type that the engines load."""
+    device: torch.device = _CPU
+    """Device of this rank's tensors."""
     folder: str | os.PathLike[str] = ""
+    """Folder for transports that write files; "" is none."""
     buffer_bytes: int = BUFFER_BYTES
+    """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
+    """Seconds for an update; in the sender of a stream, for each answer of an engine."""
+
+    def for_answers(self) -> "SenderOptions":
+        """Return the options of a stream's sender, whose `timeout` is that of an answer."""
+        return replace(self, timeout=self.timeout * ANSWER_SHARE)
 
 
 @dataclass(slots=True)
-class EngineWorker:
-    """The parts of an engine's worker that a transport needs.
-
-    Example:
-        EngineWorker(torch.device("cpu"), rank=0, expected={"weight": ((2, 3), "float32")})
-    """
+class ReceiverOptions:
+    """The parts of an engine's worker that a transport needs."""
 
     device: torch.device
     rank: int
     """Rank among the engine's workers."""
     expected: StateDictInfo | None = None
-    """The tensors that every update must contain; None before `prepare_refit_info`."""
+    """The tensors that every update must contain; None allows any, each once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
 
-    def require_expected(self) -> StateDictInfo:
-        """Return `expected`.
-
-        Raises:
-            WeightUpdateError: when it is not known yet.
-        """
-        if self.expected is None:
+    def expected_of(self, manifest: Manifest) -> StateDictInfo:
+        """Return the tensors of an update's stream: `expected`, or those of its manifest."""
+        if self.expected is not None:
+            return self.expected
+        if not manifest.tensors:
             raise WeightUpdateError("call prepare_refit_info before the first update")
-        return self.expected
+        return {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
 
 
 class WeightSender(ABC):
     """Sender on one rank of the trainer.
 
     It consumes tensors one at a time and to the end, so a generator may gather each when needed.
-
-    Example:
-        sender = make_sender("shm", model.named_parameters())
-        manifest = sender.publish(1, model.named_parameters())
-        sender.send(1, model.named_parameters(), devices)  # does nothing with shm
-        sender.close()
+    Its methods raise `WeightUpdateError` when tensors cannot be written, have changed, or a worker
+    refused them, and `DeadlineError` when a worker did not answer in time.
     """
 
     transport = ""
@@ -105,35 +110,14 @@ class WeightSender(ABC):
 
     @abstractmethod
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Prepare a version; engines are given the manifest that rank 0 returns.
-
-        A streaming transport consumes the tensors in `send` instead.
-
-        Raises:
-            WeightUpdateError: when the tensors cannot be written, or have changed.
-        """
+        """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the tensors to the engines' workers while they load; for streaming transports.
-
-        Args:
-            devices: Device of each worker that loads them, as `Engine.check_update` returns it.
-
-        Raises:
-            WeightUpdateError: when a worker refused or failed, or the tensors have changed.
-            DeadlineError: when a worker did not answer in time.
-        """
+        """Send the tensors to workers on these devices (`Engine.check_update`) while they load."""
         return
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
-        """Create a process group of rank 0 and the engines' workers; replaces an earlier one.
-
-        Does nothing in transports without `needs_group`.
-
-        Raises:
-            InputError: when the group cannot be made.
-            DeadlineError: when a worker has not joined in time.
-        """
+        """Create a process group of rank 0 and the engines' workers; replaces an earlier one."""
         return
 
     def close(self) -> None:
@@ -142,16 +126,7 @@ class WeightSender(ABC):
 
 
 class Receiver(ABC):
-    """One engine worker's receiver of one update: polled until ready, then read.
-
-    Example:
-        receiver = find_transport(manifest.transport).receive(manifest, worker, 120.0)
-        while receiver.poll() is None:
-            ...
-        for tensors in receiver.chunks():
-            model.load_weights(tensors)
-        receiver.end()
-    """
+    """One engine worker's receiver of one update: polled until ready, then read, then ended."""
 
     reuses_buffers = False
     """Whether tensors are overwritten once the next chunk is requested."""
@@ -177,11 +152,7 @@ class Receiver(ABC):
 
 
 class StoredReceiver(Receiver):
-    """A receiver of tensors that are available at once, in one chunk.
-
-    Example:
-        StoredReceiver(manifest.version, iter(torch.load(manifest.path).items()))
-    """
+    """A receiver of tensors that are available at once, in one chunk."""
 
     reports = False
 
@@ -203,10 +174,10 @@ class Transport(Protocol):
         class MyTransport(Transport):
             def make_sender(self, options):
                 return MySender(options.tensors)
-            def validate(self, manifest, worker):
+            def validate(self, manifest, options):
                 if not Path(manifest.path).exists():
                     raise WeightUpdateError(f"{manifest.path} is missing")
-            def receive(self, manifest, worker, seconds):
+            def receive(self, manifest, options, seconds):
                 return StoredReceiver(manifest.version, my_tensors(manifest))
     """
 
@@ -223,36 +194,97 @@ class Transport(Protocol):
 
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
-        """Make the sender of a rank.
+        """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
 
-        Raises:
-            InputError: when the transport cannot be used on this machine.
-        """
-        ...
-
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
-        """Check in an engine's worker, before weights are touched, that the update can be loaded.
-
-        Raises:
-            WeightUpdateError: when it cannot.
-        """
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
+        """Raise `WeightUpdateError` if an engine's worker cannot load an update."""
         return
 
     @abstractmethod
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         """Start to receive an update in an engine's worker, within `seconds`.
 
-        Streams may be opened with a manifest that has only a transport and a path.
+        The manifest of a stream may have only a transport and a path.
         """
-        ...
 
 
-class GatheringSender(WeightSender):
-    """The sender of a rank that only helps to gather tensors.
+class StreamSender(WeightSender):
+    """Sends named tensors, in the engines' `dtype`, through two buffers.
 
-    Example:
-        make_sender("shm", model.named_parameters(), rank=1)  # makes one
+    Each `send` must get the tensors of the options, in their order. The device's type must be that
+    of the engines.
     """
+
+    def __init__(self, options: SenderOptions) -> None:
+        self._device = options.device
+        if self._device.type not in ("cpu", "cuda"):
+            raise InputError(
+                f"weights.transport: {self.transport} works between CPUs or GPUs, not "
+                f"{self._device}"
+            )
+        self._entries, self._nbytes = lay_out(options.tensors, options.dtype)
+        self._bound = options.buffer_bytes
+        self._chunks = Manifest(0, "", "", 0, self._entries, self._bound).chunks
+        self._buffer_bytes = max(map(chunk_bytes, self._chunks))
+        self._timeout = options.timeout
+        self._path = ""
+        """Address at which engines find this sender, for their manifest."""
+
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        layout = (self._nbytes, self._entries, self._bound)
+        return Manifest(version, self.transport, self._path, *layout)
+
+    def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
+        manifest = self.publish(version, ())
+        with drained(tensors) as source:
+            self._send(manifest, source, devices)
+
+    @abstractmethod
+    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
+
+
+class StreamReceiver(Receiver):
+    """Reads chunks from a trainer, whose manifest must name the `expected` tensors."""
+
+    reuses_buffers = True
+
+    def __init__(self, expected: StateDictInfo, device: torch.device, seconds: float) -> None:
+        self.manifest: Manifest | None = None
+        """The trainer's manifest; None until it arrives."""
+        self._version = 0
+        self._chunks: tuple[Chunk, ...] = ()
+        self._expected = expected
+        self._device = device
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _accept(self, manifest: Manifest) -> None:
+        self.manifest, self._version, self._chunks = manifest, manifest.version, manifest.chunks
+        if error := manifest.mismatch(self._expected):
+            raise WeightUpdateError(error)
+
+    def _chunk_name(self, index: int) -> str:
+        return f"chunk {index + 1} of {len(self._chunks)} of version {self._version}"
+
+    def _unpacked(
+        self, chunk: Chunk, buffer: torch.Tensor
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield a chunk's tensors as views of a buffer; end once the device has read them."""
+        yield [(entry.name, entry.in_bytes(buffer)) for entry in chunk]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @abstractmethod
+    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the tensors of each chunk, valid until the next is requested."""
+
+
+class _GatheringSender(WeightSender):
+    """The sender of a rank that only helps to gather tensors."""
 
     def __init__(self, streamed: bool) -> None:
         self._streamed = streamed
@@ -260,38 +292,23 @@ class GatheringSender(WeightSender):
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Return a manifest without tensors."""
         if not self._streamed:
-            with drained(tensors):
-                pass
+            deque(tensors, maxlen=0)
         return Manifest(version, self.transport, "", 0, ())
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
         if self._streamed:
-            with drained(tensors):
-                pass
+            deque(tensors, maxlen=0)
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport of a short name, or of `package.module:Class`.
-
-    Example:
-        find_transport("shm").lasting
-        True
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the transport of a short name, or of `package.module:Class`."""
     path = TRANSPORTS.get(name, name)
-    module, _, attribute = path.partition(":")
-    if not attribute:
+    if ":" not in path:
         raise InputError(
             f"weights.transport: {name} is none of {', '.join(TRANSPORTS)}, nor "
             "package.module:Class"
         )
-    try:
-        transport: Transport = getattr(importlib.import_module(module), attribute)()
-    except BaseException as error:  # the module's own code may raise anything
-        why = describe_error(ordinary_error(error))
-        raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
+    transport: Transport = load_object(path, "weights.transport")()
     return transport
 
 
@@ -306,29 +323,19 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
 ) -> WeightSender:
-    """Make the sender of one trainer rank.
+    """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
             processes.
-        tensors: Names and shapes of the tensors of every update, in their order; DTensors have
-            those of the whole.
-        device: Device of this rank's tensors; None is a CPU.
-
-    The other arguments are those of `SenderOptions`.
-
-    Raises:
-        InputError: when the transport cannot be used on this machine.
-
-    Example:
-        sender = make_sender("disk", model.named_parameters(), folder="/shared/weights")
+        tensors: The tensors of every update; DTensors have the shapes of the whole.
     """
     chosen = find_transport(transport)
-    device = device or torch.device("cpu")
+    device = device or _CPU
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)
-    sender: WeightSender = GatheringSender(chosen.streamed)
+    sender: WeightSender = _GatheringSender(chosen.streamed)
     if chosen.sends_from(rank, device):
         sender = chosen.make_sender(options)
     sender.transport = transport

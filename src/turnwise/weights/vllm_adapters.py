@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from turnwise.core.json_types import JsonObject
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.internals import vllm
 
 Modules = Mapping[str, vllm.BaseLayerWithLoRA]
 """vLLM's layers that may have an adapter, by name."""
@@ -25,7 +25,7 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
     vLLM 0.32 cannot compute log-probs of a prompt, which the canary needs, in a batch with other
     requests if one may.
     """
-    slots = manager._adapter_manager
+    slots = vllm.adapter_slots(manager)
     for name, module in list(slots.model.named_modules()):
         if isinstance(module, vllm.LogitsProcessorWithLoRA):
             parent, _, own = name.rpartition(".")
@@ -34,11 +34,7 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
 
 
 def put_folder(manager: vllm.LRUCacheWorkerLoRAManager, number: int, path: str, key: str) -> None:
-    """Read an adapter's folder, and put it into a slot under `number`.
-
-    Raises:
-        InputError: naming `key`, when it cannot be read or does not fit the model.
-    """
+    """Read an adapter's folder, and put it into a slot under `number`; `key` names it in errors."""
     adapter = read_adapter(path, key)
     tensors = load_file(adapter.folder / WEIGHTS)
     try:
@@ -58,12 +54,8 @@ def put(
     Args:
         tensors: Tensors by their names in PEFT's format; they are copied.
         config: PEFT's configuration: r, lora_alpha, target_modules ...
-
-    Raises:
-        WeightUpdateError: when a tensor belongs to no layer of the model, has another size than its
-            layer, or did not arrive in the slot.
     """
-    slots = manager._adapter_manager
+    slots = vllm.adapter_slots(manager)
     helper = vllm.PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
     mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
@@ -78,7 +70,7 @@ def put(
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
         skip_prefixes=getattr(slots.model, "lora_skip_prefixes", None),
     )
-    slots._validate_moe_lora_format(lora)
+    vllm.check_experts_of(slots, lora)
     most = slots.capacity
     if vllm.current_platform.is_cpu():  # the last slot stays empty: see EngineAdapters.arguments
         most = slots.lora_slots - 1
@@ -127,9 +119,7 @@ def _check_layers(modules: Modules, lora: vllm.LoRAModel) -> None:
                 )
 
 
-def _check_slot(
-    modules: Mapping[str, vllm.BaseLayerWithLoRA], lora: vllm.LoRAModel, slot: int
-) -> None:
+def _check_slot(modules: Modules, lora: vllm.LoRAModel, slot: int) -> None:
     """Check that a slot contains the adapter, bit for bit."""
     for name, layer in lora.loras.items():
         for a, b, slots_a, slots_b in _shards(modules[name], layer):

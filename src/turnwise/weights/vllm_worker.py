@@ -7,53 +7,38 @@ until the layer is complete, so tensors in a buffer that is reused are copied fi
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import ParamSpec
 
 import torch
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.logits_adapter import take_failure
+from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights import BACKEND
-from turnwise.weights.ipc_address import device_name
-from turnwise.weights.manifest import Manifest, mismatch
-from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.transport import EngineWorker, Receiver, find_transport
+from turnwise.internals import vllm
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.process_group import ProcessGroup, device_name
+from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
 from turnwise.weights.vllm_adapters import put, put_folder, spare_head
 
 _P = ParamSpec("_P")
 logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
-@dataclass
-class InitInfo(vllm.WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: nothing has to be agreed on before the first update."""
-
-
-@dataclass
-class UpdateInfo(vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Empty: the update comes from the open receiver."""
-
-
 class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
-    """Loads the open update into the model; one for each worker, made by vLLM.
+    """Loads the open update into the model; one for each worker, made by vLLM."""
 
-    Example:
-        AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), ...)
-    """
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    # Both are empty: all is known from the receiver.
+    init_info_cls = vllm.WeightTransferInitInfo
+    update_info_cls = vllm.WeightTransferUpdateInfo
 
     receiver: Receiver | None = None
     """The update in progress."""
     _reloading = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: vllm.WeightTransferInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
@@ -62,10 +47,10 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = True
         if vllm.current_platform.is_cpu():
             for module in self.model.modules():
-                _pack_experts_again(module)
+                vllm.pack_experts_again(module)
         vllm.initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
         assert self.receiver is not None
         for tensors in self.receiver.chunks():
             if self.receiver.reuses_buffers:
@@ -89,12 +74,9 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         vllm.finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = False
-        if vllm.current_platform.is_cpu():
-            self._repack_output_heads()
-
-    def _repack_output_heads(self) -> None:
-        """Repack the head's copy on a CPU, which a reload of tied weights misses."""
-        for module in self.model.modules():
+        if not vllm.current_platform.is_cpu():
+            return
+        for module in self.model.modules():  # a reload of tied weights misses the head's copy
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 
@@ -105,21 +87,6 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.end_update("the engine was shut down")
-
-
-def _pack_experts_again(module: torch.nn.Module) -> None:
-    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
-    method = getattr(module, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
-        return
-    process = method.process_weights_after_loading
-
-    def process_and_pack(layer: torch.nn.Module) -> None:
-        process(layer)
-        kernel.fused_experts.process_weights_after_loading(layer)
-
-    method.process_weights_after_loading = process_and_pack
 
 
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
@@ -137,11 +104,7 @@ def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObjec
 
 
 class WorkerExtension:
-    """Methods that are added to vLLM's worker; they may return only plain values.
-
-    Example:
-        AsyncEngineArgs(worker_extension_cls=WORKER_EXTENSION, ...)
-    """
+    """Methods that are added to vLLM's worker; they may return only plain values."""
 
     weight_transfer_engine: TransferEngine
     device: torch.device
@@ -150,8 +113,6 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
-    _weight_update_active: bool
-    _engine_worker: EngineWorker
     _validated: Manifest | None
     """The update that was checked last; None once it is opened."""
 
@@ -169,27 +130,18 @@ class WorkerExtension:
     @_replying
     def expect_tensors(self, info: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Set the tensors that every update must contain from now on."""
-        self._as_engine_worker().expected = {
+        self._options.expected = {
             name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()
         }
 
     @_replying
     def join_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        seconds: float,
+        self, rank_prefix: int, ip: str, port: int, world_size: int, ranks: int, seconds: float
     ) -> None:
-        """Join the trainer's process group; replaces an earlier one."""
-        worker = self._as_engine_worker()
-        worker.group = None
-        rank = train_world_size + rank_prefix + self.rank
-        worker.group = ProcessGroup(
-            rank, ip, port, world_size, train_world_size, self.device, seconds
-        )
+        """Join the process group of the trainer's `ranks`; replaces an earlier one."""
+        self._options.group = None
+        group = (ranks + rank_prefix + self.rank, ip, port, world_size, ranks)
+        self._options.group = ProcessGroup(*group, self.device, seconds)
 
     @_replying
     def check_update(self, manifest: JsonObject) -> JsonObject:
@@ -199,29 +151,34 @@ class WorkerExtension:
 
     @_replying
     def open_update(self, manifest: JsonObject, seconds: float) -> JsonObject:
-        """Begin to receive an update; returns as `poll_update` does."""
+        """Begin to receive an update; returns as `poll_update` does.
+
+        The manifest of a stream may name no tensors: then the trainer sends its own first.
+        """
         update = Manifest.from_dict(manifest)
-        if update != getattr(self, "_validated", None):
+        transport = find_transport(update.transport)
+        unknown = transport.streamed and not update.tensors
+        if not unknown and update != getattr(self, "_validated", None):
             self._validate(update)
         self._validated = None  # one check is good for one update
-        return self._open(update, seconds)
-
-    @_replying
-    def open_stream(self, transport: str, address: str, seconds: float) -> JsonObject:
-        """Begin to receive the trainer's next update; returns as `poll_update` does."""
-        return self._open(Manifest(0, transport, address, 0, ()), seconds)
+        vllm.forget_update(self)
+        engine = self.weight_transfer_engine
+        engine.end_update("the engine began another update")
+        engine.receiver = transport.receive(update, self._options, seconds)
+        return self.poll_update()
 
     @_replying
     def poll_update(self) -> JsonObject:
         """Return the `version` that can be loaded, if one can."""
-        return self._poll()
+        assert self.weight_transfer_engine.receiver is not None
+        version = self.weight_transfer_engine.receiver.poll()
+        return {} if version is None else {"version": version}
 
     @_replying
     def load_update(self) -> JsonObject:
-        """Load the open update, and end it unless the trainer waits for a report of all workers.
+        """Load the open update; return whether it has `ended`.
 
-        Returns:
-            Whether it has `ended`.
+        It has not if the trainer waits for a report of all workers.
         """
         self.start_weight_update()
         self.update_weights({})
@@ -230,11 +187,7 @@ class WorkerExtension:
 
     @_replying
     def load_adapter(self, number: int, config: JsonObject) -> JsonObject:
-        """Load the open update as an adapter under `number`; returns as `load_update` does.
-
-        Args:
-            config: PEFT's configuration of the adapter.
-        """
+        """Load the open update as an adapter, with PEFT's `config`, as `load_update` does."""
         receiver = self.weight_transfer_engine.receiver
         assert receiver is not None
         tensors = (pair for chunk in receiver.chunks() for pair in chunk)
@@ -273,37 +226,22 @@ class WorkerExtension:
         """Report to the trainer how its update ended."""
         self.weight_transfer_engine.end_update(error)
 
-    def _as_engine_worker(self) -> EngineWorker:
-        if not hasattr(self, "_engine_worker"):
-            self._engine_worker = EngineWorker(self.device, self.rank)
-        return self._engine_worker
+    @cached_property
+    def _options(self) -> ReceiverOptions:
+        return ReceiverOptions(self.device, self.rank)
 
     def _validate(self, manifest: Manifest) -> None:
-        worker = self._as_engine_worker()
+        options = self._options
         try:
-            if error := mismatch(manifest, worker.expected):
+            if error := manifest.mismatch(options.expected):
                 raise WeightUpdateError(error)
-            find_transport(manifest.transport).validate(manifest, worker)
+            find_transport(manifest.transport).validate(manifest, options)
         except TurnwiseError as error:
             raise WeightUpdateError(f"refused a weight update: {error}") from error
         self._validated = manifest
-
-    def _open(self, manifest: Manifest, seconds: float) -> JsonObject:
-        self._weight_update_active = False  # vLLM leaves it set after an interrupted update
-        engine = self.weight_transfer_engine
-        engine.end_update("the engine began another update")
-        transport = find_transport(manifest.transport)
-        engine.receiver = transport.receive(manifest, self._as_engine_worker(), seconds)
-        return self._poll()
-
-    def _poll(self) -> JsonObject:
-        assert self.weight_transfer_engine.receiver is not None
-        version = self.weight_transfer_engine.receiver.poll()
-        return {} if version is None else {"version": version}
 
 
 # An update of some layers is complete: the manifest says so, and the canary checks it.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
-if BACKEND not in vllm.WeightTransferEngineFactory._registry:
-    vllm.WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
+vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)

@@ -24,9 +24,10 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import EngineError, InputError, WeightUpdateError
-from turnwise.serving.colocated.engine import colocated_engine, on_actors
+from turnwise.serving.colocated.engine import on_actors
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights import WORKER_EXTENSION
 from turnwise.weights.in_process import InProcessSender
 from turnwise.weights.manifest import Manifest
 
@@ -151,7 +152,12 @@ def trainer(ray_started: None, model_path: str) -> Iterator[Any]:
 def build_engine(make_config: Callable[..., Config]) -> Callable[..., VllmEngine]:
     def build(actors: dict[str, Any], **engine: Any) -> VllmEngine:
         config = make_config(engine=engine)
-        return colocated_engine(config.model, config.engine, actors)
+        return VllmEngine(
+            config.model,
+            on_actors(config.engine, actors),
+            worker_extension=WORKER_EXTENSION,
+            name=f"engine in {', '.join(actors)}",
+        )
 
     return build
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
+from turnwise.internals.torch import default_group_apart
+from turnwise.serving.colocated.host import ProcessState
 
 
 def draw() -> list[float]:

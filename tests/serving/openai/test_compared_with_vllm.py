@@ -14,13 +14,13 @@ from tests.serving.openai.answers import Difference, differences, read
 from tests.serving.openai.shapes import RESPONSES, SHAPES, Shape
 from turnwise.config import Config
 from turnwise.engine.vllm_engine import VllmEngine
-from turnwise.serving.openai.server import OpenAIServer
-from turnwise.serving.openai.vllm_api import (
+from turnwise.internals.vllm_server import (
     FlexibleArgumentParser,
     build_app,
     init_app_state,
     make_arg_parser,
 )
+from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 
 

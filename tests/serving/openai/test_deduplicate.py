@@ -8,7 +8,9 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from turnwise.serving.openai.deduplicate import RetryDeduplicator
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import SamplingConfig
+from turnwise.serving.openai.middleware import SessionMiddleware
 
 PATH, BODY = "/v1/chat/completions", {"messages": [{"role": "user", "content": "12 plus 30?"}]}
 
@@ -29,13 +31,16 @@ async def test_a_retry_joins_only_what_it_names(
 ) -> None:
     asked, counts, answer = Counter[str](), Counter[str](), asyncio.Event()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        asked["requests"] += 1
-        number = asked["requests"]
-        await answer.wait()
-        await PlainTextResponse(str(number))(scope, receive, send)
+    class Waiting(SessionMiddleware):
+        async def _handle(self, scope: Any, body: Any, receive: Any, send: Any) -> None:
+            asked["requests"] += 1
+            number = asked["requests"]
+            await answer.wait()
+            await PlainTextResponse(str(number))(scope, receive, send)
 
-    transport = httpx.ASGITransport(RetryDeduplicator(app, counts))
+    unused: Any = None
+    store = SessionStore(SamplingConfig())
+    transport = httpx.ASGITransport(Waiting(unused, unused, store, counts, None, None))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
         first, retry = (
             asyncio.create_task(

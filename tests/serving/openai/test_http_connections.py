@@ -11,7 +11,7 @@ import pytest
 from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.serving.openai import connections
+from turnwise.serving.openai import protection
 from turnwise.serving.openai import server as server_module
 from turnwise.serving.openai.server import OpenAIServer
 
@@ -68,7 +68,7 @@ async def test_half_sent_requests_keep_nobody_out_and_end(
     health = server.base_url.removesuffix("/v1") + "/health"
     clock = asyncio.get_running_loop().time
     for seconds in (1.0, 8.0, 64.0):  # until all of it fits into the deadline
-        monkeypatch.setattr(connections, "_HEAD_SECONDS", seconds)
+        monkeypatch.setattr(protection, "_HEAD_SECONDS", seconds)
         began = clock()
         half = [
             asyncio.create_task(exchange(address, [b"GET /health HTTP/1.1\r\nHost: localhost\r\n"]))
@@ -120,7 +120,7 @@ async def test_a_request_that_does_not_come_to_its_end_is_ended(
     status: bytes,
 ) -> None:
     if deadline:  # the others keep their half minute and more
-        monkeypatch.setattr(connections, deadline, 1.0)
+        monkeypatch.setattr(protection, deadline, 1.0)
     answer = await exchange(address, pieces, pause)
     assert answer.startswith(b"HTTP/1.1 " + status) if status else not answer
 
@@ -137,7 +137,7 @@ async def test_a_connection_may_be_used_again_after_a_pause(
     for head_seconds, pause in ((1.0, 1.5), (30.0, 0.0)):  # longer than a head may take
         writer.write(head)
         await asyncio.sleep(0.2)
-        monkeypatch.setattr(connections, "_HEAD_SECONDS", head_seconds)
+        monkeypatch.setattr(protection, "_HEAD_SECONDS", head_seconds)
         writer.write(body)
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert answer.startswith(b"HTTP/1.1 200")

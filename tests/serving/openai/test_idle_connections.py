@@ -16,7 +16,7 @@ from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
 from turnwise.serving.openai import server as server_module
-from turnwise.serving.openai.connections import Connection
+from turnwise.serving.openai.protection import Connection
 from turnwise.serving.openai.server import OpenAIServer
 
 POOL = 0.2

@@ -14,8 +14,8 @@ from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import Config
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
-from turnwise.serving.openai.engine_client import _logprobs
 from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.openai.vllm_app import _logprobs
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 

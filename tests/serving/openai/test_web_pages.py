@@ -7,8 +7,10 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import SamplingConfig
 from turnwise.config.serving import ServingConfig
-from turnwise.serving.openai.web_pages import canonical, guarded
+from turnwise.serving.openai.protection import canonical, guarded
 
 THERE = "http://attacker.example"
 JSON = {"content-type": "application/json"}
@@ -18,7 +20,8 @@ async def ask(
     method: str = "GET", headers: dict[str, str] | None = None, bound: Any = None, **serving: Any
 ) -> httpx.Response:
     """Send a request to a server that listens at `bound`."""
-    app = guarded(PlainTextResponse("inside"), ServingConfig(**serving))
+    store = SessionStore(SamplingConfig())
+    app = guarded(PlainTextResponse("inside"), ServingConfig(**serving), None, store)
 
     async def at_address(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "server": bound or ("127.0.0.1", 8000)}, receive, send)

@@ -218,11 +218,8 @@ ROLES = tuple(_FLAT)
 
 
 def _expanded(value: object) -> object:
-    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables.
-
-    A variable's text is read as a Python or YAML value. One that is not set and has no default is
-    null.
-    """
+    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables,
+    read as Python or YAML values; one that is not set and has no default is null."""
     if isinstance(value, dict):
         return {key: _expanded(below) for key, below in value.items()}
     if isinstance(value, list):
@@ -242,7 +239,7 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file and of everything it includes, in which a later one wins.
+    """Yield the trees of a file and of everything it includes, of which a later one wins.
 
     Args:
         kind: Name of such a file in errors: "model file".

@@ -12,6 +12,7 @@ from typing import NoReturn
 from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT, GRPOConfig
 from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import optional
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ def _model(args: GRPOConfig) -> dict[str, object]:
     """Return the precision of forward passes, with master weights in float32, the attention, and
     how the engine runs."""
     given = _dictionary(args, "model_init_kwargs")
-    dtype = str(given.pop("dtype", given.pop("torch_dtype", None))).removeprefix("torch.")
+    dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
     if given:
         _refuse("model_init_kwargs", given, "only dtype and attn_implementation can be set")

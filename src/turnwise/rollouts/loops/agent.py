@@ -21,7 +21,6 @@ from turnwise.rollouts.agents import (
     AgentWorker,
     apply_report,
     clean_environment,
-    is_endpoint,
     run_command,
     run_endpoint,
 )
@@ -102,7 +101,7 @@ class HttpAgentLoop:
             task = {"task": row, "base_url": base_url, "model": model, "name": name}
             report = await worker.run(task | ({"trace": trace} if trace else {}))
             apply_report(report, session, worker.name)
-        elif is_endpoint(agent):
+        elif agent.startswith(("http://", "https://")):
             request = {"row": row, "base_url": base_url, "model": model, "id": name}
             report = await run_endpoint(agent, request)
             apply_report(report, session, f"the agent {agent}")

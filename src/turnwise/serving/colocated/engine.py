@@ -14,12 +14,9 @@ from ray import cloudpickle
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from turnwise.config import EngineConfig, ModelConfig
-from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
-from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.config import EngineConfig
 from turnwise.errors import InputError
 from turnwise.serving.colocated.host import WorkerHost
-from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 EXECUTOR = "turnwise.serving.colocated.executor.ColocatedExecutor"
 
@@ -57,15 +54,11 @@ def on_actors(
     could not answer it otherwise.
 
     Args:
-        engine: Configuration to change.
         actors: Handles of `WorkerHost`s by their names in errors; the first is tensor-parallel
             rank 0. An actor that is given to an engine lives until it is killed, even without
             other handles.
         call_timeout: Seconds for an actor to answer one call, also while it trains; None means
             the engine's `request_timeout`.
-
-    Example:
-        config = on_actors(config.engine, trainer_group.actors, call_timeout=300.0)
     """
     context = ray.get_runtime_context()
     placement = ActorPlacement(
@@ -87,10 +80,6 @@ def on_actors(
     )
 
 
-class _Shard(WorkerHost):
-    """An actor that only hosts a worker."""
-
-
 def on_bundles(engine: EngineConfig, bundle_indices: Sequence[int], name: str) -> EngineConfig:
     """Return the engine's configuration with its vLLM workers in new actors.
 
@@ -107,7 +96,7 @@ def on_bundles(engine: EngineConfig, bundle_indices: Sequence[int], name: str) -
         )
     group = ray.util.get_current_placement_group()
     gpus = group.bundle_specs[bundle_indices[0]].get("GPU", 0)
-    shard = ray.remote(num_cpus=0, num_gpus=gpus)(_Shard)
+    shard = ray.remote(num_cpus=0, num_gpus=gpus)(WorkerHost)
     shards = {
         f"{name}, shard {rank}": shard.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
@@ -115,38 +104,3 @@ def on_bundles(engine: EngineConfig, bundle_indices: Sequence[int], name: str) -
         for rank, index in enumerate(bundle_indices)
     }
     return on_actors(engine, shards)
-
-
-def colocated_engine(
-    model: ModelConfig,
-    engine: EngineConfig,
-    actors: Mapping[str, RayActor],
-    *,
-    call_timeout: float | None = None,
-    name: str = "engine",
-    seed: int = 0,
-    deterministic: bool = False,
-    adapters: EngineAdapters = NO_ADAPTERS,
-) -> VllmEngine:
-    """Build an engine in this process with its vLLM workers in actors; errors name the actor.
-
-    Args:
-        actors: Actors, as for `on_actors`.
-        call_timeout: Seconds for an actor to answer, as for `on_actors`.
-        seed: Seed of the engine's random numbers.
-        deterministic: Whether results are bitwise repeatable; see `VllmEngine`.
-        adapters: Adapters that the engine holds.
-
-    Raises:
-        InputError: when vLLM refuses the model or an argument, or an actor fails to start.
-    """
-    return VllmEngine(
-        model,
-        on_actors(engine, actors, call_timeout),
-        worker_extension=WORKER_EXTENSION,
-        weight_backend=BACKEND,
-        name=f"{name} in {', '.join(actors)}",
-        seed=seed,
-        deterministic=deterministic,
-        adapters=adapters,
-    )

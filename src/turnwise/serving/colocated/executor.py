@@ -18,8 +18,8 @@ from ray.actor import ActorHandle as RayActor
 
 from turnwise.core.actor import get_all_with_deadline
 from turnwise.core.ray import join_ray
-from turnwise.engine import vllm_api as vllm
 from turnwise.errors import EngineError, TurnwiseError
+from turnwise.internals import vllm
 from turnwise.serving.colocated.engine import ActorPlacement
 
 _CLOSE_SECONDS = 4.0

@@ -4,23 +4,99 @@ The actor runs one call at a time, as Ray's actors do by default: it either trai
 the engine calls while the actor trains, the call waits, up to its deadline, and the engine answers
 no requests until then; so pause the engine (`pause`, or `sleep` on a GPU) before a long training
 step. The actor itself must never wait for its own engine.
+
+A vLLM worker seeds the random numbers of its process, makes its own process group the default one,
+sets the number of threads and replaces `torch.set_num_threads`. The trainer in the same process
+must not be affected, and the worker needs its own state again at its next call.
 """
 
 import os
 import pickle
+import random
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
 
 from turnwise.errors import EngineError
-from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
+from turnwise.internals.torch import OwnGroups, default_group_apart, groups_now, use_groups
 
 if TYPE_CHECKING:
-    from turnwise.engine import vllm_api as vllm
+    from turnwise.internals import vllm
 
 
-@dataclass(frozen=True, slots=True)
-class ColocatedWorker:
+def _cuda_random() -> list[torch.Tensor]:
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if initialized else []
+
+
+def _set_cuda_random(states: list[torch.Tensor]) -> None:
+    if states:
+        torch.cuda.set_rng_state_all(states)
+
+
+_PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "set_num_threads": (
+        lambda: torch.set_num_threads,
+        lambda function: setattr(torch, "set_num_threads", function),
+    ),
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul_precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "groups": (groups_now, use_groups),
+    "python_random": (random.getstate, random.setstate),
+    "numpy_random": (np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator),
+    "torch_random": (torch.get_rng_state, torch.set_rng_state),
+    "cuda_random": (_cuda_random, _set_cuda_random),
+}
+"""The global state that each of the two programs changes: how its parts are read and set."""
+
+
+def _read() -> dict[str, object]:
+    return {name: read() for name, (read, _) in _PARTS.items()}
+
+
+def _install(state: dict[str, object]) -> None:
+    for name, (_, install) in _PARTS.items():
+        install(state[name])
+
+
+class ProcessState:
+    """The global state of one program, active only inside `with state.inside():`.
+
+    It starts with torch's defaults, with `threads` threads and without process groups.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._state = _read() | {
+            "threads": threads,
+            "dtype": torch.float32,
+            "matmul_precision": "highest",
+            "deterministic": 0,
+            "groups": OwnGroups(),
+            "numpy_random": np.random.MT19937(),
+        }
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Install this state; at the end of the block, save it and restore the previous one."""
+        outside = _read()
+        _install(self._state)
+        try:
+            yield
+        finally:
+            self._state = _read()
+            _install(outside)
+
+
+class _Hosted(NamedTuple):
     """A vLLM worker in this process."""
 
     engine: str
@@ -37,46 +113,35 @@ class WorkerHost:
     Between two of these calls vLLM has no effect on the process: random numbers, number of
     threads, process groups and torch's defaults are the trainer's. Untested on GPUs, where
     `VllmEngine.sleep` would also free the worker's memory for the trainer.
-
-    Example:
-        @ray.remote
-        class Trainer(WorkerHost):
-            def train(self) -> None: ...
     """
 
-    _colocated: ColocatedWorker | None = None
+    _colocated: _Hosted | None = None
 
     def open_worker(self, engine: str, rank: int, threads: int, environment: dict[str, str]) -> str:
         """Prepare for the worker of `engine`; close one that another engine left behind.
 
-        Returns:
-            An address on this machine where the engine's workers can meet.
+        Returns an address on this machine where the engine's workers can meet.
         """
         if self._colocated is not None:
             self.close_worker(self._colocated.engine)
         os.environ.update(environment)  # before vLLM is imported, which reads it
         state = ProcessState(threads)
         with state.inside():
-            from turnwise.engine import vllm_api as vllm
+            from turnwise.internals import vllm
 
             wrapper = vllm.WorkerWrapperBase(rpc_rank=rank)
             address: str = vllm.get_distributed_init_method(vllm.get_ip(), vllm.get_open_port())
-        self._colocated = ColocatedWorker(engine, wrapper, state, threading.get_ident())
+        self._colocated = _Hosted(engine, wrapper, state, threading.get_ident())
         return address
 
     def call_worker(self, engine: str, call: bytes) -> bytes:
-        """Run a pickled `(method, args, kwargs)` on the worker and return the pickled result.
-
-        Raises:
-            EngineError: when the actor does not host a worker of `engine`, or runs its calls in
-                several threads.
-        """
+        """Run a pickled `(method, args, kwargs)` on the worker and return the pickled result."""
         worker = self._colocated
         if worker is None or worker.engine != engine:
             raise EngineError("it no longer hosts a worker of this engine")
         if worker.thread != threading.get_ident():
             raise EngineError("an actor that hosts a worker must run its calls in one thread")
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         with worker.state.inside():
             method, args, kwargs = pickle.loads(call)
@@ -88,7 +153,7 @@ class WorkerHost:
         if worker is None or worker.engine != engine:
             return
         self._colocated = None
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         state, wrapper = worker.state, worker.wrapper
         with state.inside(), default_group_apart():

@@ -1,5 +1,6 @@
 """The OpenAI-compatible server of one engine or of all."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from turnwise.core.aio import run_in_thread
@@ -10,10 +11,6 @@ if TYPE_CHECKING:
 
 async def import_server() -> "type[OpenAIServer]":
     """Import the server's class in a thread: vLLM's application takes seconds."""
-
-    def import_it() -> "type[OpenAIServer]":
-        from turnwise.serving.openai.server import OpenAIServer
-
-        return OpenAIServer
-
-    return await run_in_thread(import_it)
+    module = await run_in_thread(import_module, "turnwise.serving.openai.server")
+    server: type[OpenAIServer] = module.OpenAIServer
+    return server

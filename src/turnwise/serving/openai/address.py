@@ -1,8 +1,10 @@
-"""A server's address: its listening socket, and the address for other machines."""
+"""A server's address and key: its socket, its address for others, what clients must send."""
 
+import os
 import socket
 from contextlib import suppress
 
+from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
@@ -63,3 +65,18 @@ def reachable(host: str) -> str:
     with suppress(OSError):
         return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
     return "::1" if ":" in host else "127.0.0.1"
+
+
+def api_key(config: Config) -> str | None:
+    """Return the key that clients must send: `serving.api_key`, or TURNWISE_API_KEY; None if there
+    is none."""
+    return config.serving.api_key or os.environ.get("TURNWISE_API_KEY")
+
+
+def with_api_key(config: Config) -> Config:
+    """Return the configuration for servers in other processes, on any node.
+
+    On another node the environment of this process, which may set the key, is not known.
+    """
+    serving = config.serving.model_copy(update={"api_key": api_key(config)})
+    return config.model_copy(update={"serving": serving})

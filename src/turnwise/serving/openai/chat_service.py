@@ -1,9 +1,9 @@
 """Chat completions of sessions, over HTTP and in this process.
 
 `ChatService` finds the exact prompt of a conversation, samples within the tokens that are left,
-reads the answer with vLLM's detokenizer and parser, and records the turn. A request with an option
-that `request_options` does not know, or that has to be refused, is answered by vLLM's application
-(`vllm_app`), which takes prompts from here and records turns here as well.
+reads the answer with vLLM's detokenizer and parser, and records the turn. Requests that are no
+`PlainRequest`, or have to be refused, are answered by vLLM's application (`vllm_app`), which takes
+prompts from here and records turns here as well.
 
 vLLM's application checks, renders and answers a request with every option in mind, which takes more
 processor time than all other work of the server, and most requests of agents have no such option.
@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,67 +23,36 @@ from http import HTTPStatus
 import msgspec
 from starlette.datastructures import State
 
+from turnwise.chat import prompts
 from turnwise.chat.messages import Answer, Conversation, answer, plain
-from turnwise.chat.prompts import (
-    PromptCache,
-    RefusedParameter,
-    echoed_prompt,
-    must_escape,
-    render,
-    spliced_prompt,
-    token_ids_of,
-)
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
-from turnwise.engine.protocol import (
-    Chunk,
-    Completion,
-    Generator,
-    Request,
-    Route,
-    TurnTimes,
-    joined,
-)
+from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.openai.request_context import ChoiceKey, RequestContext
-from turnwise.serving.openai.request_options import (
+from turnwise.internals import vllm_server as vllm
+from turnwise.serving.openai.requests import (
     ECHO,
+    ChoiceKey,
     PlainRequest,
+    RequestContext,
     read,
     texts,
     without_empty_tools,
-)
-from turnwise.serving.openai.vllm_api import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    EngineCoreRequest,
-    FunctionCall,
-    GracefulHTTPError,
-    IncrementalDetokenizer,
-    SamplingParams,
-    SamplingRequest,
-    ToolCall,
-    UsageInfo,
-    VLLMValidationError,
-    create_error_response,
-    make_tool_call_id,
-    resolve_chat_template_content_format,
 )
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
 
+Complete = Callable[[], Awaitable[JsonObject]]
+"""Samples a request whose prompt is known, and returns the answer."""
 _TEMPLATES = 16
 """Maximum number of cached templates, one for each set of template variables."""
 _TOOLS = 256
-"""Maximum number of cached sets of tools."""
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
 
@@ -92,7 +61,6 @@ class ChatService:
     """Answers the chats of sessions.
 
     Args:
-        config: Model, sampling and template settings.
         generator: Samples the tokens.
         state: State of vLLM's application.
         remember: Called with each chat completion's id and session.
@@ -115,18 +83,17 @@ class ChatService:
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
-        self._prompts = PromptCache(self._template)
+        self._prompts = prompts.PromptCache(self._template)
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
-        """Whether it was logged that the template leaves out tools."""
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
-        choice = ChatCompletionResponseChoice(
-            index=0, message=ChatMessage(role="assistant", content="")
+        choice = vllm.ChatCompletionResponseChoice(
+            index=0, message=vllm.ChatMessage(role="assistant", content="")
         )
-        empty = ChatCompletionResponse(
+        empty = vllm.ChatCompletionResponse(
             model=self._chat.models.model_name(None),
             choices=[choice],
-            usage=UsageInfo(),
+            usage=vllm.UsageInfo(),
             system_fingerprint=self._chat.system_fingerprint,
         )
         self._empty: JsonObject = empty.model_dump()
@@ -135,17 +102,12 @@ class ChatService:
     async def answer(
         self, tree: JsonObject, context: RequestContext
     ) -> JsonObject | AsyncGenerator[str, None]:
-        """Answer a request with vLLM's answer, or the server-sent events of one that is streamed.
-
-        Raises:
-            InputError: when it has an unknown key.
-            Exception: errors of vLLM's, and as `complete` does.
-        """
-        if (planned := await self.plan(tree, context)) is not None:
-            return await self.complete(planned, context)
-        if unknown := tree.keys() - ChatCompletionRequest.model_fields:
+        """Return vLLM's answer to a request, or the server-sent events of one that is streamed."""
+        if (complete := await self.plan(tree, context)) is not None:
+            return await complete()
+        if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
-        answered = await self._chat.create_chat_completion(ChatCompletionRequest(**tree))
+        answered = await self._chat.create_chat_completion(vllm.ChatCompletionRequest(**tree))
         if isinstance(answered, AsyncGenerator):
             return answered
         dumped: JsonObject = answered.model_dump()
@@ -153,20 +115,20 @@ class ChatService:
 
     async def plan_body(
         self, body: bytes, context: RequestContext
-    ) -> "tuple[bytes, PlannedChat | None]":
-        """Return the body for vLLM's application, and the plan of the request (see `plan`)."""
+    ) -> tuple[bytes, Complete | None]:
+        """Return the body for vLLM's application, and the result of `plan`."""
         try:
             tree = msgspec.json.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return body, None
         kept = without_empty_tools(tree)
-        planned = await self.plan(kept, context)
-        if planned is None and kept is not tree:
+        complete = await self.plan(kept, context)
+        if complete is None and kept is not tree:
             body = msgspec.json.encode(kept)
-        return body, planned
+        return body, complete
 
-    async def plan(self, tree: object, context: RequestContext) -> "PlannedChat | None":
-        """Return what sampling needs for a request; None if vLLM's application has to answer it."""
+    async def plan(self, tree: object, context: RequestContext) -> Complete | None:
+        """Return what completes a request; None if vLLM's application has to answer it."""
         own = context.session.sampling
         base = own or self._config.sampling
         # vLLM's frontend finds stop strings, and checks logits processors.
@@ -202,20 +164,21 @@ class ChatService:
         if most < 1 or least > most:
             return None
         changes |= {"max_tokens": most, "min_tokens": least, "prompt_logprobs": False}
-        return PlannedChat(request, messages, offer, prompt, base.model_copy(update=changes))
+        sampling = base.model_copy(update=changes)
+        return partial(self._complete, context, request, messages, offer, prompt, sampling)
 
     def _read_offer(self, encoded: bytes) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
         try:
-            request = ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
+            request = vllm.ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
             dumped = [tool.model_dump() for tool in request.tools or ()] or None
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
-            variables = self._chat._effective_chat_template_kwargs(request)
+            variables = vllm.template_variables(self._chat, request)
             if dumped and self._chat.parser_cls is not None:
-                parser = self._chat._make_parser(request, self.tokenizer, variables)
+                parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
-            content = resolve_chat_template_content_format(
+            content = vllm.resolve_chat_template_content_format(
                 self._chat.chat_template,
                 dumped,
                 self._chat.chat_template_content_format,
@@ -224,33 +187,36 @@ class ChatService:
             )
             if content != "string" or request.extract_structured_outputs() is not None:
                 return None
-            params = SamplingParams(skip_special_tokens=request.skip_special_tokens)
+            params = vllm.SamplingParams(skip_special_tokens=request.skip_special_tokens)
         except Exception:  # a client's tools may be anything: vLLM's path reports the error
             return None
         digest = Conversation(tools=dumped).tools_digest
         return _Offer(dumped, digest, request, variables, params)
 
-    async def respond(self, planned: "PlannedChat", context: RequestContext) -> tuple[int, bytes]:
-        """Answer a planned request: return the status and the body for an HTTP client."""
+    async def respond(self, complete: Complete) -> tuple[int, bytes]:
+        """Complete a planned request; return the status and the body for an HTTP client."""
         try:
-            status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
+            status, tree = HTTPStatus.OK.value, await complete()
         except Exception as error:  # raised to this request's client; other requests continue
-            refusal = create_error_response(client_error(error))
+            refusal = vllm.create_error_response(client_error(error))
             status, tree = refusal.error.code, refusal.model_dump()
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return status, text.encode()
 
-    async def complete(self, planned: "PlannedChat", context: RequestContext) -> JsonObject:
-        """Sample a planned request, and return the answer as vLLM writes it.
-
-        Raises:
-            InputError, EngineError, DeadlineError, TrajectoryError: as `sample` and engines do.
-        """
-        request, offer, prompt = planned.request, planned.offer, planned.prompt
+    async def _complete(
+        self,
+        context: RequestContext,
+        request: PlainRequest,
+        messages: list[JsonObject],
+        offer: "_Offer",
+        prompt: list[int],
+        sampling: SamplingConfig,
+    ) -> JsonObject:
+        """Sample, and return the answer as vLLM writes it."""
         name = f"chatcmpl-{secrets.token_hex(8)}"
-        detokenizer = IncrementalDetokenizer.from_new_request(
+        detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
-            EngineCoreRequest(
+            vllm.EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=prompt,
                 mm_features=None,
@@ -262,7 +228,7 @@ class ChatService:
                 data_parallel_rank=None,
             ),
         )
-        asked = Request(prompt, planned.sampling, name, request.seed, whole=True)
+        asked = Request(prompt, sampling, name, request.seed, whole=True)
         stop_reason: int | str | None = None
         async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
             async for chunk in chunks:
@@ -271,12 +237,14 @@ class ChatService:
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
         parsing = offer.request.model_copy()
-        parsing.messages = planned.messages
+        parsing.messages = messages
         text = detokenizer.get_next_output_text(True, False)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
-        calls = [ToolCall(id=call.id or make_tool_call_id(), function=call) for call in found]
+        calls = [
+            vllm.ToolCall(id=call.id or vllm.make_tool_call_id(), function=call) for call in found
+        ]
         context.answers[0] = answer(content, [(call.name, call.arguments) for call in found])
-        message = ChatMessage(role="assistant", content=content, tool_calls=calls).model_dump()
+        message = vllm.ChatMessage(role="assistant", content=content, tool_calls=calls).model_dump()
         choice = {
             **self._empty["choices"][0],
             "message": message,
@@ -299,76 +267,61 @@ class ChatService:
 
     def _parse(
         self,
-        request: SamplingRequest,
+        request: vllm.SamplingRequest,
         text: str,
         token_ids: list[int],
         variables: JsonObject,
-    ) -> tuple[str | None, list[FunctionCall]]:
+    ) -> tuple[str | None, list[vllm.FunctionCall]]:
         """Return the content and the calls that a client gets for a text."""
         if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
             return text, []
-        parser = self._chat._make_parser(request, self.tokenizer, variables)
+        parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
         _, content, calls = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=token_ids
         )
         return content, list(calls or ())
 
     async def exact_prompt(
-        self, context: RequestContext, request: SamplingRequest
+        self, context: RequestContext, request: vllm.SamplingRequest
     ) -> list[int] | None:
         """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
 
-        Raises:
-            RefusedParameter: when there is no chat template, or it leaves out the tools of a
-                training session.
-            TrajectoryError: `message_dropped`, when it leaves out a message of one.
+        Refuses a request without a chat template, and in a training session one whose tools or
+        messages the template leaves out.
         """
         session, asked, template = context.session, context.asked, self._template_of(request)
-        training = session.sampling is not None
-        await self._check_shown(template, asked, strict=training)
+        messages, training = asked.messages, session.sampling is not None
+        if template.missing:
+            raise prompts.RefusedParameter("messages", template.missing)
+        if asked.tools and self._config.rollout.tools_in_prompt and not template.shows_tools:
+            tools, shown = asked.tools, [plain(message) for message in messages]
+            try:
+                await in_thread_if_long(shown, lambda: check_tools(template, shown, tools))
+            except InputError as error:
+                if training:
+                    raise prompts.RefusedParameter("tools", str(error)) from error
+                if not self._warned:
+                    logger.warning("a request has tools, and %s", error)
+                self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
-            ids = token_ids_of({name: required}, name)
+            ids = prompts.token_ids_of({name: required}, name)
             return await in_thread_if_long(
-                asked.messages, lambda: spliced_prompt(template, asked, ids)
+                messages, lambda: prompts.spliced_prompt(template, asked, ids)
             )
-        prompt = await in_thread_if_long(
-            asked.messages, lambda: session.next_prompt(asked, template)
-        )
+        prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if (echoed := echoed_prompt(template, asked, refuse_dropped=training)) is not None:
+        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if must_escape(template, asked):
-            return await in_thread_if_long(asked.messages, lambda: render(template, asked))
+        if prompts.must_escape(template, asked):
+            return await in_thread_if_long(messages, lambda: prompts.render(template, asked))
         return None
 
-    async def _check_shown(
-        self, template: ChatTemplate, asked: Conversation, *, strict: bool
-    ) -> None:
-        """Refuse a conversation if there is no template, and tools that the template leaves out.
-
-        Args:
-            strict: Whether the turn is trained; if not, such tools are logged once.
-        """
-        if template.missing:
-            raise RefusedParameter("messages", template.missing)
-        if template.shows_tools or not (asked.tools and self._config.rollout.tools_in_prompt):
-            return
-        tools, messages = asked.tools, [plain(message) for message in asked.messages]
-        try:
-            await in_thread_if_long(messages, lambda: check_tools(template, messages, tools))
-        except InputError as error:
-            if strict:
-                raise RefusedParameter("tools", str(error)) from error
-            if not self._warned:
-                logger.warning("a request has tools, and %s", error)
-            self._warned = True
-
-    def _template_of(self, request: SamplingRequest) -> ChatTemplate:
+    def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""
         own = getattr(request, "chat_template_kwargs", None)
         if not own:
@@ -384,10 +337,6 @@ class ChatService:
             context: The client's request; None for one that is no turn of a session.
             key: Which of its completions this is.
             request: Its route names only the adapter.
-
-        Raises:
-            InputError: when the session may have no more turns.
-            EngineError: when the tokens end without a finish reason.
         """
         if context is None:
             async with aclosing(self._generator.stream(request)) as pieces:
@@ -471,29 +420,15 @@ class ChatService:
 
 @dataclass(slots=True)
 class _Offer:
-    """A set of tools."""
-
     tools: list[JsonObject] | None
     """The tools as the template gets them."""
     digest: bytes
-    """Their digest in a conversation."""
-    request: ChatCompletionRequest
+    request: vllm.ChatCompletionRequest
     """vLLM's request with these tools and no messages."""
     variables: JsonObject
     """Variables of the chat template, for vLLM's parser."""
-    params: SamplingParams
+    params: vllm.SamplingParams
     """Parameters of the detokenizer."""
-
-
-@dataclass(slots=True)
-class PlannedChat:
-    """A request that is ready to be sampled."""
-
-    request: PlainRequest
-    messages: list[JsonObject]
-    offer: _Offer
-    prompt: list[int]
-    sampling: SamplingConfig
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:
@@ -506,9 +441,9 @@ def client_error(error: Exception) -> Exception:
     """Return an error in the form that vLLM sends to a client."""
     shown = error
     if isinstance(error, EngineError | DeadlineError):
-        shown = GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
     elif isinstance(error, InputError):
-        shown = VLLMValidationError(str(error))
+        shown = vllm.VLLMValidationError(str(error))
     elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
-        shown = GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
     return shown

@@ -6,15 +6,15 @@ Metrics of engines have the label `worker`.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import VLLM_METRICS, Generator
 from turnwise.serving.scheduler import Scheduler
 
@@ -24,23 +24,11 @@ _SECONDS = 2.0
 """Time for all workers to answer: below the 10 s after which Prometheus gives up."""
 
 
-@runtime_checkable
-class _Measured(Protocol):
-    """The part of an engine that metrics need."""
-
-    name: str
-
-    async def metrics(self) -> list[Metric]: ...
-
-
 @dataclass(frozen=True)
 class Families(Collector):
-    """A collector that returns what a function returns."""
-
     make: Callable[[], Iterable[Metric]]
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of this moment."""
         return self.make()
 
 
@@ -62,22 +50,23 @@ def family(name: str, meaning: str, values: Mapping[str, float], label: str = ""
 class EngineMetrics:
     """Collects the metrics of one engine, or of each engine of a scheduler.
 
-    An engine that does not answer in time is left out and does not delay the others.
-
-    Args:
-        generator: The engine or scheduler that the server serves.
-        seconds: Time for all engines together.
+    An engine that does not answer within `seconds` is left out and does not delay the others.
     """
 
     def __init__(self, generator: Generator, seconds: float = _SECONDS) -> None:
-        self._generator = generator
+        self.generator = generator
         self._seconds = seconds
         self._asked: dict[str, asyncio.Task[list[Metric]]] = {}
         """Calls in flight, by worker; a hung worker has only one."""
 
     async def collect(self) -> list[Metric]:
         """Return all engines' metrics, and `turnwise_worker_metrics`: 0 if they are missing."""
-        engines = self._engines()
+        alone: Foreign = self.generator
+        engines: dict[str, Foreign] = {}
+        if isinstance(alone, Scheduler):
+            engines = {worker.name: worker.engine for worker in alone.workers.values()}
+        elif hasattr(alone, "metrics"):
+            engines = {alone.name: alone}
         asked = {n: t for n, t in self._asked.items() if n in engines and not t.done()}
         for name, engine in engines.items():
             if name not in asked:
@@ -93,12 +82,6 @@ class EngineMetrics:
                 else:
                     logger.debug("%s has no metrics: %s", name, error)
         return [*merged(collected), answered({name: name in collected for name in engines})]
-
-    def _engines(self) -> Mapping[str, _Measured]:
-        if isinstance(self._generator, Scheduler):
-            return {worker.name: worker.engine for worker in self._generator.workers.values()}
-        alone = self._generator
-        return {alone.name: alone} if isinstance(alone, _Measured) else {}
 
 
 def answered(by_worker: Mapping[str, bool]) -> Metric:
@@ -139,28 +122,21 @@ def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
         yield family(name, meaning, values, "worker")
 
 
-def make_metrics(
-    sessions: Callable[[], int], generator: Generator, counts: Counter[str]
-) -> Callable[[], Awaitable[bytes]]:
-    """Return a function that returns all metrics in Prometheus' text format.
+async def metrics_text(engines: EngineMetrics, sessions: int, requests: Counter[str]) -> bytes:
+    """Return all metrics of a server in Prometheus' text format.
 
     Args:
-        sessions: Returns the number of open sessions.
-        generator: The engine or scheduler that the server serves.
-        counts: HTTP requests, by status or event.
+        sessions: Number of open sessions.
+        requests: HTTP requests, by status or event.
     """
-    engines = EngineMetrics(generator)
-
-    async def text() -> bytes:
-        families = [
-            *await engines.collect(),
-            *process_metrics(),
-            family("turnwise_sessions_open", "Named sessions", {"": sessions()}),
-            family("turnwise_requests_total", "HTTP requests", counts, "what"),
-            *(scheduler_metrics(generator) if isinstance(generator, Scheduler) else ()),
-        ]
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Families(lambda: families))
-        return generate_latest(registry)
-
-    return text
+    generator = engines.generator
+    families = [
+        *await engines.collect(),
+        *process_metrics(),
+        family("turnwise_sessions_open", "Named sessions", {"": sessions}),
+        family("turnwise_requests_total", "HTTP requests", requests, "what"),
+        *(scheduler_metrics(generator) if isinstance(generator, Scheduler) else ()),
+    ]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Families(lambda: families))
+    return generate_latest(registry)

@@ -1,8 +1,8 @@
-"""Plain ASGI middleware around vLLM's application, from the outside in.
+"""The layer between the gate and vLLM's application: finds the session of each request.
 
-`Gate` checks the key and limits bodies; then come the retries of `deduplicate`, and
-`SessionMiddleware` finds the session of each request, whose chats the chat service answers.
-`web_pages` is around them.
+The chat service answers the chats that it can plan; all other requests are the application's. A
+request of a session that another process serves is redirected to it. A client's retry gets the
+answer of the request that it repeats.
 
 vLLM's own server knows chats in other envelopes, too: several in one request, and requests to one
 path for every API. A batch is taken apart, so that each of its chats takes the path of a chat that
@@ -11,25 +11,21 @@ is sent alone, and is a turn of the request's session.
 
 import asyncio
 import hashlib
-import hmac
-import json
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
-from fastapi import Request, Response
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.chat.session_store import SessionStore
+from turnwise.chat.session_store import Place, SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
-from turnwise.serving.openai.request_context import RequestContext, serving
-from turnwise.serving.openai.request_options import MAX_COMPLETIONS
+from turnwise.serving.openai.errors import refuse, send_json
+from turnwise.serving.openai.protection import TICKET, ticket
+from turnwise.serving.openai.requests import MAX_COMPLETIONS, serving
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.chat_service import ChatService
@@ -40,26 +36,333 @@ SESSION_NAME = "turnwise.session"
 _CHAT = "/v1/chat/completions"
 GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
-BATCH = "/v1/chat/completions/batch"
+_BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
-INVOCATIONS = "/invocations"
-"""Path of SageMaker's requests."""
+_INVOCATIONS = "/invocations"
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
-OPENING = "/v1/sessions"
+_OPENING = "/v1/sessions"
 """Path, below that of a session, that opens another under it."""
 _OWN_HEADERS = b"endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
-_TOKENIZE_BYTES = 2 << 20
-"""Maximum body of /tokenize and /detokenize.
-
-No context length bounds their text, and tokenizers take 150 bytes for each byte of it.
-"""
-_BODIES = 8
-"""Number of bodies of maximum size that are in memory at once."""
 
 
-def split_path(path: str) -> tuple[str | None, str]:
+class SessionProcesses(Protocol):
+    """Processes that serve the sessions which clients open: `serving.front_processes`."""
+
+    requests: Counter[str]
+    """Counts of all processes' requests, by status or event."""
+    store: SessionStore
+    """The sessions of the server itself, which refuses the names of ended sessions."""
+
+    @property
+    def base_urls(self) -> dict[str, str]: ...
+
+    @property
+    def count(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None: ...
+
+    async def list_sessions(
+        self, after: Place | None, most: int
+    ) -> list[tuple[Place, JsonObject]]: ...
+
+    def base_url_of(self, name: str) -> str | None: ...
+
+
+class SessionMiddleware:
+    """Answers each request in its session.
+
+    The path or, without one in it, the header X-Session-ID names the session. A path and another
+    header name a session under that of the path.
+
+    A retry has the session, path and body of exactly one request in flight, and is marked as a
+    retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
+    `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
+    before it. A request is aborted when the last client waiting for it disconnects.
+
+    Args:
+        counts: Counts answers by their status, and retries that joined a request as `joined`.
+        key: The key that clients send; None without one.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        chats: "ChatService",
+        store: SessionStore,
+        counts: Counter[str],
+        processes: SessionProcesses | None,
+        key: str | None,
+    ) -> None:
+        self._app = app
+        self._chats = chats
+        self._store = store
+        self._counts = counts
+        self._processes = processes
+        self._key = key
+        self._running: dict[bytes, _Running] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if (url := self._url_elsewhere(scope, headers)) is not None:
+            moved = [(b"location", url), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 307, "headers": moved})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        name, path = _split_path(scope["path"])
+        idempotent = headers.get(b"idempotency-key")
+        count = headers.get(b"x-stainless-retry-count")
+        conversation = headers.get(b"x-session-id", b"")
+        if not conversation and not name:
+            conversation = headers.get(b"x-request-id") or None
+        # Equal requests that name neither may be two clients', each for a sample of its own.
+        shared = idempotent is not None or (count is not None and conversation is not None)
+        if scope["method"] != "POST" or not (shared or path in (*GENERATING, _BATCH, _INVOCATIONS)):
+            await self._handle(scope, None, receive, send)
+        elif (body := await _read_body(receive)) is not None:
+            if not shared:
+                await self._handle(scope, body, receive, send)
+                return
+            parts = [scope["path"].encode(), conversation or b"", idempotent or b"", body]
+            key = hashlib.sha256(b"\0".join(parts)).digest()
+            running = self._share(key, scope, body, idempotent is not None or count != b"0")
+            del parts, body
+            await running.relay(receive, send)
+
+    def _share(self, key: bytes, scope: Scope, body: bytes, is_retry: bool) -> "_Running":
+        known = self._running.get(key)
+        if known is not None and known.abandoned.is_set():
+            known = None
+        if is_retry and known is not None and known.alone:
+            self._counts["joined"] += 1
+            return known
+        running = self._running[key] = _Running(alone=known is None)
+        if known is not None:
+            known.alone = False
+
+        def forget() -> None:
+            if self._running.get(key) is running:
+                del self._running[key]
+
+        running.begin(self._handle(scope, body, running.receive, running.send), forget)
+        return running
+
+    def _url_elsewhere(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes | None:
+        """Return the URL of a request whose session another process serves; None for others."""
+        if self._processes is None:
+            return None
+        path: str = scope["path"]
+        name, begin = headers.get(b"x-session-id", b"").decode("latin-1"), ""
+        if path.startswith("/sessions/"):
+            name = path.removeprefix("/sessions/").partition("/")[0]
+        elif path.startswith("/v1/"):
+            begin = f"/sessions/{name}"
+        else:
+            return None
+        if (base_url := self._processes.base_url_of(name)) is None:
+            return None
+        query = [scope["query_string"]] if scope["query_string"] else []
+        if self._key is not None:
+            query.append(f"{TICKET}={ticket(self._key, name)}".encode())
+        url: bytes = base_url.removesuffix("/v1").encode() + begin.encode() + scope["raw_path"]
+        return b"?".join([url, b"&".join(query)]) if query else url
+
+    async def _handle(self, scope: Scope, body: bytes | None, receive: Receive, send: Send) -> None:
+        """Answer a request in its session; its body is None if it was not read."""
+        name, path = _split_path(scope["path"])
+        whole = receive if body is None else _replaying(body, receive)
+        if path == _OPENING and name is not None:  # its route needs the session's name
+            await self._app(scope, whole, send)
+            return
+        if path in (_BATCH, _INVOCATIONS) and body is not None:
+            await self._unwrap(path, scope, body, receive, send)
+            return
+        headers = dict(scope["headers"])
+        own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
+        if name is None:
+            name, own = own, None
+        elif own == name:
+            own = None
+        scope = {**_at(scope, path), SESSION_NAME: name}
+        if path not in GENERATING or body is None:
+            await self._app(scope, whole, send)
+            return
+        previous = headers.pop(b"x-request-id", b"").decode("latin-1")
+        with ExitStack() as held:
+            try:
+                context = held.enter_context(serving(self._store, name, previous, own))
+            except InputError as error:  # 409: it has too many sessions under it
+                await refuse(send, getattr(error, "status", 409), str(error))
+                return
+            refused = gone = False
+
+            async def noticed() -> Message:
+                nonlocal gone
+                message = await receive()
+                gone = gone or message["type"] == "http.disconnect"
+                return message
+
+            async def counted(message: Message) -> None:
+                nonlocal refused
+                if message["type"] == "http.response.start":
+                    self._counts[str(message["status"])] += 1
+                    refused = message["status"] >= 400
+                if not (refused or gone):
+                    context.deliver()
+                await send(message)
+
+            headers[b"x-session-id"] = context.session.id.encode()
+            scope["headers"] = list(headers.items())
+            trace = {
+                each: value.decode("latin-1")
+                for each in TRACE_HEADERS
+                if (value := headers.get(each.encode()))
+            }
+            held.enter_context(joined(trace or context.session.trace))
+            is_json = headers.get(b"content-type", b"").startswith(b"application/json")
+            if path == _CHAT and is_json and _OWN_HEADERS not in headers:
+                body, complete = await self._chats.plan_body(body, context)
+                if complete is not None:
+                    work = self._chats.respond(complete)
+                    if (answered := await _unless_gone(work, noticed)) is not None:
+                        await send_json(counted, *answered)
+                    return
+            await self._app(scope, _replaying(body, noticed), counted)
+
+    async def _unwrap(
+        self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Answer a batch of chats, or a request to the one path for every API.
+
+        The answer to a batch is that of one chat, with a choice for each conversation, in their
+        order. If one conversation cannot be answered, its error is the answer.
+        """
+        try:
+            tree = msgspec.json.decode(body)
+            if not isinstance(tree, dict):
+                raise ValueError("the body is no object")
+        except (ValueError, RecursionError) as error:
+            await refuse(send, 400, f"the body is not valid JSON: {error}")
+            return
+        if path == _INVOCATIONS:
+            api = next((api for key, api in _APIS.items() if key in tree), None)
+            if api is None:
+                await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
+            else:
+                await self._handle(_at(scope, api), body, receive, send)
+        elif (wrong := _wrong_batch(tree)) is not None:
+            await refuse(send, 400, wrong)
+        else:
+            answered = await _unless_gone(self._ask_all(tree, scope), receive)
+            if answered is not None:
+                await send_json(send, *answered)
+
+    async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
+        """Ask for each chat of a batch; return the status and the body of the answer."""
+        scope = _at(scope, scope["path"].removesuffix("/batch"))
+
+        async def ask(messages: object) -> tuple[int, bytes]:
+            status, pieces = 500, list[bytes]()
+
+            async def never() -> Message:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            async def keep(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                else:
+                    pieces.append(message.get("body", b""))
+
+            body = msgspec.json.encode({**tree, "messages": messages})
+            await self._handle(dict(scope), body, never, keep)
+            return status, b"".join(pieces)
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(messages)) for messages in tree["messages"]]
+        answers = [task.result() for task in asked]
+        for status, body in answers:
+            if status >= 400:
+                return status, body
+        trees = [msgspec.json.decode(body) for _, body in answers]
+        choices = [
+            {**choice, "index": index}
+            for index, answer in enumerate(trees)
+            for choice in answer["choices"]
+        ]
+        usage = {
+            name: sum(answer["usage"][name] for answer in trees)
+            if isinstance(value, int)
+            else value
+            for name, value in trees[0]["usage"].items()
+        }
+        return 200, msgspec.json.encode({**trees[0], "choices": choices, "usage": usage})
+
+
+class _Running:
+    """A request in flight, shared by all clients that wait for its answer."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+        """Whether no equal request is in flight, so that a retry is unambiguous."""
+        self.abandoned = asyncio.Event()
+        """Set when the last client has disconnected."""
+        self._sent: list[Message] = []
+        self._changed = asyncio.Event()
+        """Set, and replaced, when the answer grows or ends."""
+        self._clients = 0
+
+    def begin(self, work: Awaitable[None], forget: Callable[[], object]) -> None:
+        self._task: asyncio.Future[None] = asyncio.ensure_future(work)
+        self._task.add_done_callback(lambda _: forget())
+        self._task.add_done_callback(lambda _: self._wake())
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self.abandoned.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self._sent.append(message)
+        self._wake()
+
+    async def relay(self, receive: Receive, send: Send) -> None:
+        """Send the answer so far, then the rest as it arrives, until the client disconnects."""
+        self._clients += 1
+        left, done = asyncio.ensure_future(receive()), 0
+        left.add_done_callback(lambda _: self._wake())
+        try:
+            while not left.done():
+                while done < len(self._sent):
+                    message = self._sent[done]
+                    await send(message)
+                    done += 1
+                    if message["type"] == "http.response.body" and not message.get("more_body"):
+                        return
+                if self._task.done():
+                    self._task.result()
+                    return
+                await self._changed.wait()
+        finally:
+            left.cancel()
+            self._clients -= 1
+            if not self._clients:
+                self.abandoned.set()
+
+
+def _split_path(path: str) -> tuple[str | None, str]:
     """Return the session's name in a path, or None, and the path without it.
 
     Anthropic's clients add /v1 to a base URL that already ends with it.
@@ -71,7 +374,11 @@ def split_path(path: str) -> tuple[str | None, str]:
     return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
-async def read_body(receive: Receive) -> bytes | None:
+def _at(scope: Scope, path: str) -> Scope:
+    return {**scope, "path": path, "raw_path": path.encode()}
+
+
+async def _read_body(receive: Receive) -> bytes | None:
     """Return a request's whole body; None if the client disconnected."""
     pieces: list[bytes] = []
     while True:
@@ -83,7 +390,7 @@ async def read_body(receive: Receive) -> bytes | None:
             return b"".join(pieces)
 
 
-def replaying(body: bytes, receive: Receive) -> Receive:
+def _replaying(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that returns a body that was read already, then what else comes."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -93,7 +400,7 @@ def replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | None:
+async def _unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | None:
     """Return the result of `work`; None if the client disconnects first, which cancels the work."""
     working: asyncio.Future[_Result] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
@@ -107,246 +414,6 @@ async def unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | N
         raise
     finally:
         gone.cancel()
-
-
-class Gate:
-    """Requires the API key, and refuses bodies that are too large (413) or too many (503).
-
-    Every route but /health and /ping needs the key. Sessions of rollouts need none: their paths are
-    random secrets, known only to their agents. HEAD is answered as GET, without the body.
-
-    Args:
-        most: Maximum size of one body, in bytes.
-        key: The key; None lets every request pass.
-        store: The server's sessions.
-    """
-
-    def __init__(self, app: ASGIApp, most: int, key: str | None, store: SessionStore) -> None:
-        self._app = app
-        self._most = most
-        self._held = 0
-        """Size of all bodies of requests in flight, in bytes."""
-        self._digest = _digest(f"Bearer {key}".encode()) if key else None
-        self._store = store
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        head = scope["method"] == "HEAD"  # which not all routes of the framework know
-        most = self._most
-        if split_path(scope["path"])[1] in ("/tokenize", "/detokenize"):
-            most = min(most, _TOKENIZE_BYTES)
-        read, started = 0, False
-
-        def check(size: int) -> None:
-            if size > most:
-                raise HTTPException(
-                    413, f"the body is larger than {most:,} bytes (serving.max_body_mb)"
-                )
-            if size + self._held > _BODIES * self._most:
-                raise HTTPException(503, "too many large requests are in flight; try again")
-
-        async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            size = len(message.get("body", b""))
-            check(read + size)
-            read += size
-            self._held += size
-            return message
-
-        async def noting(message: Message) -> None:
-            nonlocal started
-            started = True
-            if head and message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
-
-        try:
-            announced = dict(scope["headers"]).get(b"content-length", b"")
-            check(int(announced) if announced.isdigit() else 0)
-            if not self._open(scope):
-                raise HTTPException(401, "this server needs its API key as a bearer token")
-            await self._app({**scope, "method": "GET"} if head else scope, limited, noting)
-        except HTTPException as error:
-            if started:
-                raise
-            await refuse(noting, error.status_code, error.detail)
-        finally:
-            self._held -= read
-
-    def _open(self, scope: Scope) -> bool:
-        path: str = scope["path"]
-        if self._digest is None or path in ("/health", "/ping") or self._of_rollout(path):
-            return True
-        headers = dict(scope["headers"])
-        sent = headers.get(b"authorization", b"")
-        if "/v1/messages" in path and (own := headers.get(b"x-api-key")):
-            sent = b"Bearer " + own  # the header of Anthropic's clients
-        return hmac.compare_digest(_digest(sent), self._digest)
-
-    def _of_rollout(self, path: str) -> bool:
-        name, _, rest = path.removeprefix("/sessions/").partition("/")
-        if not path.startswith("/sessions/") or (session := self._store.get(name)) is None:
-            return False
-        managing = rest in ("", "reward")
-        return session.private and (session.agent_rewards if managing else rest[:3] == "v1/")
-
-
-class SessionMiddleware:
-    """Finds the session of each request, and answers its chats.
-
-    The path or, without one in it, the header X-Session-ID names the session. A path and another
-    header name a session under that of the path.
-
-    Args:
-        app: vLLM's application.
-        chats: Answers the chats that it can plan; all other requests are the application's.
-        store: The server's sessions.
-        counts: Counts answers, by their status.
-    """
-
-    def __init__(
-        self, app: ASGIApp, chats: "ChatService", store: SessionStore, counts: Counter[str]
-    ) -> None:
-        self._app = app
-        self._chats = chats
-        self._store = store
-        self._counts = counts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        name, path = split_path(scope["path"])
-        if path == OPENING and name is not None:  # its route needs the session's name
-            await self._app(scope, receive, send)
-            return
-        if path in (BATCH, INVOCATIONS) and scope["method"] == "POST":
-            await self._unwrap(path, scope, receive, send)
-            return
-        own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
-        if name is None:
-            name, own = own, None
-        elif own == name:
-            own = None
-        scope = {**scope, "path": path, "raw_path": path.encode(), SESSION_NAME: name}
-        if path not in GENERATING or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        previous = headers.pop(b"x-request-id", b"").decode("latin-1")
-        headers.pop(b"x-session-id", None)
-
-        context: RequestContext | None = None
-        refused = gone = False
-
-        async def noticed() -> Message:
-            nonlocal gone
-            message = await receive()
-            gone = gone or message["type"] == "http.disconnect"
-            return message
-
-        async def counted(message: Message) -> None:
-            nonlocal refused
-            if message["type"] == "http.response.start":
-                self._counts[str(message["status"])] += 1
-                refused = message["status"] >= 400
-            if context is not None and not (refused or gone):
-                context.deliver()
-            await send(message)
-
-        with ExitStack() as held:
-            try:
-                context = held.enter_context(serving(self._store, name, previous, own))
-            except InputError as error:  # 409: it has too many sessions under it
-                await refuse(send, getattr(error, "status", 409), str(error))
-                return
-            headers[b"x-session-id"] = context.session.id.encode()
-            scope["headers"] = list(headers.items())
-            held.enter_context(joined(_trace(headers) or context.session.trace))
-            await self._answer(context, scope, noticed, counted)
-
-    async def _answer(
-        self, context: RequestContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        headers = dict(scope["headers"])
-        kind: bytes = headers.get(b"content-type", b"")
-        readable = kind.startswith(b"application/json") and _OWN_HEADERS not in headers
-        if scope["path"] == _CHAT and readable:
-            body = await read_body(receive)
-            if body is None:
-                return
-            body, planned = await self._chats.plan_body(body, context)
-            if planned is not None:
-                answered = await unless_gone(self._chats.respond(planned, context), receive)
-                if answered is not None:
-                    await send_json(send, *answered)
-                return
-            receive = replaying(body, receive)
-        await self._app(scope, receive, send)
-
-    async def _unwrap(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a batch of chats, or a request to the one path for every API.
-
-        The answer to a batch is that of one chat, with a choice for each conversation, in their
-        order. If one conversation cannot be answered, its error is the answer.
-        """
-        body = await read_body(receive)
-        if body is None:
-            return
-        try:
-            tree = msgspec.json.decode(body)
-            if not isinstance(tree, dict):
-                raise ValueError("the body is no object")
-        except (ValueError, RecursionError) as error:
-            await refuse(send, 400, f"the body is not valid JSON: {error}")
-            return
-        if path == INVOCATIONS:
-            api = next((api for key, api in _APIS.items() if key in tree), None)
-            if api is None:
-                await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
-            else:
-                await self(_at(scope, api), replaying(body, receive), send)
-        elif (wrong := _wrong_batch(tree)) is not None:
-            await refuse(send, 400, wrong)
-        else:
-            answered = await unless_gone(self._ask_all(tree, scope), receive)
-            if answered is not None:
-                await send_json(send, *answered)
-
-    async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
-        """Ask for each chat of a batch; return the status and the body of the answer."""
-        scope = _at(scope, scope["path"].removesuffix("/batch"))
-        async with asyncio.TaskGroup() as group:
-            asked = [
-                group.create_task(self._ask({**tree, "messages": messages}, scope))
-                for messages in tree["messages"]
-            ]
-        answers = [task.result() for task in asked]
-        for status, body in answers:
-            if status >= 400:
-                return status, body
-        return 200, msgspec.json.encode(_joined([msgspec.json.decode(b) for _, b in answers]))
-
-    async def _ask(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
-        """Ask for one chat, until cancelled."""
-        status, pieces = 500, list[bytes]()
-
-        async def never() -> Message:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def keep(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                pieces.append(message.get("body", b""))
-
-        await self(dict(scope), replaying(msgspec.json.encode(tree), never), keep)
-        return status, b"".join(pieces)
 
 
 def _wrong_batch(tree: JsonObject) -> str | None:
@@ -363,64 +430,3 @@ def _wrong_batch(tree: JsonObject) -> str | None:
     if tree.get("n") not in (None, 1):
         return "n: a batch has one completion of each conversation"
     return None
-
-
-def _joined(answers: Sequence[JsonObject]) -> JsonObject:
-    choices = [
-        {**choice, "index": index}
-        for index, answer in enumerate(answers)
-        for choice in answer["choices"]
-    ]
-    usage = dict(answers[0]["usage"])
-    for name, value in usage.items():
-        if isinstance(value, int):
-            usage[name] = sum(answer["usage"][name] for answer in answers)
-    return {**answers[0], "choices": choices, "usage": usage}
-
-
-def _at(scope: Scope, path: str) -> Scope:
-    return {**scope, "path": path, "raw_path": path.encode()}
-
-
-def _trace(headers: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Return the headers that name a client's span."""
-    sent = {name: headers.get(name.encode(), b"").decode("latin-1") for name in TRACE_HEADERS}
-    return {name: value for name, value in sent.items() if value}
-
-
-def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()
-
-
-async def http_error(_: Request, error: Exception) -> Response:
-    """Answer an error of the framework, such as an unknown path, in OpenAI's format."""
-    assert isinstance(error, HTTPException)
-    return Response(
-        error_body(error.status_code, str(error.detail)),
-        error.status_code,
-        dict(error.headers or {}),
-        "application/json",
-    )
-
-
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """Return an error as JSON in OpenAI's format.
-
-    Args:
-        param: Name or path of the value that is wrong.
-    """
-    kind = HTTPStatus(status).phrase
-    error = {"message": message, "type": kind, "param": param, "code": status}
-    return json.dumps({"error": error}).encode()
-
-
-async def refuse(send: Send, status: int, message: str) -> None:
-    """Answer with an error in OpenAI's format."""
-    await send_json(send, status, error_body(status, message))
-
-
-async def send_json(send: Send, status: int, body: bytes) -> None:
-    """Answer with JSON."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

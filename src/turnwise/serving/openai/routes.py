@@ -1,7 +1,7 @@
-"""The server's own routes: index, sessions and Prometheus metrics."""
+"""The server's own routes: index, sessions, stored responses and Prometheus metrics."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -11,51 +11,34 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from turnwise.chat.session import NAME_PATTERN, Session
 from turnwise.chat.session_store import Place, SessionStore
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
-from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
-from turnwise.serving.openai.stored_responses import page_of_input
-from turnwise.serving.openai.validation import answer_invalid
+from turnwise.serving.openai.errors import answer_error
+from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionProcesses
 from turnwise.trajectory import MAX_REWARD
-
-if TYPE_CHECKING:
-    from turnwise.serving.openai.session_processes import SessionProcesses
-
-
-class _Opening(BaseModel):
-    """The body of POST /sessions."""
-
-    id: str | None = Field(default=None, pattern=NAME_PATTERN)
-    training: bool = False
-    """Refuse sampling parameters other than the configured ones."""
-    group: str = Field(default="", max_length=200)
-    """Sessions of one group begin with the same prompt and share its cache."""
 
 
 class _OpeningUnder(BaseModel):
     """The body of POST /sessions/{id}/v1/sessions."""
 
     id: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Name of the new session among those under its parent; a random one by default."""
+    """Name of the new session, among those under its parent; a random one by default."""
+
+
+class _Opening(_OpeningUnder):
+    """The body of POST /sessions."""
+
+    training: bool = False
+    """Refuse sampling parameters other than the configured ones."""
+    group: str = Field(default="", max_length=200)
+    """Sessions of one group begin with the same prompt and share its cache."""
 
 
 class _Reward(BaseModel):
     """The body of POST /sessions/{id}/reward."""
 
     reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
-
-
-def _place(after: str) -> Place:
-    """Return the place that a page began after.
-
-    Raises:
-        HTTPException: when it is not the `next` of a page.
-    """
-    created, _, name = after.partition(":")
-    try:
-        return float(created), name
-    except ValueError:
-        raise HTTPException(400, "after must be the next of the page before") from None
 
 
 def add_routes(
@@ -66,7 +49,7 @@ def add_routes(
     model: str,
     url: Callable[[str | None], str],
     workers: Callable[[], Mapping[str, str]],
-    processes: "SessionProcesses | None" = None,
+    processes: SessionProcesses | None,
 ) -> None:
     """Add the routes to vLLM's application, and remove its own middleware and metrics.
 
@@ -76,34 +59,11 @@ def add_routes(
         model: The model's name, for clients.
         url: Returns the base URL of a session, or the server's for None.
         workers: Returns the base URLs of workers' own servers, by name.
-        processes: Processes that serve the sessions that clients open; None without any.
     """
     router = APIRouter()
-
-    def opened(session_id: str) -> Session:
-        session = store.get(session_id)
-        if session is None:
-            why = store.gone(session_id)
-            missing = f"there is no session {session_id}"
-            raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
-        return session
-
-    def found(session_id: str) -> Session:
-        session = opened(session_id)
-        if session.private and not session.agent_rewards:
-            raise HTTPException(
-                403,
-                "this session belongs to a rollout: its agent may read, reward or close it only "
-                "if rollout.agent_rewards is true",
-            )
-        return session
-
-    def keeping(response_id: str, request: Request) -> Session:
-        name: str | None = request.scope[SESSION_NAME]
-        session = store.of_response(None if name is None else opened(name), response_id)
-        if session is None:
-            raise HTTPException(404, f"there is no response {response_id} in this session")
-        return session
+    _add_sessions(router, store, url, processes)
+    _add_trajectories(router, store)
+    _add_responses(router, store)
 
     @router.get("/")
     async def get_index() -> JsonObject:
@@ -120,13 +80,62 @@ def add_routes(
             "reference": "/docs",
         }
 
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> JsonObject:
+        """Return one of the models that /v1/models lists."""
+        listed = await app.state.openai_serving_models.show_available_models()
+        for card in listed.data:
+            if card.id == name:
+                described: JsonObject = card.model_dump()
+                return described
+        raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
+
+    app.include_router(router)
+    app.router.redirect_slashes = False  # a redirect would lose the session in the path
+    # The last is raised after the body was read.
+    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, ValidationError]
+    for kind in kinds:
+        app.add_exception_handler(kind, answer_error)
+    # vLLM's middleware handles scaling, browsers and its own metrics.
+    app.user_middleware.clear()
+    app.middleware_stack = FastAPI.build_middleware_stack(app)
+    routes = app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(await metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _opened(store: SessionStore, session_id: str) -> Session:
+    session = store.get(session_id)
+    if session is None:
+        why = store.gone(session_id)
+        missing = f"there is no session {session_id}"
+        raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
+    return session
+
+
+def _add_sessions(
+    router: APIRouter,
+    store: SessionStore,
+    url: Callable[[str | None], str],
+    processes: SessionProcesses | None,
+) -> None:
     @router.get("/sessions")
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1_000)] = 500, after: str | None = None
     ) -> JsonObject:
         """List the sessions that clients opened, without their tokens, the oldest first; `next` is
         the `after` of the next page, null on the last."""
-        place = None if after is None else _place(after)
+        place: Place | None = None
+        if after is not None:
+            created, _, name = after.partition(":")
+            try:
+                place = float(created), name
+            except ValueError:
+                raise HTTPException(400, "after must be the next of the page before") from None
         listed = store.page(place, limit + 1)
         if processes is not None:
             listed += await processes.list_sessions(place, limit + 1)
@@ -158,12 +167,24 @@ def add_routes(
     ) -> JsonObject:
         """Open a session for a sub-agent, whose turns belong to the same trajectory; the response
         contains its id and base URLs. The body is optional."""
-        parent = opened(session_id)
+        parent = _opened(store, session_id)
         try:
             session = store.open_under(parent, opening.id if opening is not None else None)
         except InputError as error:
             raise HTTPException(409, str(error)) from None
         return {"id": session.id, **both_urls(url(session.id))}
+
+
+def _add_trajectories(router: APIRouter, store: SessionStore) -> None:
+    def found(session_id: str) -> Session:
+        session = _opened(store, session_id)
+        if session.private and not session.agent_rewards:
+            raise HTTPException(
+                403,
+                "this session belongs to a rollout: its agent may read, reward or close it only "
+                "if rollout.agent_rewards is true",
+            )
+        return session
 
     @router.get("/sessions/{session_id}")
     async def get_session(session_id: str) -> JsonObject:
@@ -186,15 +207,14 @@ def add_routes(
         session.finish()
         return session.describe()
 
-    @router.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> JsonObject:
-        """Return one of the models that /v1/models lists."""
-        listed = await app.state.openai_serving_models.show_available_models()
-        for card in listed.data:
-            if card.id == name:
-                described: JsonObject = card.model_dump()
-                return described
-        raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
+
+def _add_responses(router: APIRouter, store: SessionStore) -> None:
+    def keeping(response_id: str, request: Request) -> Session:
+        name: str | None = request.scope[SESSION_NAME]
+        named = None if name is None else _opened(store, name)
+        if (session := store.of_response(named, response_id)) is None:
+            raise HTTPException(404, f"there is no response {response_id} in this session")
+        return session
 
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str, request: Request) -> JsonObject:
@@ -216,13 +236,22 @@ def add_routes(
         order: Literal["asc", "desc"] = "desc",
     ) -> JsonObject:
         """List the input items of a response, with the conversation that it continues."""
-        session = keeping(response_id, request)
-        try:
-            return page_of_input(
-                session, response_id, after=after, limit=limit, newest_first=order == "desc"
-            )
-        except KeyError:
-            raise HTTPException(404, f"there is no item {after} in {response_id}") from None
+        given = keeping(response_id, request).responses[response_id].given
+        items = [_input_item(item, f"{response_id}-{index}") for index, item in enumerate(given)]
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise HTTPException(404, f"there is no item {after} in {response_id}")
+        begin = 0 if after is None else ids.index(after) + 1
+        page = items[begin : begin + limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > begin + limit,
+        }
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(response_id: str, request: Request) -> JsonObject:
@@ -234,18 +263,9 @@ def add_routes(
             "served, can be cancelled",
         )
 
-    app.include_router(router)
-    app.router.redirect_slashes = False  # a redirect would lose the session in the path
-    app.add_exception_handler(StarletteHTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, answer_invalid)
-    app.add_exception_handler(ValidationError, answer_invalid)  # raised after the body was read
-    # vLLM's middleware handles scaling, browsers and its own metrics.
-    app.user_middleware.clear()
-    app.middleware_stack = FastAPI.build_middleware_stack(app)
-    routes = app.router.routes
-    routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
 
-    @app.get("/metrics")
-    async def get_metrics() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(await metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+def _input_item(item: Foreign, name: str) -> JsonObject:
+    tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+    if isinstance(tree.get("content"), str):
+        tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+    return {"type": "message", **tree, "id": tree.get("id") or name}

@@ -1,8 +1,8 @@
 """The OpenAI server: one address for one engine or a whole fleet.
 
-The chat service (`chat_service`) and vLLM's application (`vllm_app`) answer requests, behind the
-layers of `middleware` and next to the routes of `routes`. The server runs on the event loop of the
-engine that it serves.
+A request passes CORS, where it is configured, the gate (`protection`) and the sessions
+(`middleware`). The chat service (`chat_service`), vLLM's application (`vllm_app`) and the routes of
+`routes` answer it. The server runs on the event loop of the engine that it serves.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,21 +22,13 @@ from turnwise.config import Config
 from turnwise.core.aio import freeze_gc
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
-from turnwise.serving.api_key import api_key
-from turnwise.serving.openai.address import QUEUE, listen, reachable
-from turnwise.serving.openai.connections import Connection, most_connections
-from turnwise.serving.openai.deduplicate import RetryDeduplicator
-from turnwise.serving.openai.forward import ForwardSessions
-from turnwise.serving.openai.metrics import make_metrics
-from turnwise.serving.openai.middleware import Gate, SessionMiddleware
+from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
+from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
+from turnwise.serving.openai.middleware import SessionMiddleware, SessionProcesses
+from turnwise.serving.openai.protection import Connection, guarded, most_connections
 from turnwise.serving.openai.routes import add_routes
-from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
-from turnwise.serving.openai.web_pages import guarded
 from turnwise.serving.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from turnwise.serving.openai.session_processes import SessionProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +43,9 @@ a connection that is just being closed.
 
 
 class OpenAIServer:
-    """Serves a generator over HTTP.
+    """Serves a generator over HTTP: one engine, or the scheduler of several.
 
     Args:
-        config: Model, sampling defaults, address and key.
-        generator: One engine, or the scheduler of several.
         port: Port to listen on; None is serving.port, 0 a free one.
         processes: Processes that serve the sessions that clients open; started and stopped with
             the server. None without any.
@@ -67,10 +56,10 @@ class OpenAIServer:
         config: Config,
         generator: Generator,
         port: int | None = None,
-        processes: "SessionProcesses | None" = None,
+        processes: SessionProcesses | None = None,
     ) -> None:
         serving = config.serving
-        self.sessions = SessionStore.from_config(config)
+        self.sessions = SessionStore.from_config(config) if processes is None else processes.store
         self.base_url = ""
         """URL of the API, including /v1; "" before the start."""
         path = config.model.adapter or config.model.path
@@ -81,9 +70,6 @@ class OpenAIServer:
         self.requests: Counter[str] = Counter() if processes is None else processes.requests
         """HTTP requests, by status or event; with those of `processes`."""
         self._processes = processes
-        if processes is not None:
-            processes.store = self.sessions
-        self._forwarding: ForwardSessions | None = None
         self._config = config
         self._generator = generator
         self._port = serving.port if port is None else port
@@ -93,9 +79,7 @@ class OpenAIServer:
     async def start(self) -> str:
         """Listen, and return the base URL.
 
-        Raises:
-            InputError: when the address cannot be used, or vLLM refuses the model.
-            DeadlineError: when the server does not start in time.
+        Raises `InputError` when the address cannot be used, or vLLM refuses the model.
         """
         serving = self._config.serving
         listening = listen(serving.host, self._port, serving.ports)
@@ -134,30 +118,29 @@ class OpenAIServer:
         return self.base_url
 
     def session_url(self, session_id: str) -> str:
-        """Return the base URL of a session."""
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
 
     async def application(self) -> ASGIApp:
-        """Return the ASGI application with its middleware."""
+        """Return the ASGI application with its layers."""
         serving, store, counts = self._config.serving, self.sessions, self.requests
-        processes = self._processes
+        processes, key, generator = self._processes, api_key(self._config), self._generator
         app = await build(
             self._config,
-            self._generator,
-            self._healthy,
-            store.remember_completion,
+            generator,
+            lambda: (
+                not isinstance(generator, Scheduler)
+                or any(worker.usable for worker in generator.workers.values())
+            ),
+            store,
             # model.path is also a name, unless another was configured
             [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
         )
-        responses = app.state.openai_serving_responses
-        responses.create_responses = storing(responses.create_responses, store)
+        engines = EngineMetrics(generator)
         add_routes(
             app,
             store,
-            make_metrics(
-                lambda: len(store) + (0 if processes is None else processes.count),
-                self._generator,
-                counts,
+            lambda: metrics_text(
+                engines, len(store) + (0 if processes is None else processes.count), counts
             ),
             model=self.model_name,
             url=lambda name: self.base_url if name is None else self.session_url(name),
@@ -165,18 +148,8 @@ class OpenAIServer:
             processes=processes,
         )
         app.state.server = self  # vLLM's error handler reads it
-        key = api_key(self._config)
-        sessions = SessionMiddleware(app, app.state.chats, store, counts)
-        inner = RetryDeduplicator(sessions, counts)
-        self._forwarding = ForwardSessions(inner, processes)
-        gate = Gate(self._forwarding, serving.max_body_mb << 20, key, store)
-        return guarded(gate, serving)
-
-    def _healthy(self) -> bool:
-        scheduler = self._generator
-        if isinstance(scheduler, Scheduler):
-            return any(worker.usable for worker in scheduler.workers.values())
-        return True
+        sessions = SessionMiddleware(app, app.state.chats, store, counts, processes, key)
+        return guarded(sessions, serving, key, store)
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
@@ -192,8 +165,6 @@ class OpenAIServer:
             self._server.force_exit = True
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
-        if self._forwarding is not None:
-            await self._forwarding.close()
 
 
 class _Server(uvicorn.Server):

@@ -1,95 +1,78 @@
 """vLLM's OpenAI application around a `ChatService`, for what the service does not answer itself.
 
 Completions, Responses, Anthropic Messages, tokenisation, and chats with streaming, several choices,
-log-probs, grammars or reasoning are vLLM's code. Three parts are ours, put in the place of vLLM's
-methods: turning a conversation into ids, which sessions make exact, choosing an adapter, and
-sampling ids (`engine_client`). The server's tests fail if vLLM moves these parts.
+log-probs, grammars or reasoning are vLLM's code. Some parts are ours, put in the place of vLLM's
+methods: turning a conversation into ids, which sessions make exact, choosing an adapter, sampling
+ids (`EngineClient`), and keeping responses. The server's tests fail if vLLM moves these parts.
+
+A session keeps the input and the output of each of its responses, as long as it lives. A request
+that continues one by `previous_response_id` is sent to vLLM with the whole conversation as its
+input, so that it takes the same path as one that sends all items itself. vLLM's own store is off:
+it is never emptied, and it loses calls of functions.
 """
 
+import asyncio
+import copy
 import json
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing, contextmanager
 
+import numpy as np
+import torch
 from fastapi import FastAPI
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
-from starlette.requests import Request
 
 from turnwise.chat.messages import Answer, Conversation, answer
 from turnwise.chat.prompts import RefusedParameter
-from turnwise.chat.session import Session
+from turnwise.chat.session import StoredResponse
+from turnwise.chat.session_store import SessionStore
 from turnwise.chat.tool_parser import silence
 from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.adapters import POLICY
-from turnwise.engine.protocol import Generator
+from turnwise.core.optional import Foreign
+from turnwise.engine.adapters import POLICY, EngineAdapters
+from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Generator, Request, Route
+from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.serving.openai.chat_service import ChatService, echo_of
-from turnwise.serving.openai.engine_client import EngineClient
-from turnwise.serving.openai.request_context import CURRENT
-from turnwise.serving.openai.request_options import settle
-from turnwise.serving.openai.validation import UNKNOWN, explain
-from turnwise.serving.openai.vllm_api import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionRequest,
-    FlexibleArgumentParser,
-    LoRARequest,
-    SamplingRequest,
-    VLLMError,
-    VLLMValidationError,
-    build_app,
-    init_app_state,
-    make_arg_parser,
-)
+from turnwise.internals import vllm_server as vllm
+from turnwise.serving.openai.chat_service import ChatService, client_error, echo_of
+from turnwise.serving.openai.errors import UNKNOWN, explain
+from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext, settle
 
 Create = Callable[..., Awaitable[object]]
 """A method of vLLM's that answers or renders a request."""
 ROUTES = {
-    "/health",
-    "/ping",
-    "/invocations",
-    "/metrics",
-    "/version",
-    "/openapi.json",
-    "/docs",
-    "/static",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
+    *("/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/static"),
+    *("/invocations", "/tokenize", "/detokenize", "/v1/models", "/v1/completions"),
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
 }
 """Paths that are served; vLLM's control routes are not among them."""
+_FINISH = {str(reason): reason for reason in vllm.FinishReason}
+_ITEM_BYTES = 1_000
+"""Estimated memory of an item of a response without its text."""
 
 
 async def build(
     config: Config,
     generator: Generator,
     healthy: Callable[[], bool],
-    remember: Callable[[str, Session], None],
+    store: SessionStore,
     names: Sequence[str],
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
 
-    Its `state.chats` is the chat service.
+    Its `state.chats` is the chat service. Raises `InputError` when vLLM refuses the model, or has
+    no parser of the configured name.
 
     Args:
         healthy: Returns whether anything can be served now.
-        remember: Called with each chat completion's id and session.
         names: The model's names for clients; responses have the first. Requests may use any name
             unless there are adapters.
-
-    Raises:
-        InputError: when vLLM refuses the model, or has no parser of the configured name.
     """
     arguments = [
         *("--model", resolve_model(config.model.path)),
@@ -102,28 +85,36 @@ async def build(
         arguments += ["--default-chat-template-kwargs", json.dumps(config.model.template_args)]
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args = vllm.make_arg_parser(vllm.FlexibleArgumentParser()).parse_args(arguments)
     args.chat_template = config.model.template_text  # as an argument it could begin with a dash
     # vLLM copies the option here where it makes an engine's configuration, and reads it here only.
     args.structured_outputs_config.reasoning_parser = config.serving.reasoning_parser or ""
     silence(config.rollout.tool_parser)
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
-    CompletionRequest.model_fields["max_tokens"].default = None
+    vllm.CompletionRequest.model_fields["max_tokens"].default = None
     try:
         client = EngineClient(config, healthy)
-        with _root_logger_kept():
-            app: FastAPI = build_app(args, EngineClient.tasks, client.model_config)
-        await init_app_state(client, app.state, args, EngineClient.tasks)
+        root = logging.getLogger()
+        level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+        try:
+            app: FastAPI = vllm.build_app(args, EngineClient.tasks, client.model_config)
+        finally:  # it imports a package for SageMaker that hides everything below ERROR
+            root.setLevel(level)
+            for handler, own in handlers:
+                handler.setLevel(own)
+        await vllm.init_app_state(client, app.state, args, EngineClient.tasks)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
     _serve_adapters(app.state, config.serving.adapters, names)
-    service = ChatService(config, generator, app.state, remember)
+    service = ChatService(config, generator, app.state, store.remember_completion)
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
+    responses = app.state.openai_serving_responses
     renderer.preprocess_chat = _around_rendering(renderer.preprocess_chat, service, config)
     renderer.render_completion = _around_completion(renderer.render_completion, config)
     chat.create_chat_completion = _around_answer(chat.create_chat_completion, service)
+    responses.create_responses = _storing(responses.create_responses, store)
     messages = app.state.anthropic_serving_messages
     if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
         messages.create_chat_completion = _around_answer(
@@ -132,27 +123,11 @@ async def build(
     return app
 
 
-@contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    """Restore the root logger after a block.
-
-    vLLM's application imports a package for SageMaker that hides everything below ERROR.
-    """
-    root = logging.getLogger()
-    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        for handler, own in handlers:
-            handler.setLevel(own)
-
-
 def _around_rendering(preprocess_chat: Create, service: ChatService, config: Config) -> Create:
     """Wrap the method that renders conversations: its ids are exact if the session knows them."""
 
     async def preprocess(
-        request: SamplingRequest,
+        request: vllm.SamplingRequest,
         messages: list[JsonObject],
         *args: object,
         tool_dicts: list[JsonObject] | None = None,
@@ -176,9 +151,7 @@ def _around_rendering(preprocess_chat: Create, service: ChatService, config: Con
 
 
 def _around_completion(render_completion: Create, config: Config) -> Create:
-    """Wrap the method that renders the prompts of Completions."""
-
-    async def render(request: CompletionRequest, **options: object) -> object:
+    async def render(request: vllm.CompletionRequest, **options: object) -> object:
         context = CURRENT.get()
         if context is not None:
             context.request = request
@@ -194,29 +167,28 @@ def _refusing() -> Iterator[None]:
     """Raise errors of a request in the form that vLLM sends to the client."""
     try:
         yield
-    except VLLMError:
+    except vllm.VLLMError:
         raise
     except RefusedParameter as error:
-        raise VLLMValidationError(str(error), parameter=error.parameter) from error
+        raise vllm.VLLMValidationError(str(error), parameter=error.parameter) from error
     except TrajectoryError as error:
-        raise VLLMValidationError(str(error), parameter="messages") from error
+        raise vllm.VLLMValidationError(str(error), parameter="messages") from error
     except Exception as error:  # a client's messages may be anything
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
             why, _ = explain(list(map(dict, error.errors())), UNKNOWN)
         message = f"messages cannot be read: {why}"
-        raise VLLMValidationError(message, parameter="messages") from error
+        raise vllm.VLLMValidationError(message, parameter="messages") from error
 
 
 def _around_answer(create: Create, service: ChatService, *, objects: bool = False) -> Create:
     """Wrap a method that answers chats, to note answers and add the ids that clients ask for.
 
-    Args:
-        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do, so
-            that arguments which are not JSON are none; other answers of theirs need no notes.
+    With `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
+    arguments which are not JSON are none; other answers of theirs need no notes.
     """
 
-    async def noting(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
+    async def noting(request: vllm.ChatCompletionRequest, raw_request: object = None) -> object:
         response, context = await create(request, raw_request), CURRENT.get()
         if context is None:
             return response
@@ -224,7 +196,7 @@ def _around_answer(create: Create, service: ChatService, *, objects: bool = Fals
             if not objects:
                 service.remember(f"chatcmpl-{request.request_id}", context.session)
             return _watched(response, context.answers, objects) if request.tools else response
-        if objects or not isinstance(response, ChatCompletionResponse):
+        if objects or not isinstance(response, vllm.ChatCompletionResponse):
             return response
         service.remember(response.id, context.session)
         for choice in response.choices:
@@ -248,38 +220,25 @@ async def _watched(
     vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
     answer than the whole text parsed at once would give; the client sends back what it got.
     """
-    choices: dict[int, _Parts] = defaultdict(_Parts)
+    texts: dict[int, list[str]] = defaultdict(list)
+    calls: dict[int, dict[int, list[str]]] = defaultdict(dict)
     async for event in events:
         if event.startswith("data: {"):
             for choice in json.loads(event[6:]).get("choices") or []:
-                parts = choices[choice["index"]]
-                parts.add(choice.get("delta") or {})
+                index, delta = choice["index"], choice.get("delta") or {}
+                texts[index].append(delta.get("content") or "")
+                for piece in delta.get("tool_calls") or []:
+                    function = piece.get("function") or {}
+                    call = calls[index].setdefault(piece["index"], ["", ""])
+                    call[0] += function.get("name") or ""
+                    call[1] += function.get("arguments") or ""
                 if choice.get("finish_reason"):
-                    answers[choice["index"]] = parts.whole(objects)
+                    said = [
+                        (name, given if not objects or _is_json(given) else "{}")
+                        for name, given in calls[index].values()
+                    ]
+                    answers[index] = answer("".join(texts[index]), said)
         yield event
-
-
-@dataclass(slots=True)
-class _Parts:
-    """The pieces of one choice so far."""
-
-    text: list[str] = field(default_factory=list)
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    """Name, then pieces of the arguments, by the index of the call."""
-
-    def add(self, delta: JsonObject) -> None:
-        self.text.append(delta.get("content") or "")
-        for piece in delta.get("tool_calls") or []:
-            function = piece.get("function") or {}
-            call = self.calls.setdefault(piece["index"], [""])
-            call[0] += function.get("name") or ""
-            call.append(function.get("arguments") or "")
-
-    def whole(self, objects: bool) -> Answer:
-        calls = [(call[0], "".join(call[1:])) for call in self.calls.values()]
-        if objects:
-            calls = [(name, said if _is_json(said) else "{}") for name, said in calls]
-        return answer("".join(self.text), calls)
 
 
 def _is_json(text: str) -> bool:
@@ -295,13 +254,6 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
 
     A request of a session that names no model keeps the adapter of the session's last turn. A
     training session is sampled by the policy alone. Without adapters a request may name any model.
-
-    Args:
-        adapters: Paths of adapters by name.
-        names: Names of the model itself.
-
-    Raises:
-        InputError: when an adapter has the model's name.
     """
     models = state.openai_serving_models
     if not adapters:
@@ -311,16 +263,16 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
         raise InputError(f"serving.adapters: {same[0]!r} is the model's own name")
     models.is_base_model = lambda name: name in names
     for number, (name, path) in enumerate(adapters.items(), start=1):
-        models.lora_requests[name] = LoRARequest(name, number, path, names[0])
+        models.lora_requests[name] = vllm.LoRARequest(name, number, path, names[0])
 
-    def choose(request: SamplingRequest, **options: object) -> LoRARequest | None:
+    def choose(request: vllm.SamplingRequest, **options: object) -> vllm.LoRARequest | None:
         context = CURRENT.get()
         if context is not None and not request.model:
             request.model = context.session.adapter or None
         chosen = models.lora_requests.get(request.model)
         if context is not None:
             if chosen is not None and context.session.sampling is not None:
-                raise VLLMValidationError(
+                raise vllm.VLLMValidationError(
                     f"model={request.model!r} would make the tokens of this training session "
                     "off-policy: leave it out, or name the model itself",
                     parameter="model",
@@ -328,8 +280,258 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
             context.adapter = chosen.lora_name if chosen is not None else POLICY
         return chosen
 
-    for kind in ("chat", "completion", "responses"):  # each looks up its request's adapter
-        if (serving := getattr(state, f"openai_serving_{kind}", None)) is not None:
-            serving._maybe_get_adapters = choose
-    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-        messages._maybe_get_adapters = choose
+    # Each looks up its request's adapter.
+    for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
+        vllm.choose_adapters(getattr(state, kind), choose)
+    if state.anthropic_serving_messages is not None:
+        vllm.choose_adapters(state.anthropic_serving_messages, choose)
+
+
+def _storing(create_responses: Create, store: SessionStore) -> Create:
+    """Wrap vLLM's method that answers Responses, so that they are kept and continued.
+
+    A request whose `store` is false is not kept. An unknown id is answered by vLLM, with 404.
+    """
+
+    async def create(request: vllm.ResponsesRequest, raw_request: object = None) -> object:
+        if request.background:
+            raise vllm.VLLMValidationError(
+                "background responses are not served: leave `background` out, and read the answer "
+                "from this request or, with `store`, later by its id",
+                parameter="background",
+            )
+        context = CURRENT.get()
+        if context is None:
+            return await create_responses(request, raw_request)
+        previous, kept, asked = request.previous_response_id, request.store, request.input
+        new: list[Foreign] = (
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        )
+        before: StoredResponse | None = None
+        if previous is not None and (found := store.of_response(context.session, previous)):
+            if found is not context.session:
+                context.session = context.held.enter_context(store.holding(found))
+            before = found.responses[previous]
+            request.input = [*before.given, *before.output, *new]
+            request.previous_response_id = None
+        session = context.session
+
+        def finished(response: vllm.ResponsesResponse) -> None:
+            response.previous_response_id = previous
+            if kept and not session.closed:
+                output, body = list(response.output), response.model_dump_json(by_alias=True)
+                stored = StoredResponse(before, new, output, json.loads(body))
+                session.responses[response.id] = stored
+                session.size += 2 * len(body)
+                for item in [*new, *output]:
+                    is_model = isinstance(item, BaseModel)
+                    text = item.model_dump_json() if is_model else json.dumps(item, default=str)
+                    session.size += _ITEM_BYTES + len(text)
+                store.remember_completion(response.id, session)
+
+        async def watched(events: AsyncGenerator[Foreign, None]) -> AsyncGenerator[object, None]:
+            async for event in events:
+                response = getattr(event, "response", None)
+                if event.type == "response.completed" and isinstance(
+                    response, vllm.ResponsesResponse
+                ):
+                    finished(response)
+                yield event
+
+        made = await create_responses(request, raw_request)
+        if isinstance(made, vllm.ResponsesResponse):
+            finished(made)
+        elif isinstance(made, AsyncGenerator):
+            request.previous_response_id = previous  # for the events
+            return watched(made)
+        return made
+
+    return create
+
+
+class EngineClient:
+    """The part of vLLM's engine client that its application uses: `generate`, and some attributes.
+
+    vLLM's own classes check and detokenise, and split requests for several completions.
+    """
+
+    tasks = ("generate",)
+    service: ChatService
+
+    def __init__(self, config: Config, healthy: Callable[[], bool]) -> None:
+        adapters = EngineAdapters.of(config)
+        arguments = engine_arguments(config.model, config.engine, config.deterministic, adapters)
+        arguments["generation_config"] = "vllm"  # only our defaults
+        self.vllm_config = vllm.AsyncEngineArgs(**arguments).create_engine_config()
+        self.model_config = self.vllm_config.model_config
+        self.renderer = vllm.renderer_from_config(self.vllm_config)
+        self.input_processor = vllm.InputProcessor(self.vllm_config, self.renderer)
+        self.errored, self.is_running, self.dead_error = False, True, vllm.EngineDeadError()
+        self._outputs = vllm.OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sampling = config.sampling
+        self._healthy = healthy
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Admit every request: they wait in the engines."""
+
+    async def check_health(self) -> None:
+        if not self._healthy():
+            raise vllm.EngineDeadError
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Refuse new requests, and cancel those in flight; the engines belong to others."""
+        self.errored, self.is_running = True, False
+        for task in self._tasks:
+            task.cancel()
+
+    async def generate(
+        self,
+        prompt: object,
+        sampling_params: vllm.SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: object = None,
+        **options: object,
+    ) -> AsyncGenerator[vllm.RequestOutput, None]:
+        """Sample `sampling_params.n` completions of a prompt that vLLM has rendered."""
+        context, params = CURRENT.get(), sampling_params
+        if context is not None:
+            # Not all kinds of requests have these parameters.
+            sampling = context.session.sampling or self._sampling
+            written = () if context.request is None else context.request.model_fields_set
+            if "min_tokens" not in written:
+                params.min_tokens = min(sampling.min_tokens, params.max_tokens)
+            if "ignore_eos" not in written:
+                params.ignore_eos = sampling.ignore_eos
+            if getattr(context.request, "echo", False) and context.request.max_tokens == 0:
+                context = None  # it only scores its prompt, and its one token is thrown away
+        request = self.input_processor.process_inputs(
+            request_id, prompt, params, supported_tasks=self.tasks, **options
+        )
+        self.input_processor.assign_request_id(request)
+        text = vllm.extract_prompt_components(self.model_config, prompt).text
+        queue = vllm.RequestOutputCollector(params.output_kind, request.request_id)
+        parent = vllm.ParentRequest(request) if params.n > 1 else None
+        tasks = set()
+        for index in range(params.n):
+            part = copy.copy(request)
+            if parent is not None:
+                part.request_id, part.sampling_params = parent.get_child_info(index)
+            self._outputs.add_request(part, text, parent, index, queue)
+            task = asyncio.create_task(self._run(part, context, (request_id, index), queue))
+            task.add_done_callback(self._tasks.discard)
+            tasks.add(task)
+        self._tasks |= tasks
+        finished = False
+        try:
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._outputs.abort_requests([request.request_id], internal=True)
+                for task in tasks:
+                    task.cancel()
+
+    async def _run(
+        self,
+        request: vllm.EngineCoreRequest,
+        context: RequestContext | None,
+        key: ChoiceKey,
+        queue: vllm.RequestOutputCollector,
+    ) -> None:
+        params, lora = request.sampling_params, request.lora_request
+        detokenizer = self._outputs.request_states[request.request_id].detokenizer
+        try:
+            asked = Request(
+                list(request.prompt_token_ids),
+                _sampling_of(params, request.prompt_token_ids, context),
+                request.request_id,
+                params.seed,
+                Route(adapter=lora.lora_name if lora is not None else POLICY),
+                whole=params.output_kind != vllm.RequestOutputKind.DELTA,
+            )
+            with_logprobs = params.num_logprobs is not None
+            async with aclosing(self.service.sample(context, key, asked)) as chunks:
+                async for chunk in chunks:
+                    for output in _outputs(request.request_id, chunk, with_logprobs):
+                        self._outputs.process_outputs([output])
+                    if chunk.finish_reason is not None and context is not None:
+                        context.texts[key] = getattr(detokenizer, "output_text", "")
+        except Exception as error:  # raised to this request's client; other requests continue
+            queue.put(client_error(error))
+
+
+def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[vllm.EngineCoreOutput]:
+    """Yield a chunk in vLLM's form, for its detokenizer."""
+    finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
+    # vLLM finds a stop string again, cuts the text before it, and ends the request.
+    by_string = isinstance(chunk.stop_reason, str)
+    prompt = chunk.prompt_alternatives  # they come with the first chunk
+    yield vllm.EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=list(chunk.token_ids),
+        new_logprobs=_logprobs(chunk) if with_logprobs else None,
+        new_prompt_logprobs_tensors=(
+            vllm.LogprobsTensors(*map(torch.from_numpy, _columns(prompt))) if prompt else None
+        ),
+        finish_reason=None if by_string else finish,
+        stop_reason=None if by_string else chunk.stop_reason,
+        prefill_stats=vllm.PrefillStats(
+            num_cached_tokens=chunk.cached_tokens,
+            num_cache_creation_tokens=chunk.stored_tokens,
+        ),
+    )
+    if by_string:
+        yield vllm.EngineCoreOutput(
+            request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason
+        )
+
+
+def _sampling_of(
+    params: vllm.SamplingParams, prompt: list[int], context: RequestContext | None
+) -> vllm.SamplingParams:
+    """Return a request's sampling for the generator, within the tokens that its session has left;
+    refuse one that would make tokens off-policy."""
+    sampling = copy.copy(params)
+    streamed = params.output_kind == vllm.RequestOutputKind.DELTA
+    sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
+    if context is None:
+        return sampling
+    session = context.session
+    if session.sampling is not None and params.structured_outputs:
+        raise InputError(
+            "a grammar (a strict tool, or parallel_tool_calls=false) would make the tokens of "
+            "this training session off-policy: leave it out"
+        )
+    sampling.max_tokens = context.within(prompt, params.max_tokens)
+    if sampling.max_tokens <= 0:
+        raise InputError(
+            f"the conversation has used up its {session.max_response_tokens} tokens "
+            "(rollout.max_response_tokens)"
+        )
+    sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
+    return sampling
+
+
+def _logprobs(chunk: Chunk) -> vllm.LogprobsLists | None:
+    """Return the log-probs of a chunk's tokens in vLLM's form."""
+    pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
+    rows = chunk.alternatives or [[(token, logprob, 1)] for token, logprob in pairs]
+    return vllm.LogprobsLists(*_columns(rows)) if rows else None
+
+
+def _columns(rows: Alternatives) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids and log-probs, both [T, N], and the ranks [T] of the first of each row."""
+    # A sampled token among the likeliest may have one entry less: it gets a second one.
+    widest = max(map(len, rows))
+    rows = [[*row, *row[:1] * (widest - len(row))] for row in rows]
+    return (
+        np.array([[token for token, _, _ in row] for row in rows]),
+        np.array([[logprob for _, logprob, _ in row] for row in rows]),
+        np.array([row[0][2] for row in rows]),
+    )

@@ -1,14 +1,14 @@
-"""Advantage estimators: each a class with its formula, its paper and the differences from it.
+"""Advantage estimators, each with its formula, its paper and the differences from it.
 
 Also the parts of algorithms that decide on rewards: DAPO's signal and its overlong penalty.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from turnwise.config import DrGrpo, Gae, Grpo, MtGrpo, ReinforcePP, Rloo, TurnReturns
+from turnwise.config import Gae, MtGrpo, ReinforcePP, TurnReturns
 from turnwise.training.algorithms.interface import Advantage, ValueModel
 
 _EPSILON = 1e-6
@@ -52,23 +52,20 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
     return [(value - mean) / (std + _EPSILON) for value in values]
 
 
-class _WithinGroup(Advantage):
-    """Compares the rewards of a group by a formula, where they differ."""
+class WithinGroup(Advantage):
+    """The advantages of a group by a formula of its rewards, such as `grpo`, where they differ."""
 
-    def __init__(self, config: Grpo | DrGrpo | Rloo) -> None:
-        """Accept the section, which has no options."""
+    def __init__(self, formula: Callable[[Sequence[float]], list[float]]) -> None:
+        self._formula = formula
 
     def of_group(self, rewards: Sequence[float]) -> list[float] | None:
         """Return all 0 if the rewards are equal, None if there are fewer than two."""
         if len(rewards) < 2:
             return None
-        return self._compared(rewards) if has_signal(rewards) else [0.0] * len(rewards)
-
-    def _compared(self, rewards: Sequence[float]) -> list[float]:
-        raise NotImplementedError
+        return self._formula(rewards) if has_signal(rewards) else [0.0] * len(rewards)
 
 
-class GrpoAdvantage(_WithinGroup):
+def grpo(rewards: Sequence[float]) -> list[float]:
     """GRPO: rewards normalised within the group.
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
@@ -78,12 +75,10 @@ class GrpoAdvantage(_WithinGroup):
     by n - 1), which the paper leaves open, and 1e-6 avoids amplifying rewards that differ only by
     rounding.
     """
-
-    def _compared(self, rewards: Sequence[float]) -> list[float]:
-        return _centred(rewards, scale=True)
+    return _centred(rewards, scale=True)
 
 
-class DrGrpoAdvantage(_WithinGroup):
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
     """Dr. GRPO: rewards minus their group's mean.
 
         A_i = r_i - mean(r)
@@ -92,12 +87,10 @@ class DrGrpoAdvantage(_WithinGroup):
     division by the standard deviation, which favours very easy and very hard problems. The paper's
     other change, a constant instead of each answer's length, is `algorithm.reduction: constant`.
     """
-
-    def _compared(self, rewards: Sequence[float]) -> list[float]:
-        return _centred(rewards, scale=False)
+    return _centred(rewards, scale=False)
 
 
-class RlooAdvantage(_WithinGroup):
+def rloo(rewards: Sequence[float]) -> list[float]:
     """RLOO: rewards minus the mean of the other rewards in the group (leave one out).
 
         A_i = r_i - sum_{j != i} r_j / (n - 1)
@@ -107,10 +100,8 @@ class RlooAdvantage(_WithinGroup):
     KL penalty in the reward is subtracted from the advantage, not the baseline's rewards (see
     `reward_penalty`).
     """
-
-    def _compared(self, rewards: Sequence[float]) -> list[float]:
-        total = sum(rewards)
-        return [r - (total - r) / (len(rewards) - 1) for r in rewards]
+    total = sum(rewards)
+    return [r - (total - r) / (len(rewards) - 1) for r in rewards]
 
 
 class ReinforcePPAdvantage(Advantage):

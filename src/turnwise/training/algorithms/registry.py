@@ -1,7 +1,7 @@
 """The algorithms by name: one dictionary of advantage estimators, one of losses.
 
-A new algorithm takes a class in `advantages` or `losses`, a line here, and a section in the
-configuration. A user-defined one, given as `package.module:Class`, needs none of these.
+A new algorithm takes a class or a formula in `advantages` or `losses`, a line here, and a section
+in the configuration. A user-defined one, given as `package.module:Class`, needs none of these.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,22 @@ from turnwise.training.algorithms import advantages, losses
 from turnwise.training.algorithms.interface import Advantage, Loss
 
 _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
-    "grpo": advantages.GrpoAdvantage,
-    "dr_grpo": advantages.DrGrpoAdvantage,
-    "rloo": advantages.RlooAdvantage,
+    "grpo": lambda _: advantages.WithinGroup(advantages.grpo),
+    "dr_grpo": lambda _: advantages.WithinGroup(advantages.dr_grpo),
+    "rloo": lambda _: advantages.WithinGroup(advantages.rloo),
     "reinforce_pp": advantages.ReinforcePPAdvantage,
     "turn_returns": advantages.TurnReturnsAdvantage,
     "mt_grpo": advantages.MtGrpoAdvantage,
     "gae": advantages.GaeAdvantage,
 }
-"""Classes behind the short names of `algorithm.advantage.name`; each takes its section."""
+"""Makers of what the short names of `algorithm.advantage.name` stand for, from its section."""
 _LOSSES: dict[str, Callable[..., Loss]] = {
     "ppo_clip": losses.PpoClipLoss,
     "gspo": losses.GspoLoss,
     "cispo": losses.CispoLoss,
     "dpo": losses.DpoLoss,
 }
-"""Classes behind the short names of `algorithm.loss.name`; each takes its section."""
+"""The same for `algorithm.loss.name`."""
 _Kind = TypeVar("_Kind", Advantage, Loss)
 
 

@@ -1,36 +1,65 @@
-"""Errors of validation in one sentence: the place in the body, and what is wrong there.
+"""Errors as answers, in OpenAI's format; errors of validation in one sentence.
 
 pydantic reports a mistake in a union once for each of its members. The member that the client meant
-is the first one whose `role` and `type` fit.
+is the first one whose `role` and `type` fit. A sentence names the place in the body, and what is
+wrong there.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from turnwise.core.json_types import JsonObject
-from turnwise.serving.openai.middleware import error_body
 
-Error = JsonObject
-"""One entry of pydantic's `errors()`."""
 UNKNOWN = object()
 """A value of which only the errors are known."""
 _TAGS = ("role", "type")
 _NAMED = 8
-"""Maximum number of alternatives in a sentence."""
 _SHOWN = 80
 _EXPECTED = "Input should be "
+
+
+async def send_json(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, status: int, message: str) -> None:
+    await send_json(send, status, _body(status, message))
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    """Answer an error of the framework: an unknown path, or a body that is not valid."""
+    if isinstance(error, HTTPException):
+        content = _body(error.status_code, str(error.detail))
+        return Response(content, error.status_code, error.headers, "application/json")
+    assert isinstance(error, RequestValidationError | ValidationError)
+    body = error.body if isinstance(error, RequestValidationError) else UNKNOWN
+    message, path = explain(list(map(dict, error.errors())), body)
+    return Response(_body(400, message, path), 400, media_type="application/json")
+
+
+def _body(status: int, message: str, param: str | None = None) -> bytes:
+    kind = HTTPStatus(status).phrase
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return json.dumps({"error": error}).encode()
 
 
 @dataclass(slots=True)
 class _Node:
     """A value in the body, or a member of a union that it may be, and the errors there."""
 
-    errors: list[Error] = field(default_factory=list)
+    errors: list[JsonObject] = field(default_factory=list)
+    """Entries of pydantic's `errors()`."""
     parts: "dict[str | int, _Node]" = field(default_factory=dict)
     """Keys and indices of the value."""
     members: "dict[str | int, _Node]" = field(default_factory=dict)
@@ -46,16 +75,17 @@ class _Node:
         inside = [1 + part.depth() for part in self.parts.values()]
         return max([*inside, *(member.depth() for member in self.members.values())], default=0)
 
-    def leaves(self) -> Iterator[Error]:
+    def leaves(self) -> Iterator[JsonObject]:
         yield from self.errors
         for inner in (*self.parts.values(), *self.members.values()):
             yield from inner.leaves()
 
 
-def explain(errors: Sequence[Error], body: object) -> tuple[str, str]:
+def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
     """Return the sentence for errors of one body, and the path of the value that is wrong.
 
     Args:
+        errors: pydantic's.
         body: The body, which tells a key from a member of a union; or `UNKNOWN`.
     """
     node, path, value = _tree(errors, body), "", body
@@ -67,7 +97,12 @@ def explain(errors: Sequence[Error], body: object) -> tuple[str, str]:
             continue
         members = list(node.members.values())
         if all(member.errors for member in members):
-            return _sentence(path, _either(members))
+            said = list(dict.fromkeys(_message(member.errors[0]) for member in members))
+            said = [message for message in said if "instance of" not in message] or said
+            if len(said) > 1 and all(message.startswith(_EXPECTED) for message in said):
+                types = " or ".join(message.removeprefix(_EXPECTED) for message in said)
+                return _sentence(path, _EXPECTED + types)
+            return _sentence(path, said[0])
         if isinstance(value, Mapping) and any(tag in value for tag in _TAGS):
             members = [member for member in members if member.fits()] or members
             if not members[0].fits() and (unknown := _unknown_tag(node, value)):
@@ -79,15 +114,7 @@ def explain(errors: Sequence[Error], body: object) -> tuple[str, str]:
     return _sentence(path, _message(node.errors[0]))
 
 
-async def answer_invalid(_: Request, error: Exception) -> Response:
-    """Answer a request whose body is not valid, in OpenAI's format."""
-    assert isinstance(error, RequestValidationError | ValidationError)
-    body = error.body if isinstance(error, RequestValidationError) else UNKNOWN
-    message, path = explain(list(map(dict, error.errors())), body)
-    return Response(error_body(400, message, path), 400, media_type="application/json")
-
-
-def _tree(errors: Sequence[Error], body: object) -> _Node:
+def _tree(errors: Sequence[JsonObject], body: object) -> _Node:
     root = _Node()
     for error in errors:
         node, value, place = root, body, list(error["loc"])
@@ -121,8 +148,7 @@ def _inside(value: object, part: str | int) -> object:
 
 
 def _unknown_tag(node: _Node, value: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return the tag whose value no member of a union has, and the message; None if there is
-    none."""
+    """Return the tag whose value no member of a union has, and the message, if there is one."""
     for tag in reversed(_TAGS):
         known = [
             str(error["ctx"]["expected"])
@@ -137,16 +163,7 @@ def _unknown_tag(node: _Node, value: Mapping[str, object]) -> tuple[str, str] | 
     return None
 
 
-def _either(members: Sequence[_Node]) -> str:
-    """Return the message for a value that is none of some types."""
-    said = dict.fromkeys(_message(member.errors[0]) for member in members)
-    messages = [message for message in said if "instance of" not in message] or list(said)
-    if len(messages) > 1 and all(message.startswith(_EXPECTED) for message in messages):
-        return _EXPECTED + " or ".join(message.removeprefix(_EXPECTED) for message in messages)
-    return messages[0]
-
-
-def _message(error: Error) -> str:
+def _message(error: JsonObject) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     why = error.get("ctx", {}).get("error")
     return f"{message}: {why}" if error["type"] == "json_invalid" else message

@@ -1,4 +1,4 @@
-"""Parameters of requests: those that the chat service knows, and the sampling of all others.
+"""Requests of sessions: one on its way to the engine and back, and the parameters it may have.
 
 `read` returns a plain chat: all its keys, and those of its messages, are among those of the classes
 below. `settle` sets the parameters of vLLM's requests, of Chat Completions, Completions or
@@ -7,34 +7,35 @@ deviate from the configuration, because the trainer assumes that their tokens we
 configured.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from turnwise.chat.prompts import RefusedParameter
+from turnwise.chat.messages import Answer, Conversation
+from turnwise.chat.prompts import NextPrompt, RefusedParameter
+from turnwise.chat.session import Session
+from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.logits_processors import EXTRA_ARG, plain_calls, written
+from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
-    from turnwise.serving.openai.vllm_api import SamplingRequest
+    from turnwise.internals.vllm_server import SamplingRequest
 
 MAX_CHOICES = 128
-"""Maximum number of completions of one prompt in one request."""
 MAX_COMPLETIONS = 1_024
-"""Maximum number of completions of all prompts of one request."""
+ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
+"""Keys of an answer's message by which a client may send its ids back."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-ECHO = (
-    "prompt_token_ids",
-    "generation_token_ids",
-    "generation_log_probs",
-    "weight_versions",
-)
-"""Keys of an answer's message by which a client may send its ids back."""
 _OWN_NAMES = (*_DISTRIBUTION, "min_tokens", "ignore_eos")
 """Sampling parameters that the configuration calls by the same names."""
 _NEUTRAL: dict[str, object] = {
@@ -52,9 +53,73 @@ _NEUTRAL: dict[str, object] = {
     "thinking_token_budget": None,
 }
 
+ChoiceKey = tuple[str, int]
+"""Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
 _Limit = Annotated[int, Meta(ge=1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Item = str | int | float
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request on its way to the engine and back."""
+
+    session: Session
+    held: ExitStack
+    """Closed at the end of the request."""
+    request: "SamplingRequest | None" = None
+    """The request as parsed by vLLM; None before rendering."""
+    asked: Conversation = field(default_factory=Conversation)
+    """Messages and tools of a chat; empty for other requests."""
+    prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
+    finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
+    texts: dict[ChoiceKey, str] = field(default_factory=dict)
+    undelivered: list[Callable[[], None]] = field(default_factory=list)
+    """For each completion that the client has not got, a function that records it as a turn."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """Answers as the client got them, by the index; of streamed chats only those with tools."""
+    adapter: str = ""
+    began: float = field(default_factory=time.time)
+    """Time when the request came, in seconds since the epoch."""
+
+    def within(self, prompt: Sequence[int], most: int) -> int:
+        """Return how many of `most` tokens may follow a prompt; 0 or less if none may."""
+        room = self.session.room(prompt, self.prompt.fork_reason)
+        return most if room is None else min(most, room)
+
+    def deliver(self) -> None:
+        """Record the finished completions: the next bytes that the client gets have their end.
+
+        A client can leave as soon as it has read these, or send the next request.
+        """
+        for record in self.undelivered:
+            record()
+        self.undelivered.clear()
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+"""The request that the current task serves; None outside requests that sample."""
+
+
+@contextmanager
+def serving(
+    store: SessionStore, name: str | None, previous: str | None, child: str | None = None
+) -> Iterator[RequestContext]:
+    """Hold the session of a request, and make the request `CURRENT`, until it is answered.
+
+    Completions that were not delivered then are lost. Raises as `SessionStore.request` does.
+    """
+    with ExitStack() as held:
+        context = RequestContext(held.enter_context(store.request(name, previous, child)), held)
+        token = CURRENT.set(context)
+        try:
+            yield context
+        finally:
+            for _ in context.undelivered:
+                context.session.lose_turn()
+            context.session.lost_turns += len(context.undelivered)
+            context.undelivered.clear()
+            CURRENT.reset(token)
 
 
 class _Function(Struct, forbid_unknown_fields=True):
@@ -172,20 +237,38 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
     """Set the sampling parameters of a request: those that it does not set are the configured ones.
 
     The default of `n` remains 1, as in OpenAI's API. Limits of tokens beyond the context are
-    lowered to it; vLLM lowers them further to what the prompt leaves.
-
-    Args:
-        own: Sampling of a training session; None in other sessions.
-
-    Raises:
-        RefusedParameter: naming the parameter that cannot be served.
+    lowered to it; vLLM lowers them further to what the prompt leaves. A parameter that cannot be
+    served is refused; `own` is the sampling of a training session.
     """
-    _bound_choices(request)
+    n, listed = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
+    several = isinstance(listed, list) and listed and not isinstance(listed[0], int)
+    prompts = len(listed) if several else 1
+    if n > MAX_CHOICES:
+        raise RefusedParameter("n", f"n={n} is more than {MAX_CHOICES}: ask several times")
+    if n * prompts > MAX_COMPLETIONS:
+        raise RefusedParameter(
+            "prompt",
+            f"{prompts} prompts with n={n} are more than {MAX_COMPLETIONS} completions: ask "
+            "several times",
+        )
     if own is not None:
         _keep_on_policy(request, own)
     sampling, fields = own or config.sampling, type(request).model_fields
-    if "vllm_xargs" in fields:
-        _choose_processors(request, sampling, config.engine.logits_processors_allowed)
+    if "vllm_xargs" in fields:  # logits processors move to where the engine expects them
+        arguments = dict(request.vllm_xargs or {})
+        if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # only ours is a dictionary
+            raise RefusedParameter("vllm_xargs", f"vllm_xargs.{EXTRA_ARG} cannot be set by clients")
+        if not _sets(request, "vllm_xargs"):
+            arguments = dict(sampling.logits_processor_args)
+        chosen = (request.model_extra or {}).get("logits_processors")
+        chosen = written(sampling) if chosen is None else chosen
+        try:
+            calls = plain_calls(chosen, config.engine.logits_processors_allowed)
+        except InputError as error:
+            raise RefusedParameter("logits_processors", str(error)) from error
+        if calls:
+            arguments[EXTRA_ARG] = {"processors": calls}
+        request.vllm_xargs = arguments or None
     for name in (*_DISTRIBUTION, "stop", "stop_token_ids"):
         if name in fields and not _sets(request, name):
             setattr(request, name, getattr(sampling, name))
@@ -195,45 +278,6 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
         setattr(request, name, min(limit, config.model.max_length))
 
 
-def _bound_choices(request: "SamplingRequest") -> None:
-    """Refuse a request for too many completions."""
-    n = getattr(request, "n", None) or 1
-    prompt = getattr(request, "prompt", None)
-    listed = prompt if isinstance(prompt, list) else []
-    prompts = len(listed) if listed and not isinstance(listed[0], int) else 1
-    if n > MAX_CHOICES:
-        raise RefusedParameter("n", f"n={n} is more than {MAX_CHOICES}: ask several times")
-    if n * prompts > MAX_COMPLETIONS:
-        raise RefusedParameter(
-            "prompt",
-            f"{prompts} prompts with n={n} are more than {MAX_COMPLETIONS} completions: ask "
-            "several times",
-        )
-
-
-def _choose_processors(
-    request: "SamplingRequest", sampling: SamplingConfig, allowed: str | None
-) -> None:
-    """Move a request's logits processors, or the configured ones, to where the engine expects them.
-
-    Args:
-        allowed: `engine.logits_processors_allowed`.
-    """
-    arguments = dict(request.vllm_xargs or {})
-    if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # only our own value is a dictionary
-        raise RefusedParameter("vllm_xargs", f"vllm_xargs.{EXTRA_ARG} cannot be set by clients")
-    if not _sets(request, "vllm_xargs"):
-        arguments = dict(sampling.logits_processor_args)
-    chosen = (request.model_extra or {}).get("logits_processors")
-    try:
-        calls = plain_calls(written(sampling) if chosen is None else chosen, allowed)
-    except InputError as error:
-        raise RefusedParameter("logits_processors", str(error)) from error
-    if calls:
-        arguments[EXTRA_ARG] = {"processors": calls}
-    request.vllm_xargs = arguments or None
-
-
 def _sets(request: "SamplingRequest", name: str) -> bool:
     return name in request.model_fields_set and getattr(request, name) not in (None, [])
 
@@ -241,7 +285,7 @@ def _sets(request: "SamplingRequest", name: str) -> bool:
 def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> None:
     """Refuse parameters that would make the tokens of a training session off-policy."""
 
-    def refuse(name: str, advice: str) -> None:
+    def refuse(name: str, advice: str) -> NoReturn:
         raise RefusedParameter(
             name,
             f"{name}={getattr(request, name)!r} would make the tokens of this training session "

@@ -1,9 +1,10 @@
-"""vLLM's names for the OpenAI server: no other file in this folder imports vLLM.
+"""vLLM's HTTP server: the names that the OpenAI server uses, and what it uses beyond them.
 
 Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 """
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
@@ -16,6 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseChoice,
     ChatMessage,
 )
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
@@ -38,5 +40,40 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from turnwise.internals import internal
+
+if TYPE_CHECKING:
+    from vllm.parser.abstract_parser import Parser
+    from vllm.tokenizers import TokenizerLike
+
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 """A request that samples; Anthropic's requests have become chat completions at this point."""
+
+
+def template_variables(
+    chat: OpenAIServingChat, request: ChatCompletionRequest
+) -> dict[str, object]:
+    """Return the variables of the chat template that a request sets, with the server's defaults."""
+    variables: dict[str, object] = chat._effective_chat_template_kwargs(request)
+    return variables
+
+
+def make_parser(
+    chat: OpenAIServingChat,
+    request: ChatCompletionRequest,
+    tokenizer: "TokenizerLike",
+    variables: dict[str, object],
+) -> "Parser":
+    """Return the parser of a request's answers, as the server makes it for its own."""
+    return chat._make_parser(request, tokenizer, variables)
+
+
+def choose_adapters(serving: OpenAIServingChat, choose: Callable[..., object]) -> None:
+    """Let a function choose the adapter of each request, which vLLM finds by its model alone."""
+    serving._maybe_get_adapters = choose
+
+
+internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request")
+_parameters = ("self", "request", "tokenizer", "chat_template_kwargs")
+internal(OpenAIServingChat, "_make_parser", *_parameters)
+internal(OpenAIServingChat, "_maybe_get_adapters", "self", "request")

@@ -1,0 +1,49 @@
+"""The internals of other packages that Turnwise uses or replaces: a file for each package.
+
+A file has one function for each use, with its reason, and nothing else. When it is imported, it
+checks that all of them are there, with the parameters that it relies on: another version of the
+package then fails at once, in one sentence, and nothing changes silently.
+"""
+
+import inspect
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+from turnwise.errors import InputError
+
+_MISSING = object()
+
+
+def internal(owner: object, name: str, *parameters: str) -> Any:
+    """Return an internal of another package, after a check that it is as we know it.
+
+    Args:
+        owner: The module, class or object that has it.
+        parameters: Names of its first parameters.
+
+    Raises:
+        InputError: when the installed version has none, or one of other parameters.
+    """
+    found: Any = getattr(owner, name, _MISSING)
+    try:
+        known = tuple(inspect.signature(found).parameters) if parameters else ()
+    except (TypeError, ValueError):
+        known = ()
+    if found is _MISSING or known[: len(parameters)] != parameters:
+        kind = owner if isinstance(owner, type) else type(owner)
+        where = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(owner, ModuleType):
+            where = owner.__name__
+        package = where.partition(".")[0]
+        try:
+            installed = f"{package} {version(package)}"
+        except PackageNotFoundError:
+            installed = f"Python {platform.python_version()}"
+        wanted = f"{name}({', '.join(parameters)})" if parameters else name
+        raise InputError(
+            f"{installed} has no {wanted} in {where}, on which Turnwise relies: install the "
+            "version that Turnwise names in its requirements"
+        )
+    return found

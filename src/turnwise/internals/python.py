@@ -1,0 +1,70 @@
+"""Python's own internals: multiprocessing's fork server, exit functions, C signal handlers."""
+
+import atexit
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from turnwise.internals import internal
+
+_server = internal(forkserver, "_forkserver")
+_get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
+_set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+    ("PyOS_setsig", ctypes.pythonapi)
+)
+
+
+def knows_fork_server() -> bool:
+    """Return whether a fork server of multiprocessing's has forked this process, and use it then.
+
+    Such a process knows that server's address, but would start another server, which has imported
+    nothing.
+    """
+    if _server._forkserver_address is None:
+        return False
+    _server.ensure_running = lambda: None
+    return True
+
+
+def use_fork_server(address: str, alive: int) -> None:
+    """Let multiprocessing's start method `forkserver` fork from a server that runs already.
+
+    Args:
+        alive: The end of the pipe with which the server ends.
+    """
+    _server._forkserver_address, _server._forkserver_alive_fd = address, alive
+    _server.ensure_running = lambda: None
+
+
+def serve_forks(listener: int, alive: int) -> None:
+    """Make this process a fork server of multiprocessing's, which has its modules already."""
+    # An engine collects all garbage at its end, which would copy the memory that it shares.
+    setattr(gc, "unfreeze", lambda: None)  # noqa: B010
+    forkserver.main(listener, alive, [])
+
+
+def run_exit_functions() -> None:
+    """Run what was registered with `atexit`, without the rest of the interpreter's end."""
+    atexit._run_exitfuncs()
+
+
+@contextmanager
+def signal_handler_kept(number: int) -> Iterator[None]:
+    """Restore the C handler of a signal after a `with` block, in any thread.
+
+    Ray replaces SIGTERM's by a C++ handler, which prints C++ frames and aborts. Python's `signal`
+    needs the main thread.
+    """
+    handler = _get_handler(number)
+    try:
+        yield
+    finally:
+        _set_handler(number, handler)
+
+
+for _name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
+    internal(_server, _name)
+internal(forkserver, "main", "listener_fd", "alive_r", "preload")
+internal(atexit, "_run_exitfuncs")

@@ -1,0 +1,111 @@
+"""torch: process groups, storages, and the modes that trace a computation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+from turnwise.internals import internal
+
+_FIRST_GROUP = 1_000_000
+"""Number of the first group: torch names groups by counting them, and a name may exist only once
+in a process."""
+_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
+Groups: TypeAlias = c10d._World  # all process groups of a program
+
+
+class OwnGroups(c10d._World):
+    """Process groups separate from those of the rest of the process, in torch's own registry.
+
+    torch has one registry for a process. A trainer and a vLLM worker that share a process each make
+    their group the default one.
+    """
+
+    # torch's are properties, which only class attributes can hide.
+    pg_map: _Registry = None
+    pg_names: _Registry = None
+    pg_group_ranks: _Registry = None
+    pg_backend_config: _Registry = None
+    tags_to_pg: _Registry = None
+    pg_to_tag: _Registry = None
+    group_count = _FIRST_GROUP
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+
+
+def groups_now() -> Groups:
+    """Return the process groups that torch uses now."""
+    return c10d._world
+
+
+def use_groups(groups: Groups) -> None:
+    """Make torch use these process groups."""
+    c10d._world = groups
+
+
+@contextmanager
+def default_group_apart() -> Iterator[None]:
+    """Leave the default process group to the end: ending it ends all groups of the process."""
+    default = c10d._world.default_pg
+    c10d._world.default_pg = None
+    try:
+        yield
+    finally:
+        if default is not None:
+            dist.destroy_process_group(default)
+
+
+def limit_nccl(options: "dist.ProcessGroupNCCL.Options", limit: timedelta) -> None:
+    """Set the time limit of an NCCL group that is made outside torch's registry."""
+    options._timeout = limit
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage's object, which storages without memory have too."""
+    key: int = storage._cdata
+    return key
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place of a tensor's memory."""
+    return tensor._version
+
+
+def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the CUDA IPC handle of a tensor's memory, and its fields.
+
+    `torch.multiprocessing` passes them between processes that it has started only.
+    """
+    fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return fields
+
+
+def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
+    """Open memory of a GPU by the fields of its handle but the first."""
+    return torch.UntypedStorage._new_shared_cuda(index, *fields)
+
+
+_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+)
+for _name in (*_REGISTRIES, "group_count", "default_pg"):
+    internal(c10d._World, _name)
+internal(c10d, "_world")
+for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
+    internal(torch.UntypedStorage, _name)
+internal(torch.Tensor, "_version")

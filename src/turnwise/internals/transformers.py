@@ -1,0 +1,60 @@
+"""Transformers and PEFT: the loading of shards, and the parts of a model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightTransform
+
+from turnwise.internals import internal
+
+
+def mark_loaded(parameter: Any, loaded: bool) -> None:
+    """Let Transformers leave a parameter as it is, or load it.
+
+    It loads whole models only; a rank loads the parameters that it has.
+    """
+    parameter._is_hf_initialized = loaded
+
+
+def compute_missing(
+    model: PreTrainedModel, buffers: set[str], device_map: dict[str, torch.device]
+) -> None:
+    """Make the buffers that no file has on their device, and initialize them."""
+    model._move_missing_keys_from_meta_to_device(buffers, device_map, None, None)
+    model._initialize_missing_keys(False)
+
+
+def conversions_of(model: PreTrainedModel) -> "list[WeightTransform] | None":
+    """Return the conversions with which a model was loaded; None if it was not."""
+    used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    return used
+
+
+def layer_classes(model: nn.Module) -> set[str]:
+    """Return the names of the classes of a model's decoder layers."""
+    names: set[str] = set()
+    for part in model.modules():
+        names |= set(getattr(part, "_no_split_modules", None) or ())
+    return names
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """Return the name of a model's attention."""
+    return str(model.config._attn_implementation)
+
+
+def activate(layers: Iterable[Any], adapters: list[str]) -> None:
+    """Make adapters the active ones of PEFT's layers, whose setter would freeze all others."""
+    for layer in layers:
+        internal(layer, "_active_adapter")
+        layer._active_adapter = adapters
+
+
+_parameters = ("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer")
+internal(PreTrainedModel, "_move_missing_keys_from_meta_to_device", *_parameters)
+internal(PreTrainedModel, "_initialize_missing_keys", "self", "is_quantized")
+internal(PreTrainedModel, "_no_split_modules")
+internal(PreTrainedConfig, "_attn_implementation")

@@ -1,0 +1,511 @@
+"""vLLM: the names that Turnwise uses, and what it uses or replaces beyond its public interface.
+
+The names of vLLM's HTTP server are in `internals/vllm_server.py`; nothing else imports vLLM, so a
+release that moves its names changes these two files. Checked against vLLM 0.32. Every process of an
+engine imports this file, which applies the patches. The import takes a fifth less time without the
+garbage collector.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from functools import partialmethod
+from multiprocessing.context import BaseContext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+_collecting = gc.isenabled()
+gc.disable()
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.envs import enable_envs_cache
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers import vocab_parallel_embedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import logger as reload_logger
+from vllm.outputs import RequestOutput, WeightVersionSpan
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, RequestStateStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.request import Request
+from vllm.v1.sample import sampler
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+if _collecting:
+    gc.enable()
+
+from turnwise.errors import InputError
+from turnwise.internals import internal
+
+if TYPE_CHECKING:
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+PRELOAD_MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.llama",
+)
+"""Modules that an engine process on a CPU needs, imported once before it is forked."""
+
+
+# Internals of an engine's client
+
+
+async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
+    """Pause generation without the 20 ms that AsyncLLM.pause_generation sleeps at its end.
+
+    Requests end through their own streams, whose order does not matter here.
+    """
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+def engine_processes(llm: AsyncLLM) -> list[int]:
+    """Return the ids of the processes that compute; none for an engine in this process."""
+    manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
+    return [process.pid for process in getattr(manager, "processes", ())]
+
+
+def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersionSpan]:
+    """Return the versions of a running request's tokens; outputs carry them only at its end."""
+    processor = llm.output_processor
+    (internal_id,) = processor.external_req_ids[request_id]
+    spans: list[WeightVersionSpan] = processor.request_states[internal_id]._weight_version_spans()
+    return spans
+
+
+def divert_outputs(
+    llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
+) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
+    """Give the outputs and errors of the engine's process to two functions, which may pass them on.
+
+    A request of nothing but token ids needs no detokenizer, and no object for each of its tokens.
+
+    Returns:
+        vLLM's own `process_outputs` and `propagate_error`.
+    """
+    processor = llm.output_processor
+    own = processor.process_outputs, processor.propagate_error
+    processor.process_outputs, processor.propagate_error = receive, fail
+    return own
+
+
+def read_outputs(llm: AsyncLLM) -> None:
+    """Start the task that reads the outputs of the engine's process, as vLLM's `generate` does."""
+    llm._run_output_handler()
+
+
+def count_output(
+    processor: OutputProcessor,
+    state: object,
+    output: EngineCoreOutput,
+    time: float | None,
+    stats: IterationStats,
+) -> None:
+    """Count an output of a request of ours in vLLM's statistics."""
+    processor._update_stats_from_output(state, output, time, stats)
+
+
+def count_end(
+    processor: OutputProcessor, state: object, reason: object, stats: IterationStats | None
+) -> None:
+    """Count the end of a request of ours in vLLM's statistics."""
+    processor._update_stats_from_finished(state, reason, stats)
+
+
+def use_process_context(context: BaseContext) -> None:
+    """Make vLLM start the processes of engines and shards from this multiprocessing context.
+
+    vLLM itself chooses between two contexts, of which none imports ahead.
+    """
+    engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
+
+
+internal(AsyncLLM, "_run_output_handler", "self")
+internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")
+internal(OutputProcessor, "propagate_error", "self", "e")
+internal(OutputProcessor, "_update_stats_from_output", "self", "req_state", "engine_core_output")
+internal(OutputProcessor, "_update_stats_from_finished", "self", "req_state", "finish_reason")
+internal(RequestState, "_weight_version_spans", "self")
+internal(engine_utils, "get_mp_context")
+internal(multiproc_executor, "get_mp_context")
+
+
+# Internals of an engine's workers
+
+
+def adapter_slots(manager: LRUCacheWorkerLoRAManager) -> "LoRAModelManager":
+    """Return the object that holds a worker's adapters.
+
+    vLLM itself loads adapters from folders only, and when a request names them.
+    """
+    return manager._adapter_manager
+
+
+def check_experts_of(slots: "LoRAModelManager", lora: LoRAModel) -> None:
+    """Check that an adapter of a model's experts has the layout that vLLM applies."""
+    slots._validate_moe_lora_format(lora)
+
+
+def forget_update(worker: "Worker") -> None:
+    """Let a worker begin an update, although the one before was interrupted."""
+    internal(worker, "_weight_update_active")
+    worker._weight_update_active = False
+
+
+def add_transfer_engine(name: str, kind: type[WeightTransferEngine]) -> None:
+    """Register a way to receive weights, unless it is registered; vLLM refuses a second time."""
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, kind)
+
+
+internal(LRUCacheWorkerLoRAManager._manager_cls, "_validate_moe_lora_format", "self", "lora_model")
+internal(WeightTransferEngineFactory, "_registry")
+
+
+# Patches of every engine's process
+
+TIMES = "turnwise_times"
+"""Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's
+monotonic clock."""
+_PLAIN = {"request_id", "new_token_ids", "new_logprobs", "stop_reason", "num_nans_in_logits"}
+_UNHELD = (
+    "finish_reason",
+    "prefill_stats",  # comes with the first token
+    "new_prompt_logprobs_tensors",
+    "pooling_output",
+    "events",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "trace_headers",
+    "routed_experts",
+    "mm_cache_miss_hashes",
+    "new_sampling_mask",
+    "spec_decode_metrics",
+    "prompt_token_id_logprobs",
+)
+"""Fields that are None in an output with nothing but tokens and their log-probs."""
+
+
+class TokenBatches:
+    """The tokens that one engine's process has not sent yet.
+
+    vLLM's engine sends each token of each request by itself, with three arrays for its log-prob,
+    and the frontend collects `stream_interval` of them. Here the engine's process collects them,
+    which saves both most of that work. A request's first token and its end are sent at once.
+    All collected tokens are sent before the process handles anything but a new request: before a
+    pause, an abort or an update, so that they keep the version of the weights that sampled them.
+
+    Args:
+        requests: The scheduler's requests, by id.
+        timed: Whether vLLM's statistics are collected; tokens that waited then bring their times.
+    """
+
+    def __init__(self, requests: Mapping[str, Request], timed: bool = False) -> None:
+        self._requests = requests
+        self._timed = timed
+        self._held: dict[str, tuple[int, list[EngineCoreOutput], list[float]]] = {}
+        """Number of the client, outputs, and the time of each output, by request."""
+        self._version: str | None = None  # version of the weights that sampled all held tokens
+
+    def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
+        """Take the tokens that can wait out of a step's outputs, and add those that waited.
+
+        Args:
+            step: Outputs of one step, with the version of their weights, by client.
+        """
+        for client, outputs in list(step.items()):
+            self._version = outputs.weight_version
+            due = []
+            for output in outputs.outputs:
+                request_id, interval = output.request_id, self._interval(output)
+                held = self._held.get(request_id)
+                if interval == 1:
+                    due += [output] if held is None else [self._take(request_id), output]
+                    continue
+                if held is None:
+                    held = self._held[request_id] = (client, [], [])
+                held[1].append(output)
+                held[2].append(outputs.timestamp)
+                if sum(len(each.new_token_ids) for each in held[1]) >= interval:
+                    due.append(self._take(request_id))
+            outputs.outputs = due
+            if not (due or outputs.scheduler_stats or outputs.finished_requests):
+                del step[client]
+
+    def release(self, send: Callable[[tuple[int, EngineCoreOutputs]], None]) -> None:
+        """Send all held tokens, each request's as outputs for its client."""
+        for request_id, (client, _, _) in list(self._held.items()):
+            outputs = [self._take(request_id)]
+            send((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
+
+    def _interval(self, output: EngineCoreOutput) -> int:
+        """Return the number of tokens after which a request's are sent; 1 sends this at once."""
+        request = self._requests.get(output.request_id)
+        params = None if request is None else request.sampling_params
+        if (
+            params is None
+            or params.detokenize  # stop strings are found in the frontend
+            or output.num_nans_in_logits
+            or any(getattr(output, name) is not None for name in _UNHELD)
+        ):
+            return 1
+        return params.stream_interval or 1
+
+    def _take(self, request_id: str) -> EngineCoreOutput:
+        """Remove a request's held tokens, and return them as one output."""
+        _, held, times = self._held.pop(request_id)
+        joined = held[0]
+        if len(held) > 1:
+            logprobs = None
+            if rows := [each.new_logprobs for each in held if each.new_logprobs is not None]:
+                # A step's rows are as wide as the request in it that asked for most log-probs.
+                width = min(each.logprobs.shape[1] for each in rows)
+                cut = ((each[0][:, :width], each[1][:, :width], each[2]) for each in rows)
+                columns = zip(*cut, strict=True)
+                logprobs = LogprobsLists(*(np.concatenate(column) for column in columns))
+            tokens = [token for each in held for token in each.new_token_ids]
+            joined = EngineCoreOutput(request_id, tokens, logprobs)
+        if self._timed:
+            joined.kv_transfer_params = {TIMES: times}
+        return joined
+
+
+def _collect_tokens() -> None:
+    """Let the process of every engine send several tokens of a request together."""
+    if unknown := {*EngineCoreOutput.__struct_fields__} - _PLAIN - {*_UNHELD}:
+        raise InputError(
+            f"vLLM's outputs have {', '.join(sorted(unknown))}, of which Turnwise does not know "
+            "whether it can wait: install the version of vLLM that Turnwise names"
+        )
+    attach = internal(EngineCoreProc, "_attach_weight_version", "self", "outputs")
+    handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_type", "request")
+
+    def attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
+        attach(self, outputs)
+        if not hasattr(self, "token_batches"):
+            self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
+        self.token_batches.collect(outputs)
+
+    def handle_client_request(
+        self: EngineCoreProc, kind: EngineCoreRequestType, request: object
+    ) -> None:
+        if kind != EngineCoreRequestType.ADD and hasattr(self, "token_batches"):
+            self.token_batches.release(self.output_queue.put_nowait)
+        handle(self, kind, request)
+
+    EngineCoreProc._attach_weight_version = attach_weight_version
+    EngineCoreProc._handle_client_request = handle_client_request
+
+
+def _keep_likeliest() -> None:
+    """Let one step return given tokens to some requests, and the likeliest tokens to others.
+
+    vLLM's sampler returns the log-probs of the given tokens (`logprob_token_ids`) alone, for every
+    request of a step in which one asks for them.
+    """
+    cls = sampler.Sampler
+    forward = internal(cls, "forward", "self", "logits", "sampling_metadata")
+    names = ("self", "logprobs", "logprob_token_ids", "sampled")
+    gather = internal(cls, "gather_specific_token_logprobs", *names)
+    internal(cls, "gather_logprobs", "logprobs", "num_logprobs", "token_ids")
+
+    def noting(
+        self: sampler.Sampler,
+        logits: torch.Tensor,
+        sampling_metadata: "SamplingMetadata",  # vLLM passes it by this name
+        *args: object,
+        **more: object,
+    ) -> object:
+        self.likeliest = sampling_metadata.max_num_logprobs
+        return forward(self, logits, sampling_metadata, *args, **more)
+
+    def gathered(
+        self: sampler.Sampler,
+        logprobs: torch.Tensor,
+        given: dict[int, list[int]],
+        sampled: torch.Tensor,
+    ) -> LogprobsTensors | None:
+        own: LogprobsTensors | None = gather(self, logprobs, given, sampled)
+        if own is None or not self.likeliest:
+            return own
+        best = self.gather_logprobs(logprobs, self.likeliest, token_ids=sampled)
+        rows, width = list(given), max(own.logprobs.shape[1], best.logprobs.shape[1])
+        ids = best.logprob_token_ids.new_zeros(len(sampled), width)
+        values = best.logprobs.new_full((len(sampled), width), float("-inf"))
+        for part, chosen in ((best, slice(None)), (own, rows)):
+            ids[chosen, : part.logprobs.shape[1]] = part.logprob_token_ids[chosen]
+            values[chosen, : part.logprobs.shape[1]] = part.logprobs[chosen]
+        return LogprobsTensors(ids, values, best.selected_token_ranks)
+
+    cls.forward, cls.gather_specific_token_logprobs = noting, gathered
+
+
+_collect_tokens()
+_keep_likeliest()
+
+
+# Patches of engines on a CPU
+
+_BUSY_SECONDS = 0.001
+_LOOK_MS = 100
+
+
+class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
+    """Wait of an engine's shards for their next step, without computing meanwhile.
+
+    vLLM's own polls shared memory for a second after each step, on the cores that another shard
+    computes on.
+    """
+
+    def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
+        super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        # A notification before the subscription is lost; the memory is looked at again anyway.
+        super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+
+
+def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
+    """Check a configuration that returns experts as vLLM does, but for the runner of models."""
+    current_platform.is_out_of_tree = lambda: True
+    try:
+        check(self)
+    finally:
+        del current_platform.is_out_of_tree
+
+
+def capture_experts(runner: "CPUModelRunner") -> None:
+    """Let a CPU's runner of models return the experts of each request with its tokens.
+
+    On a CPU vLLM returns no routed experts; this connects vLLM's own recorder, which relies on
+    synchronous scheduling.
+
+    Args:
+        runner: vLLM's runner, before its first request.
+    """
+    from vllm.distributed.aux_output_connector import worker
+
+    parameters = ("model", "vllm_config", "kv_cache_config")
+    connect = internal(worker, "get_aux_output_connector", *parameters)
+    recorder = connect(runner.model, runner.vllm_config, runner.kv_cache_config)
+    execute = internal(runner, "execute_model", "scheduler_output")
+    sample = internal(runner, "sample_tokens", "grammar_output")
+    internal(recorder, "begin_step", "metadata")
+    internal(recorder, "prepare_output", "input_batch")
+
+    def execute_model(step: "SchedulerOutput", *arguments: object) -> "ModelRunnerOutput | None":
+        recorder.begin_step(step.aux_output_connector_metadata)
+        return execute(step, *arguments)
+
+    def sample_tokens(*arguments: object) -> "ModelRunnerOutput":
+        if runner.execute_model_state is None:  # nothing was computed
+            return sample(*arguments)
+        requests, batch = runner.input_batch.num_reqs, runner.input_batch
+        computed = SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:requests].copy(),
+            query_start_loc_np=runner.query_start_loc.np[: requests + 1].copy(),
+        )
+        pending = recorder.prepare_output(computed)
+        output = sample(*arguments)
+        if pending is not None:  # only one shard of an engine records
+            places = [output.req_id_to_index[request] for request in pending.request_ids]
+            sampled = np.array([len(output.sampled_token_ids[place]) for place in places])
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def pack_experts_again(module: torch.nn.Module) -> None:
+    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
+    method = getattr(module, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
+        return
+    process = method.process_weights_after_loading
+
+    def process_and_pack(layer: torch.nn.Module) -> None:
+        process(layer)
+        kernel.fused_experts.process_weights_after_loading(layer)
+
+    method.process_weights_after_loading = process_and_pack
+
+
+def _patch_cpu() -> None:
+    for module, name in (
+        (sampler, "batched_count_greater_than"),
+        (vocab_parallel_embedding, "get_masked_input_and_mask"),
+    ):  # torch would compile them in each engine's first request, for seconds and no gain
+        function = internal(module, name)
+        setattr(module, name, getattr(function, "__wrapped__", function))
+    names = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
+    internal(shm_broadcast.SpinCondition, "__init__", *names)
+    internal(shm_broadcast.SpinCondition, "wait", "self", "timeout_ms")
+    shm_broadcast.SpinCondition = _Waiting
+    check = internal(VllmConfig, "_verify_aux_output_compatibility", "self")
+    VllmConfig._verify_aux_output_compatibility = partialmethod(_checked_experts, check)
+
+
+if current_platform.is_cpu():
+    _patch_cpu()

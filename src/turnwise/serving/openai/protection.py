@@ -1,0 +1,347 @@
+"""Protection of the server: slow clients, large bodies, clients without the key, and web pages.
+
+A `Connection` has deadlines for receiving a request's header and body and for a client's reading of
+the answer, and limits on the size of a header and on the number of connections: beyond the latter,
+each new connection closes the one that has waited for its client the longest. Clients that send
+half a request, or nothing, cannot block others.
+
+The `Gate` is the outermost layer of the application. A page in a browser can send requests to every
+server that the browser reaches. It may read answers only of its own site, so an attacker lets the
+name of that site stand for the server's address (DNS rebinding); such a request has the site's name
+as its `Host`. Requests of other sites cannot be read but take effect, unless they have JSON as
+their content: a browser asks before it sends that.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import resource
+import select
+import socket
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import ClassVar
+from urllib.parse import parse_qsl, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from turnwise.chat.session_store import SessionStore
+from turnwise.config.serving import ServingConfig
+from turnwise.serving.openai.address import EVERYWHERE, reachable
+from turnwise.serving.openai.errors import refuse
+
+ANY = "*"
+"""Entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all."""
+TICKET = "ticket"
+"""Parameter of a URL with the `ticket` of its session."""
+_HEAD_SECONDS = 30.0
+_BODY_SECONDS = 120.0
+"""Time for a whole body: any network transfers serving.max_body_mb faster."""
+_READ_SECONDS = 60.0
+"""Time for a client to read the next part of its answer."""
+_HEAD_BYTES = 65_536
+_MOST = 4_096
+_FILES = 1 << 20
+"""Largest soft limit of open files that a server sets, Linux' own maximum by default."""
+_TOKENIZE_BYTES = 2 << 20
+"""Maximum body of /tokenize and /detokenize.
+
+No context length bounds their text, and tokenizers take 150 bytes for each byte of it.
+"""
+_BODIES = 8
+"""Number of bodies of maximum size that are in memory at once."""
+
+
+def most_connections() -> int:
+    """Raise the soft limit of open files to the hard one; return how many connections there may be.
+
+    They are at most half of that limit: requests open further files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Programs that agents start inherit the limit, and some close every number up to it.
+    wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a limit that cannot be raised holds
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 2))
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection; uvicorn makes them."""
+
+    most: ClassVar[int] = _MOST
+    """Maximum number of open connections of one server; `most_connections` when one starts."""
+    _deadline: asyncio.TimerHandle | None = None
+    _waiting_since: float | None = None
+    """Time at which the wait for the client began; None while a request is answered."""
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(_HEAD_SECONDS)
+        if len(self.connections) <= self.most:
+            return
+        waiting = [
+            (other._waiting_since, id(other), other)
+            for other in self.connections
+            if isinstance(other, Connection) and other._waiting_since is not None
+        ]
+        _, _, longest = min(waiting)
+        longest._end_wait()
+        self.connections.discard(longest)
+        longest._refuse(b"503 Service Unavailable")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and self._waiting_since is not None:
+            self._wait(_HEAD_SECONDS)  # the first bytes after an idle time
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head_bytes = -(1 << 62)  # the body follows
+        self._wait(_BODY_SECONDS)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_bytes = 0
+        self._end_wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._deadline is None and not self.pipeline:
+            self._waiting_since = self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_clock()
+        self._deadline = self.loop.call_later(_READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_clock()
+
+    def timeout_keep_alive_handler(self) -> None:
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not asked.poll(0):  # else the next request came just now: it is read next
+            self.transport.abort()  # close() would wait for a client that does not read
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_clock()
+        self._waiting_since = self.loop.time()
+        self._deadline = self.loop.call_later(seconds, self._expire, seconds)
+
+    def _end_wait(self) -> None:
+        self._stop_clock()
+        self._waiting_since = None
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self, seconds: float) -> None:
+        if self.flow.read_paused:  # the client waits for the server
+            self._wait(seconds)
+        else:
+            self._refuse(b"408 Request Timeout")
+
+    def _refuse(self, status: bytes) -> None:
+        """Close the connection, with an answer if none has begun."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            )
+        self._end_wait()
+        self.transport.close()
+
+
+def guarded(app: ASGIApp, serving: ServingConfig, key: str | None, store: SessionStore) -> ASGIApp:
+    """Return an application behind a `Gate`, and with CORS for `serving.cors_origins`."""
+    app = Gate(app, serving, key, store)
+    if not serving.cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=serving.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,
+    )
+
+
+class Gate:
+    """Refuses what is not meant for the server, may not be asked, or is too large.
+
+    - 421: the `Host` is no name of the server. Its names are its address, that of the connection,
+      loopback names, the machine's own name if it listens on all addresses, and
+      `serving.allowed_hosts`. A request without a `Host`, which no browser sends, may have any.
+    - 415 and 403: a POST request without JSON, or of a page of another site.
+    - 401: no API key. Every route but /health and /ping needs it. Sessions of rollouts need none:
+      their paths are random secrets, known only to their agents.
+    - 413 and 503: a body that is too large, or all bodies in flight are.
+
+    HEAD is answered as GET, without the body. Without a `key` every request passes.
+    """
+
+    def __init__(
+        self, app: ASGIApp, serving: ServingConfig, key: str | None, store: SessionStore
+    ) -> None:
+        names = ["localhost", serving.host, reachable(serving.host), *serving.allowed_hosts]
+        if serving.host in EVERYWHERE:
+            names.append(socket.gethostname())
+        self._app = app
+        self._names = {canonical(name) for name in names}
+        self._origins = serving.cors_origins
+        self._most = serving.max_body_mb << 20
+        self._held = 0
+        """Size of all bodies of requests in flight, in bytes."""
+        self._key = key
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        head = scope["method"] == "HEAD"  # which not all routes of the framework know
+        most = self._most
+        if scope["path"] in ("/tokenize", "/detokenize"):
+            most = min(most, _TOKENIZE_BYTES)
+        read, started = 0, False
+
+        def check(size: int) -> None:
+            if size > most:
+                raise HTTPException(
+                    413, f"the body is larger than {most:,} bytes (serving.max_body_mb)"
+                )
+            if size + self._held > _BODIES * self._most:
+                raise HTTPException(503, "too many large requests are in flight; try again")
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            size = len(message.get("body", b""))
+            check(read + size)
+            read += size
+            self._held += size
+            return message
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            if head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check_page(scope, headers)
+            announced = headers.get("content-length", "")
+            check(int(announced) if announced.isdecimal() else 0)
+            if not self._open(scope, headers):
+                raise HTTPException(401, "this server needs its API key as a bearer token")
+            await self._app({**scope, "method": "GET"} if head else scope, limited, noting)
+        except HTTPException as error:
+            if started:
+                raise
+            await refuse(noting, error.status_code, error.detail)
+        finally:
+            self._held -= read
+
+    def _check_page(self, scope: Scope, headers: Headers) -> None:
+        """Refuse other names, and what pages of other sites can send without asking."""
+        bound = canonical((scope.get("server") or ("",))[0])
+        for host in headers.getlist("host"):
+            name = canonical(host)
+            if _is_ip(name):
+                ours = name == bound or ip_address(name).is_loopback
+            else:
+                # In-process clients have their URL's name as the bound address. A name without a
+                # dot is theirs; one with a dot can be an attacker's.
+                ours = name.endswith(".localhost") or (name == bound and "." not in name)
+            if not ours and name not in self._names and ANY not in self._names:
+                raise HTTPException(
+                    421,
+                    f"{host} is not an address of this server: use the one that it printed, "
+                    "or add the name to serving.allowed_hosts",
+                )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_json = kind.startswith("application/") and kind.endswith("json")
+        if scope["method"] != "POST" or is_json:
+            return
+        if kind:
+            raise HTTPException(415, f"the content is {kind}: send JSON, as application/json")
+        origin = headers.get("origin")
+        allowed = {ANY, origin}.intersection(self._origins)
+        if origin is None or allowed or urlsplit(origin).netloc == headers.get("host"):
+            return
+        raise HTTPException(
+            403, f"pages of {origin} may not do this: send JSON, or see serving.cors_origins"
+        )
+
+    def _open(self, scope: Scope, headers: Headers) -> bool:
+        """Return whether a request has the key, or needs none."""
+        path: str = scope["path"]
+        if self._key is None or path in ("/health", "/ping"):
+            return True
+        sent = headers.get("authorization", "")
+        if "/v1/messages" in path and (own := headers.get("x-api-key")):
+            sent = f"Bearer {own}"  # the header of Anthropic's clients
+        if _equal(sent, f"Bearer {self._key}"):
+            return True
+        if not path.startswith("/sessions/"):
+            return False
+        name, _, rest = path.removeprefix("/sessions/").partition("/")
+        if (session := self._store.get(name)) is not None and session.private:
+            managing = rest in ("", "reward")
+            return session.agent_rewards if managing else rest[:3] == "v1/"
+        shown = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get(TICKET, "")
+        return _equal(shown, ticket(self._key, name))
+
+
+def ticket(key: str, session: str) -> str:
+    """Return what stands for the key in requests of one session.
+
+    A client that is redirected to another process has it in the URL: HTTP libraries send the key
+    to no other address than the first.
+    """
+    return hmac.new(key.encode(), f"session {session}".encode(), "sha256").hexdigest()
+
+
+def _equal(sent: str, secret: str) -> bool:
+    """Compare part of a request with a secret, in a time that tells nothing about the secret."""
+    known = hashlib.sha256(secret.encode()).digest()
+    return hmac.compare_digest(hashlib.sha256(sent.encode("latin-1", "replace")).digest(), known)
+
+
+def canonical(host: str) -> str:
+    """Return a host of a header or of the configuration without its port, in one form."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    elif host.count(":") == 1:
+        host = host.partition(":")[0]
+    if not _is_ip(host):
+        return host.rstrip(".")
+    address = ip_address(host)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _is_ip(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
