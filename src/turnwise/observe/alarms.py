@@ -17,6 +17,8 @@ from turnwise.core.json_types import JsonObject
 
 _NEGLIGIBLE_DIFF = 1e-3
 """Log-prob difference below which growth does not matter."""
+_Share = tuple[float, float | None, str]
+"""A share of one step, its limit, and the sentence, with {} in the place of the mean of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,76 +72,80 @@ class Alarms:
     def _share(self, name: str) -> str:
         """Return the sentence on a share above its limit in each of the last `alarms.steps` steps,
         or ""."""
-        steps, limit = self._config.alarms.steps, getattr(self._config.alarms, name)
+        steps = self._config.alarms.steps
         found = [_SHARES[name](row, self._config) for row in self._rows[-steps:]]
-        if len(found) < steps or min(found)[0] <= limit:
+        shares, (_, limit, sentence) = [share for share, _, _ in found], found[-1]
+        if len(found) < steps or min(shares) <= (limit or 0.0):
             return ""
-        mean = f"{statistics.fmean(share for share, _ in found):.0%}"
-        return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
+        mean = f"{statistics.fmean(shares):.0%}"
+        return f"{sentence.replace('{}', mean)} (a mean over {steps} steps)"
 
 
-def no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
+def no_signal(row: JsonObject, config: Config) -> _Share:
+    said = "{} of the groups have no signal: all their rewards are equal"
+    if not config.algorithm.dynamic_sampling:
+        said += (
+            "; raise sampling.n, choose problems that the model solves sometimes, set "
+            "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
+        )
     share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
-    advice = (
-        ""
-        if config.algorithm.dynamic_sampling
-        else "; raise sampling.n, choose problems that the model solves sometimes, set "
-        "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
-    )
-    return share, f"{{}} of the groups have no signal: all their rewards are equal{advice}"
+    return share, config.alarms.no_signal, said
 
 
-def truncated(row: JsonObject, config: Config) -> tuple[float, str]:
-    ended = row.get("statuses", {})
-    cut_off = ended.get("length", 0) + ended.get("context_full", 0)
-    return _share(cut_off, row["trajectories"]), (
+def truncated(row: JsonObject, config: Config) -> _Share:
+    said = (
         "{} of the trajectories end at their maximum length: raise sampling.max_tokens or "
         "model.max_length, or discourage long answers (algorithm.overlong_tokens)"
     )
+    ended = row.get("statuses", {})
+    cut_off = ended.get("length", 0) + ended.get("context_full", 0)
+    return _share(cut_off, row["trajectories"]), config.alarms.truncated, said
 
 
-def tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
+def tool_errors(row: JsonObject, config: Config) -> _Share:
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
-    return _share(sum(failed.values()), called), (
+    said = (
         f"{{}} of the tool calls fail (in the last step {_listed(failed)}): read what was called "
         "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
+    return _share(sum(failed.values()), called), config.alarms.tool_errors, said
 
 
-def dropped(row: JsonObject, config: Config) -> tuple[float, str]:
+def dropped(row: JsonObject, config: Config) -> _Share:
     counts = row.get("dropped", {})
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
-    return _share(lost, lost + row["trajectories"]), (
+    said = (
         f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
+    return _share(lost, lost + row["trajectories"]), config.alarms.dropped, said
 
 
-def idle(row: JsonObject, config: Config) -> tuple[float, str]:
+def idle(row: JsonObject, config: Config) -> _Share:
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
         if config.training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )
+    said = f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
     waiting = row.get("phase_seconds", {}).get("idle", 0)
-    return _share(waiting, row.get("step_seconds", 0)), (
-        f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
-    )
+    return _share(waiting, row.get("step_seconds", 0)), config.alarms.idle, said
 
 
-def stale(row: JsonObject, config: Config) -> tuple[float, str]:
+def stale(row: JsonObject, config: Config) -> _Share:
     bound = config.training.max_staleness
     versions = bound * config.training.updates_per_step
     by_age: dict[str, int] = row.get("staleness", {})
     old = sum(count for age, count in by_age.items() if int(age) >= versions)
-    return _share(old, sum(by_age.values())) if bound else 0.0, (
+    said = (
         f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "
         f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
         "engines, or correct for it (algorithm.correction)"
     )
+    return _share(old, sum(by_age.values())) if bound else 0.0, config.alarms.stale, said
 
 
 def logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
@@ -243,10 +249,10 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-_SHARES: dict[str, Callable[[JsonObject, Config], tuple[float, str]]] = {
+_SHARES: dict[str, Callable[[JsonObject, Config], _Share]] = {
     check.__name__: check for check in (no_signal, truncated, tool_errors, dropped, idle, stale)
 }
-"""Alarms of a share of one step; the sentence has {} in the place of its mean over the steps."""
+"""Alarms of a share of one step."""
 _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
     check.__name__: check
     for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)

@@ -232,10 +232,12 @@ class GaeAdvantage(Advantage):
 
     normalise = True
 
-    def __init__(self, config: Gae) -> None:
-        self._config = config
-        self.level = config.level
-        self.value_model = ValueModel(config.model, config.learning_rate, config.warmup_steps)
+    def __init__(self, advantage: Gae) -> None:
+        self._config = advantage
+        self.level = advantage.level
+        self.value_model = ValueModel(
+            advantage.model, advantage.learning_rate, advantage.warmup_steps
+        )
 
     def of_group(self, rewards: Sequence[float]) -> list[float]:
         """Return the rewards themselves, from which `of_tokens` computes advantages."""
