@@ -5,8 +5,8 @@ REPLACED_KEYS = {
     for names, advice in {
         "use_beam_search": "vLLM no longer supports beam search; use sampling.n with "
         "sampling.temperature for several answers to one prompt",
-        "early_stopping length_penalty": "it belongs to beam search, which vLLM no longer supports; "
-        "use sampling.n",
+        "early_stopping length_penalty": "it belongs to beam search, which vLLM no longer "
+        "supports; use sampling.n",
         "best_of": "vLLM removed it; sample several answers with sampling.n, and the reward ranks "
         "them",
         "presence_penalty frequency_penalty repetition_penalty": "a penalty samples from a "
