@@ -11,7 +11,6 @@ import yaml
 import turnwise
 from turnwise.config import (
     ALIASES,
-    CHOICES,
     LOOP_NAMES,
     REPLACED_KEYS,
     ModelConfig,
@@ -24,6 +23,7 @@ from turnwise.config import (
     masked_value,
     parse_config,
 )
+from turnwise.config.explain import CHOICES
 from turnwise.config.resume import RULES, check_unchanged, resume_table, rule_of
 from turnwise.errors import InputError
 

@@ -24,16 +24,9 @@ from turnwise.config.algorithm import (
     TurnReturns,
 )
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
-from turnwise.config.base import NO_DEADLINE, Section, Tree
+from turnwise.config.base import NO_DEADLINE, Tree
 from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
-from turnwise.config.explain import (
-    CHOICES,
-    Key,
-    describe_keys,
-    explain_config,
-    known_keys,
-    needed_keys,
-)
+from turnwise.config.explain import describe_keys, explain_config, known_keys
 from turnwise.config.load import (
     apply_override,
     dump_config,
@@ -42,8 +35,8 @@ from turnwise.config.load import (
     parse_config,
     set_key,
 )
-from turnwise.config.masking import has_secrets, masked, masked_value
-from turnwise.config.resume import check_unchanged, resume_table
+from turnwise.config.masking import masked, masked_value
+from turnwise.config.resume import resume_table
 from turnwise.config.rollout import (
     LOOP_NAMES,
     McpConfig,
@@ -58,7 +51,6 @@ from turnwise.config.training import TrainingConfig
 
 __all__ = [
     "ALIASES",
-    "CHOICES",
     "LOOP_NAMES",
     "NO_DEADLINE",
     "PARTS",
@@ -74,7 +66,6 @@ __all__ = [
     "Gae",
     "Grpo",
     "Gspo",
-    "Key",
     "LoraConfig",
     "McpConfig",
     "ModelConfig",
@@ -88,7 +79,6 @@ __all__ = [
     "Rloo",
     "RolloutConfig",
     "SamplingConfig",
-    "Section",
     "ServingConfig",
     "ToolConfig",
     "TrainingConfig",
@@ -97,17 +87,14 @@ __all__ = [
     "WeightsConfig",
     "apply_override",
     "asks_for_nothing",
-    "check_unchanged",
     "describe_keys",
     "dump_config",
     "explain_config",
-    "has_secrets",
     "known_keys",
     "load_config",
     "make_config",
     "masked",
     "masked_value",
-    "needed_keys",
     "parse_config",
     "resume_table",
     "set_key",

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from turnwise.config import Config, SamplingConfig, check_unchanged, load_config, needed_keys
+from turnwise.config import Config, SamplingConfig, load_config
 from turnwise.config.data import ADAPTER_CONFIG
+from turnwise.config.explain import needed_keys
+from turnwise.config.resume import check_unchanged
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
