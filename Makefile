@@ -10,7 +10,7 @@
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then make quick, and what is slow by nature: soak, fuzzing, clusters, every
 #             benchmark
-# make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it;
+# make bench  set up, then measure everything next to what it is compared to (QUICK=1: only run it;
 #             ROW="rollouts agents": only these scripts of benchmarks/)
 # make soak   set up, then train and serve under load with a kill every minute (MINUTES=60)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
@@ -30,13 +30,8 @@ STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
 REAL := .venv/.real
 AGENTS := .venv-agents/.installed
-DOCS := .venv-docs/.installed
+INTEROP := .venv-interop/.installed
 ENVS := .venv-envs/.installed
-OPENENV := .venv-openenv/.installed
-MCP := .venv-mcp/.installed
-BROWSER := .venv-browser/.installed
-GRAFANA := .venv-grafana/.installed
-LMEVAL := .venv-lmeval/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -60,19 +55,15 @@ $(STAMP): requirements/cpu.txt
 	@rm -rf .venv/torch
 	@touch $@
 
-# What benchmarks compare to, apart from what turnwise itself is pinned to.
-$(PEERS): requirements/bench.txt
-	@$(PYTHON) -m venv --clear .venv-bench
-	@.venv-bench/bin/python -m pip install -qq --no-deps --no-compile -r requirements/bench.txt
+# Environments for programs that know nothing of turnwise: what benchmarks compare to (-bench), agents
+# of other frameworks (-agents, for examples/agents), and what tests of interfaces talk to, which also
+# builds the documentation (-interop).
+.venv-%/.installed: requirements/%.txt
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --no-deps --no-compile -r $<
 	@touch $@
 
-# OpenEnv's server, which tests of its protocol talk to.
-$(OPENENV): requirements/openenv.txt
-	@$(PYTHON) -m venv --clear .venv-openenv
-	@.venv-openenv/bin/python -m pip install -qq --no-deps --no-compile -r requirements/openenv.txt
-	@touch $@
-
-# Environments of others, which run beside turnwise: a folder for PYTHONPATH, with what .venv lacks.
+# Packages of environments, which run in turnwise's process: a folder for PYTHONPATH, with what .venv lacks.
 $(ENVS): requirements/envs.txt $(STAMP)
 	@rm -rf .venv-envs
 	@$(PIP) install -qq --no-deps --no-compile --target .venv-envs -r requirements/envs.txt
@@ -80,37 +71,7 @@ $(ENVS): requirements/envs.txt $(STAMP)
 
 envs: $(ENVS)
 
-# Agents of other frameworks, which know nothing of turnwise (examples/agents).
-$(AGENTS): requirements/agents.txt
-	@$(PYTHON) -m venv --clear .venv-agents
-	@.venv-agents/bin/python -m pip install -qq --no-deps --no-compile -r requirements/agents.txt
-	@touch $@
-
 agents: $(AGENTS)
-
-# MCP servers that a slow test starts.
-$(MCP): requirements/mcp.txt
-	@$(PYTHON) -m venv --clear .venv-mcp
-	@.venv-mcp/bin/python -m pip install -qq --no-deps --no-compile -r requirements/mcp.txt
-	@touch $@
-
-# What drives Chromium in a slow test of the viewer; Chromium itself is the system's.
-$(BROWSER): requirements/browser.txt
-	@$(PYTHON) -m venv --clear .venv-browser
-	@.venv-browser/bin/python -m pip install -qq --no-deps --no-compile -r requirements/browser.txt
-	@touch $@
-
-# Grafana's own types of dashboards, with which a slow test reads ours.
-$(GRAFANA): requirements/grafana.txt
-	@$(PYTHON) -m venv --clear .venv-grafana
-	@.venv-grafana/bin/python -m pip install -qq --no-deps --no-compile -r requirements/grafana.txt
-	@touch $@
-
-# lm-evaluation-harness, with which a slow test asks the server.
-$(LMEVAL): requirements/lmeval.txt
-	@$(PYTHON) -m venv --clear .venv-lmeval
-	@.venv-lmeval/bin/python -m pip install -qq --no-deps --no-compile -r requirements/lmeval.txt
-	@touch $@
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
@@ -147,7 +108,7 @@ lint: setup
 PARALLEL := -n 2 --max-worker-restart 0
 
 quick: setup
-	$(BIN)/python -m pytest $(PARALLEL) -p tests.no_engines
+	$(BIN)/python -m pytest $(PARALLEL) -p tests.no_engines -m "not slow"
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow"
@@ -174,18 +135,12 @@ gpu-check:
 gpu-pack:
 	$(GPU_PYTHON) -m benchmarks.gpu.pack
 
-# The documentation's own environment: it reads the sources and needs neither torch nor vLLM.
-$(DOCS): requirements/docs.txt
-	@$(PYTHON) -m venv --clear .venv-docs
-	@.venv-docs/bin/python -m pip install -qq --no-deps --no-compile -r requirements/docs.txt
-	@touch $@
-
-docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+docs: $(INTEROP)
+	NO_MKDOCS_2_WARNING=1 .venv-interop/bin/mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs envs openenv agents mcp browser grafana lmeval; do \
+	for name in cpu bench agents interop envs; do \
 	  only=; [ $$name = envs ] && only=--no-deps; \
 	  $(PIP) install -q --dry-run --ignore-installed $$only --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
@@ -193,4 +148,4 @@ lock:
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-envs .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana .venv-lmeval build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-agents .venv-interop .venv-envs build runs examples/calculator/build

@@ -78,9 +78,9 @@ def resident(field: str) -> int:
 def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     """Be one rank; send the peak of each phase, and the bytes of the shard."""
     from turnwise.training.export import export_model
-    from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
     from turnwise.training.loading import POLICY, load_model
     from turnwise.training.model import Scorer, distribute
+    from turnwise.training.shards import full_tensors, tensor_shapes
     from turnwise.weights.transport import make_sender
 
     torch.set_num_threads(1)
@@ -100,16 +100,7 @@ def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
         sender.publish(1, full_tensors(held[0]))
 
     def write() -> None:
-        target = folder / "export"
-        export_model(
-            target,
-            number,
-            config,
-            held[0].config,
-            tensor_shapes(held[0]),
-            full_tensors(held[0]),
-            saved_buffers(held[0]),
-        )
+        export_model(folder / "export", number, config, held[0])
 
     peaks = {}
     for name, step in zip(GOALS, (load, publish, write), strict=True):

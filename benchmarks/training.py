@@ -94,14 +94,23 @@ class Bare:
             make_micro_batch(s, share.trajectory_tokens, 0, "padded", device=CPU)
             for s in share.micro_batches
         ]
-        return [(b.token_ids_BT, b.mask_BT, b.engine_logprobs_N, b.advantages_N) for b in batches]
+        return [
+            (
+                b.columns.token_ids_BT,
+                b.columns.before_N,
+                b.columns.targets_N,
+                b.tokens.engine_logprobs_N,
+                b.tokens.advantages_N,
+            )
+            for b in batches
+        ]
 
     def step(self, batches: list[tuple[torch.Tensor, ...]]) -> None:
         total = sum(len(advantages_N) for *_, advantages_N in batches)
-        for ids_BT, mask_BT, old_N, advantages_N in batches:
+        for ids_BT, before_N, targets_N, old_N, advantages_N in batches:
             hidden_BTH = self.model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-            logits_NV = self.model.lm_head(hidden_BTH[:, :-1][mask_BT[:, 1:]])
-            picked_N = logits_NV.gather(-1, ids_BT[mask_BT][:, None])[:, 0]
+            logits_NV = self.model.lm_head(hidden_BTH.flatten(0, 1)[before_N])
+            picked_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
             ratio_N = torch.exp(picked_N - logits_NV.logsumexp(-1) - old_N)
             clipped_N = ratio_N.clamp(0.8, 1.28)
             loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)

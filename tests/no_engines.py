@@ -1,92 +1,70 @@
-"""A pytest plug-in: the tier of tests that need neither vLLM nor Ray. Importing them is an error.
+"""A pytest plug-in: the tests that need neither vLLM nor Ray, which cannot be imported with it.
 
-    pytest -p tests.no_engines               # the tier; `make quick` runs it
-    pytest -p tests.no_engines PATH ...      # everything under these paths, in the tier or not
+    pytest -p tests.no_engines            # `make quick`: all such tests that are not slow
+    pytest -p tests.no_engines PATH ...   # those under these paths
 
-The tier is a rule of folders and files: a test belongs to it when its path is in `TIER`.
+A test that asks for the fixture of an engine or of Ray is left out, and so is a file that starts
+programs. What imports vLLM or Ray by itself is skipped.
 """
 
 import sys
-from pathlib import Path
+from collections.abc import Generator
 
 import pytest
 
-sys.modules["vllm"] = sys.modules["ray"] = None  # type: ignore[assignment]
+NAMES = ("vllm", "ray")
+HALTED = (*(f"import of {name} halted" for name in NAMES), "vLLM is not installed")
+"""Beginnings of the errors of what needs an engine."""
+FIXTURES = {"ray_started"}  # an engine asks for it, too
+PROGRAMS = ("python", "command_environment", "own_environment")
+"""Functions of `conftest.py` with which a file starts programs."""
 
-TESTS = Path(__file__).parent
-TIER = (
-    "benchmarks",
-    "chat/test_session.py",
-    "core/test_children.py",
-    "core/test_foreign_lines.py",
-    "core/test_forking.py",
-    "core/test_gguf.py",
-    "core/test_interrupt.py",
-    "core/test_stacks.py",
-    "core/test_untrusted.py",
-    "core/test_user_code.py",
-    "core/test_watchdog.py",
-    "engine/test_adapter_files.py",
-    "rollouts/foreign/test_agent_task.py",
-    "rollouts/foreign/test_nemo_gym.py",
-    "rollouts/test_agent_processes.py",
-    "rollouts/test_curriculum.py",
-    "rollouts/test_data.py",
-    "rollouts/test_environment_answers.py",
-    "rollouts/test_environment_rows.py",
-    "rollouts/test_evaluation.py",
-    "rollouts/test_producer.py",
-    "rollouts/test_run_files.py",
-    "tools/test_python_and_shell.py",
-    "tools/test_sandbox_attacks.py",
-    "tools/test_mcp.py",
-    "tools/test_mcp_http.py",
-    "tools/test_foreign_tools.py",
-    "tools/test_schema.py",
-    "tools/test_toolbox.py",
-    "core/test_files.py",
-    "observe/test_alarms.py",
-    "run/test_checkpoints.py",
-    "observe/test_conversations.py",
-    "run/test_display.py",
-    "run/test_export.py",
-    "run/test_full_disk.py",
-    "run/test_project.py",
-    "core/test_stuck.py",
-    "run/test_token_values.py",
-    "observe/test_trackers.py",
-    "serving/openai/test_deduplicate.py",
-    "serving/openai/test_web_pages.py",
-    "serving/test_manager.py",
-    "serving/test_scheduler.py",
-    "serving/test_updates_and_restarts.py",
-    "test_config.py",
-    "training/algorithms",
-    "training/test_attention.py",
-    "training/test_batching.py",
-    "training/test_gather.py",
-    "training/test_layers.py",
-    "training/test_layout_check.py",
-    "training/test_lora.py",
-    "training/test_masked_tokens.py",
-    "training/test_rank.py",
-    "training/test_resume.py",
-    "training/test_samples.py",
-    "trajectory",
-    "trl/test_mapping.py",
-    "viewer/test_demo.py",
-    "viewer/test_elsewhere.py",
-    "viewer/test_template_diff.py",
-    "viewer/test_viewer.py",
-)
-"""Folders and files of the tier, below tests/."""
+for name in NAMES:
+    sys.modules[name] = None  # type: ignore[assignment]
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out tests outside the tier, unless paths below tests/ are named."""
-    if {Path(name.partition("::")[0]).resolve() for name in config.args} != {TESTS}:
-        return None
-    places = [TESTS / name for name in TIER]
-    if any(collection_path.is_relative_to(p) or p.is_relative_to(collection_path) for p in places):
-        return None
-    return True
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that need engines, or programs that do."""
+    left_out = [item for item in items if needs_engines(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def needs_engines(item: pytest.Item) -> bool:
+    """Return whether a test asks for an engine or Ray, or its file starts programs."""
+    if FIXTURES & set(getattr(item, "fixturenames", ())):
+        return True
+    used = (vars(getattr(item, "module", object)).get(name) for name in PROGRAMS)
+    return any(getattr(each, "__module__", "").endswith("conftest") for each in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that imports vLLM or Ray."""
+    report = yield
+    if report.failed and any(text in report.longreprtext for text in HALTED):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, "Skipped: imports vLLM or Ray")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that imports vLLM or Ray by itself, also where its error is another's cause."""
+    report = yield
+    if report.failed and call.excinfo is not None and halted(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, "Skipped: needs vLLM or Ray")
+    return report
+
+
+def halted(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is that of a missing engine."""
+    if error is None or str(error).startswith(HALTED):
+        return error is not None
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return any(map(halted, (*inner, error.__cause__, error.__context__)))

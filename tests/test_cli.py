@@ -285,7 +285,7 @@ def test_rollout_writes_what_training_would_sample(file: Path, tmp_path: Path) -
 
 
 def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model_path: str) -> None:
-    """C23: the example's configuration, with the path of a model and of rows alone changed."""
+    """The example's configuration, with the path of a model and of rows alone changed."""
     rows = ROOT / "tests" / "examples" / "gsm8k_rows.jsonl"
     done = turnwise(
         "eval",

@@ -100,7 +100,7 @@ def test_a_part_that_is_one_of_several_kinds_is_checked_as_that_kind(
 
 @pytest.mark.parametrize("key", sorted(REPLACED_KEYS))
 def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> None:
-    """D21, D28: and one whose value asks for nothing is no mistake."""
+    """And one whose value asks for nothing is no mistake."""
     with pytest.raises(InputError, match=rf"engine\.{key} is not supported: .*(sampling|engine)"):
         load_config(file, [f"engine.{key}=7"])
     for value in ("false", "null", "0", "[]", "{ranking: false}", "None"):
@@ -128,7 +128,6 @@ def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -
 def test_values_of_other_systems_mean_what_they_mean_there(
     file: Path, override: str, value: object
 ) -> None:
-    """D19, D20, D25."""
     section: Any = load_config(file, [override])
     for name in override.partition("=")[0].split("."):
         section = getattr(section, name)
@@ -144,7 +143,7 @@ def test_what_vllm_would_refuse_in_every_request_is_refused_when_it_is_read(
 
 
 def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> None:
-    """D26: but where they must not be computed in parts."""
+    """But where they must not be computed in parts."""
     overrides = ["engine.max_num_batched_tokens=256", "model.max_length=1024"]
     assert load_config(file, overrides).engine.max_num_batched_tokens == 256
     with pytest.raises(InputError, match=r"256 is below model\.max_length 1024, and .*chunked"):

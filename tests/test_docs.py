@@ -69,21 +69,6 @@ def test_every_key_is_one_of_the_configuration(file: str) -> None:
     assert [k for k in keys if k not in known and k.rstrip(".") not in sections] == []
 
 
-def numbers(text: str) -> set[str]:
-    """The requirements that a text names, singly (C17) or as a range (D22 to D24)."""
-    named = set(re.findall(r"\b[ABCD]\d{1,2}\b", text))
-    for letter, first, last in re.findall(r"\b([ABCD])(\d+) to \1(\d+)\b", text):
-        named |= {f"{letter}{number}" for number in range(int(first), int(last) + 1)}
-    return named
-
-
-def test_a_number_of_the_table_stands_in_a_test() -> None:
-    found = numbers("\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")))
-    wanted = (numbers(theirs) for theirs, _, test in rows() if not test.startswith("`benchmarks"))
-    assert len(named := set[str]().union(*wanted)) > 50
-    assert named - found == set()
-
-
 _BASE = "environment: my:Env\nmodel: {path: a}\ndata: {path: rows.jsonl}\n"
 _MODEL_FILES = ("policy.yaml", "shared.yaml")
 """YAML blocks of these names are files of a pipeline's modules."""

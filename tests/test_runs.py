@@ -309,7 +309,7 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
 def test_trainer_and_engine_take_turns_in_the_same_processes(
     file: Path, tmp_path: Path, shards: int
 ) -> None:
-    """C6, C37: an engine of two shards spans both ranks of its trainer, which lends it memory."""
+    """An engine of two shards spans both ranks of its trainer, which lends it memory."""
     sizes = (f"training.ranks={shards}", f"engine.tensor_parallel_size={shards}")
     done = turnwise(
         "train",
@@ -358,7 +358,7 @@ def two_nodes() -> Iterator[str]:
 def test_engines_and_trainer_on_two_nodes_by_collective(
     two_nodes: str, file: Path, tmp_path: Path
 ) -> None:
-    """C42, as far as one machine shows it."""
+    """As far as one machine shows it."""
     done = turnwise(
         "train",
         file,

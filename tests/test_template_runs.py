@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.test_cli import turnwise
 from turnwise.config import Config, dump_config
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.trajectory import ChatTemplate, Trajectory, read_jsonl
 
 

@@ -31,7 +31,7 @@ def routing(place: Place) -> Iterator[str]:
     model = {"path": str(mixture(place))}
     config = configuration(place, "float32", model=model, engine={"routing_replay": True})
     rank, plain = make_rank(place, config), samples(place, place.size(16, 8))
-    shape = rank._models.shape
+    shape = rank._scorer.model.config
     given = [recorded(sample, shape) for sample in plain]
     free = logprobs(rank, plain, "packed")
     padded = logprobs(rank, given, "padded")

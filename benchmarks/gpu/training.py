@@ -271,7 +271,7 @@ def chunks(place: Place) -> Iterator[str]:
     (norm, gib, text), (expected, whole_gib, whole_text) = made
     close("the gradient's norm", norm, expected, 0.01)
     require(not place.gpu or gib < whole_gib, f"{text}, and {whole_text} at once")
-    logits = 4 * len(batch.advantages_N) * rank._models.shape.vocab_size / GIB
+    logits = 4 * len(batch.tokens.advantages_N) * rank._scorer.model.config.vocab_size / GIB
     yield f"{text}; at once {whole_text}, {logits:.3g} GiB of logits"
 
 

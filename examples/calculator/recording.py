@@ -20,7 +20,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from turnwise.training import checkpoint
-from turnwise.viewer.demo import RECORDING
+from turnwise.viewer.run_files import RECORDING
 
 from .prepare import BUILD, prepare
 from .tool import TOOL_SCHEMA, calculate

@@ -1,4 +1,4 @@
-"""First prompts: rendered once for whoever begins with them (A13)."""
+"""First prompts: rendered once for whoever begins with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ import pytest
 
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.simulated import SimulatedEngine
-from turnwise.chat import prompts as prompts_module
 from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
 from turnwise.rollouts import Runner
 from turnwise.rollouts.data import load_training
 from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory import chat_template as templates
 
 
 def ask(text: str) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def test_many_short_prompts_are_forgotten_too(
     template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes memory besides its tokens."""
-    monkeypatch.setattr(prompts_module, "_CACHED_PROMPTS", 10)
+    monkeypatch.setattr(templates, "CACHED_ENTRIES", 10)
     prompts = PromptCache(template)
     for number in [*range(20), *range(10, 20), 9]:
         prompts.render(ask(str(number)), None)

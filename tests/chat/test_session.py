@@ -86,7 +86,6 @@ def test_beyond_the_memory_the_session_idle_for_longest_is_forgotten() -> None:
 
 
 def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -> None:
-    """C13, C15."""
     store = SessionStore(SAMPLING, max_bytes=1 << 20)
     with store.request(None, None) as session:
         turn(session)

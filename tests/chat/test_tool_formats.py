@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chat.tool_calls import CALLS, TOKENS
-from turnwise.chat.tool_formats import FORMATS, format_of
-from turnwise.chat.tool_parser import ToolCall, ToolParser
+from turnwise.chat.tool_parser import FORMATS, ToolCall, ToolParser, format_of
 from turnwise.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tool-parsers.md"

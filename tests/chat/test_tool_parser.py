@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from turnwise.chat.tool_parser import ToolCall, ToolParser
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate
 

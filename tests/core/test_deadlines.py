@@ -1,4 +1,4 @@
-"""Deadlines that watch progress (C31)."""
+"""Deadlines that watch progress."""
 
 import asyncio
 import threading

@@ -24,7 +24,7 @@ from turnwise.config import ModelConfig
 from turnwise.core.gguf import converted, find_gguf, resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError
-from turnwise.viewer.token_texts import find_tokenizer
+from turnwise.viewer.run_files import find_tokenizer
 
 HEADS = 4
 END_OF_TURN = 7

@@ -70,7 +70,7 @@ async def client(worker: WorkerHandle, config: Config) -> AsyncIterator[AsyncOpe
 
 
 async def test_without_statistics_an_engine_has_none_to_show(worker: WorkerHandle) -> None:
-    """C38: `engine.metrics: false` keeps vLLM from counting."""
+    """`engine.metrics: false` keeps vLLM from counting."""
     await generate(worker, Request(PROMPT, chosen(), "uncounted"))
     assert await worker.metrics() == []
 
@@ -98,7 +98,7 @@ def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch
 async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
     worker: WorkerHandle, model_path: str
 ) -> None:
-    """A5: of every request and of one; two and three parameters; a class; log-probs."""
+    """Of every request and of one; two and three parameters; a class; log-probs."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     samplings = [chosen("even", max_tokens=24), chosen(max_tokens=24), chosen("repeat_prompt")]
     counting = [{"qualname": named("Count"), "args": [200], "kwargs": {"step": 3}}]
@@ -135,7 +135,7 @@ async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sam
 async def test_a_callable_that_fails_ends_its_request_alone(
     worker: WorkerHandle, name: str, reason: str, said: str, temperature: float
 ) -> None:
-    """A5: one sentence names the function; the engine and the requests beside it go on."""
+    """One sentence names the function; the engine and the requests beside it go on."""
     beside = asyncio.create_task(
         generate(
             worker, Request(PROMPT, chosen("Count", max_tokens=40), f"beside-{name}-{temperature}")
@@ -163,7 +163,7 @@ async def test_a_callable_that_fails_ends_its_request_alone(
 async def test_only_names_that_match_are_imported(
     worker: WorkerHandle, client: AsyncOpenAI, name: str, said: str
 ) -> None:
-    """A6: the engine checks by itself, whatever stands before it, and so does the server."""
+    """The engine checks by itself, whatever stands before it, and so does the server."""
     with pytest.raises((InputError, TrajectoryError), match=said):
         await generate(worker, Request(PROMPT, chosen(name), f"refused {name}"))
     with pytest.raises(openai.APIStatusError, match=said) as caught:
@@ -176,7 +176,7 @@ async def test_only_names_that_match_are_imported(
 async def test_a_request_chooses_its_own_over_http(
     client: AsyncOpenAI, tokenizer: Any, worker: WorkerHandle
 ) -> None:
-    """A6: chat and completions, whole and streamed; vLLM's older spelling; failures; sessions."""
+    """Chat and completions, whole and streamed; vLLM's older spelling; failures; sessions."""
     count = {"qualname": f"{HERE}.Count", "kwargs": {"start": 300}}
     expected = tokenizer.decode([300 + i for i in range(6)])
     common: dict[str, Any] = {"model": "m", "max_tokens": 6}
@@ -213,7 +213,7 @@ async def test_a_request_chooses_its_own_over_http(
 async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
     worker: WorkerHandle, config: Config, tokenizer: Any
 ) -> None:
-    """A6: by `sampling.logits_processors`; a failure is counted by its reason."""
+    """By `sampling.logits_processors`; a failure is counted by its reason."""
 
     def sampler(name: str) -> RolloutSampler:
         chosen = {"n": 3, "logits_processors": [named(name)]}
@@ -229,7 +229,7 @@ async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
 
 
 def test_by_default_none_may_be_chosen_and_nothing_is_imported() -> None:
-    """A6: the check needs no import of what it refuses."""
+    """The check needs no import of what it refuses."""
     with pytest.raises(InputError, match=r"engine\.logits_processors_allowed is not set"):
         plain_calls(["antigravity:geohash"], None)
     with pytest.raises(InputError, match="does not match"):
@@ -241,7 +241,7 @@ def test_by_default_none_may_be_chosen_and_nothing_is_imported() -> None:
 
 
 def test_the_engines_process_checks_names_by_itself() -> None:
-    """A6: what reaches vLLM past every other check is refused where it would be imported."""
+    """What reaches vLLM past every other check is refused where it would be imported."""
     settings = {SETTINGS: {"always": [], "allowed": "tests[.].*"}}
     processors = CallableProcessors(SimpleNamespace(additional_config=settings), "cpu", False)
     chosen = ["antigravity:geohash", {"qualname": "tests.engine.callables:run", "args": ["id"]}]
@@ -265,7 +265,7 @@ def test_the_engines_process_checks_names_by_itself() -> None:
 def test_configured_names_are_checked_before_anything_starts(
     make_config: Callable[..., Config],
 ) -> None:
-    """A5, A6: of sampling against the pattern, and the pattern itself."""
+    """Of sampling against the pattern, and the pattern itself."""
     with pytest.raises(InputError, match="logits_processors_allowed does not match 'a:b'"):
         make_config(sampling={"logits_processors": ["a:b"]})
     with pytest.raises(InputError, match="is not a valid regular expression"):
@@ -286,6 +286,6 @@ def test_configured_names_are_checked_before_anything_starts(
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_an_error_at_the_start(name: str, said: str) -> None:
-    """A5: in one sentence, before vLLM starts anything."""
+    """In one sentence, before vLLM starts anything."""
     with pytest.raises(InputError, match=f"engine.logits_processors: .*{said}"):
         engine_arguments(ModelConfig(path="x"), EngineConfig(logits_processors=[name]), False)

@@ -78,7 +78,7 @@ async def test_code_is_run_inside_the_answer(
     template: ChatTemplate,
     model_path: str,
 ) -> None:
-    """C39, A8: a result is spliced into the turn, masked, in one branch, and what is sampled after
+    """A result is spliced into the turn, masked, in one branch, and what is sampled after
     it has the log-probs that Transformers gives for these very ids."""
     example = load_config(EXAMPLE / "config.yaml")
     config = make_config(

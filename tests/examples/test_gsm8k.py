@@ -31,7 +31,6 @@ def reward(text: str, gold: str = "72") -> float:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
 def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing(row):
-    """C23"""
     environment = Gsm8k(row)
     working, gold = row["answer"].rsplit("#### ", 1)
     changed = f"{working}#### {float(gold.replace(',', '')) + 1:,}"
@@ -41,7 +40,7 @@ def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing(row)
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
 def test_a_worked_solution_becomes_a_conversation_that_earns_one(row):
-    """C23: the conversations of the small model's warm start."""
+    """The conversations of the small model's warm start."""
     messages = solved_conversation(row)
     assert earns(row, messages) == 1.0
     assert "<<" not in json.dumps(messages)

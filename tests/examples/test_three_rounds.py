@@ -12,7 +12,7 @@ from turnwise.trajectory import audit, read_jsonl
 
 
 def test_the_example_holds_a_conversation_and_makes_a_batch(model_path: str) -> None:
-    """C9, C10, C17: a manager for plain calls, asleep and awake, with its workers' addresses."""
+    """A manager for plain calls, asleep and awake, with its workers' addresses."""
     overrides = [
         *(f"model.path={model_path}", "sampling.max_tokens=8"),
         *("engine.kv_cache_gib=0.0625", "serving.worker_servers=true"),
@@ -39,7 +39,7 @@ def test_the_example_holds_a_conversation_and_makes_a_batch(model_path: str) -> 
 
 
 def test_a_run_trains_on_the_rounds(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    """C20, C29: `rollout.chat_scheduler` in `turnwise train`."""
+    """`rollout.chat_scheduler` in `turnwise train`."""
     done = turnwise(
         "train",
         write_config(make_config, tmp_path),

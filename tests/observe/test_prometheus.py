@@ -176,7 +176,7 @@ def test_the_dashboard_is_one_that_grafana_can_import() -> None:
 @pytest.mark.slow  # makes a virtual environment
 def test_grafanas_own_types_know_all_of_the_dashboard() -> None:
     """Unknown fields would be gone after reading and writing."""
-    subprocess.run(["make", "-s", ".venv-grafana/.installed"], cwd=ROOT, check=True, timeout=900)
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=ROOT, check=True, timeout=900)
     read_and_write = """
 import json, sys
 from grafana_foundation_sdk.cog import encoder, plugins
@@ -184,7 +184,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 plugins.register_default_plugins()
 print(json.dumps(Dashboard.from_json(json.load(sys.stdin)), cls=encoder.JSONEncoder))
 """
-    python = ROOT / ".venv-grafana" / "bin" / "python"
+    python = ROOT / ".venv-interop" / "bin" / "python"
     text = DASHBOARD.read_text()
     done = subprocess.run(
         [python, "-c", read_and_write], input=text, capture_output=True, text=True, timeout=300

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.compat.chatlearn.model_file import read_model_args, read_model_file
+from turnwise.compat.chatlearn.model_file import read_model, read_model_file
 from turnwise.config import load_config
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
@@ -201,7 +201,7 @@ def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
-    """D19 to D29: flat keys, variables of the environment, and files that are included."""
+    """Flat keys, variables of the environment, and files that are included."""
     base = write(chatlearn.parent, pipeline="environment: a:B\ndata: {path: d}")
     settings = read_model_file(chatlearn)
     config = load_config(base, settings=settings)
@@ -215,14 +215,14 @@ def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == (2, 1)
     assert engine.max_num_batched_tokens == 32768
     assert engine.vllm_args == {"block_size": 16, "gpu_memory_utilization": 0.5}
-    args = read_model_args(chatlearn)
+    _, args = read_model(chatlearn)
     assert (args["vllm_input_ids_key"], args["vllm_prompt_key"]) == ("input_ids", "prompt")
 
 
 def test_all_of_an_examples_keys_that_are_gone_are_named_at_once(
     chatlearn: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D21: as the example is written, two keys ask for what vLLM no longer does."""
+    """As the example is written, two keys ask for what vLLM no longer does."""
     monkeypatch.delenv("swap_space")
     monkeypatch.delenv("max_paddings")
     with pytest.raises(InputError) as error:
@@ -251,7 +251,7 @@ def test_megatrons_keys_are_named_in_one_sentence_with_what_took_their_place(
 
 
 def test_chatlearns_first_example_had_other_values(tmp_path: Path) -> None:
-    """D19 to D21, D28: -1, 0 and None mean the same as a missing key."""
+    """-1, 0 and None mean the same as a missing key."""
     path = write(
         tmp_path,
         own="vllm_micro_batch_size: -1\ntop_p: 1.0\ntop_k: 1\neval_temperature: 0.01\n"
@@ -271,7 +271,7 @@ def test_answers_to_a_prompt_are_a_group_in_training(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_of_new_tokens_an_answer_may_fill_the_context(tmp_path: Path) -> None:
-    """D7, D24: and prompts still leave room for max_new_tokens."""
+    """And prompts still leave room for max_new_tokens."""
     limits = "seq_length: 100\nmax_new_tokens: 30\nnew_token_limit: "
     settings = read_model_file(write(tmp_path, own=limits + "false"))
     assert settings["sampling.max_tokens"] == settings["eval.sampling.max_tokens"] == 100

@@ -1,4 +1,4 @@
-"""D2, D16, D35: GRPO, PPO and online DPO over several models from one file, and how they resume."""
+"""GRPO, PPO and online DPO over several models from one file, and how they resume."""
 
 import json
 import subprocess

@@ -136,7 +136,7 @@ def collated(items: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: Any) -> None:
-    """D4, D5, D10 to D14: dataset, request, forward step and decoding."""
+    """Dataset, request, forward step and decoding."""
     policy = join(Ported("policy"))
     prompts = ["Seven plus eight", "What is a group?"]
     items = policy.build_dataset(prompts)
@@ -159,7 +159,7 @@ def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: An
 
 
 def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) -> None:
-    """D11: the groups stay with what a forward_step of one's own returns, too."""
+    """The groups stay with what a forward_step of one's own returns, too."""
     policy = join(Ported("policy"))
     items = [{"input_ids": torch.tensor([5, 6, 7, 8]), "prompt": "own text"}]
     outputs = policy.forward_step(collated(items))
@@ -177,7 +177,7 @@ def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) 
 
 
 def test_token_ids_reach_the_engine_as_they_are_in_every_shape(join: Join) -> None:
-    """D5, D10: through build_dataset, as mappings, as one batch, and by _add_request_internal."""
+    """Through build_dataset, as mappings, as one batch, and by _add_request_internal."""
     policy = join(VLLMModule("policy"))
     ids = [[3, 1, 4, 1, 5], [9, 2, 6]]
     items = [{"input_ids": i, "prompt": f"prompt {i}", "answer": "x"} for i in ids]
@@ -209,7 +209,7 @@ def test_token_ids_reach_the_engine_as_they_are_in_every_shape(join: Join) -> No
 def test_the_names_of_a_prompts_fields_come_from_the_models_file(
     join: Join, tmp_path: Path, tokenizer: Any
 ) -> None:
-    """D5: vllm_input_ids_key, vllm_prompt_key and prompt_key."""
+    """Vllm_input_ids_key, vllm_prompt_key and prompt_key."""
     (tmp_path / "own.yaml").write_text(
         "vllm_input_ids_key: ids\nvllm_prompt_key: text\nprompt_key: question"
     )
@@ -227,7 +227,6 @@ def test_the_names_of_a_prompts_fields_come_from_the_models_file(
 def test_prompts_that_are_too_long_are_cut_to_what_new_tokens_leave(
     join: Join, template: ChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """D6, D7."""
     policy = join(VLLMModule("policy"))
     assert policy.longest_prompt() == CONTEXT - NEW
     assert policy.longest_prompt(is_eval=True) == CONTEXT - 5
@@ -247,7 +246,7 @@ def test_prompts_that_are_too_long_are_cut_to_what_new_tokens_leave(
 
 
 def test_longest_prompts_may_be_configured(join: Join) -> None:
-    """D6, D7: texts and ids are cut there, messages and rows left out."""
+    """Texts and ids are cut there, messages and rows left out."""
     policy = join(VLLMModule("policy"), data={"path": "none", "max_prompt_tokens": 40})
     long = [{"role": "user", "content": "word " * 60}]
     cut = policy.build_dataset(["word " * 60, long, {"input_ids": [7] * 60}])
@@ -280,7 +279,6 @@ def test_longest_prompts_may_be_configured(join: Join) -> None:
 def test_a_prompt_that_cannot_be_used_is_named_in_one_sentence(
     join: Join, prompt: Any, message: str
 ) -> None:
-    """D6."""
     policy = join(VLLMModule("policy"))
     with pytest.raises(InputError) as error:
         policy.build_dataset(["first", prompt])
@@ -298,7 +296,6 @@ def test_outputs_must_be_a_dictionary(join: Join) -> None:
 
 
 def test_requests_need_a_text_for_each_prompt(join: Join) -> None:
-    """D10."""
     policy = join(VLLMModule("policy"))
     with pytest.raises(InputError, match="got 1 texts and token ids of 2 prompts"):
         policy._add_request_internal(["one"], [[1], [2]])
@@ -325,7 +322,7 @@ def output_of(template: ChatTemplate, *trajectories: Trajectory, stop: str = "")
 def test_a_trajectory_with_tools_is_one_output_that_says_what_was_sampled(
     template: ChatTemplate,
 ) -> None:
-    """D11 to D14: the answers of tools are in token_ids, with a mask beside them."""
+    """The answers of tools are in token_ids, with a mask beside them."""
     first, answer, second = template.encode("I add."), template.encode(" tool: 3 "), [9, 8]
     output = output_of(template, trajectory_of(([4, 5, 6], first), (answer, second)))
     (done,) = output.outputs
@@ -342,7 +339,6 @@ def test_a_trajectory_with_tools_is_one_output_that_says_what_was_sampled(
 
 
 def test_logprobs_are_read_as_numbers_and_as_vllms_objects(template: ChatTemplate) -> None:
-    """D13, D14."""
     output = output_of(template, trajectory_of(([4, 5, 6], [7, 8])))
     entry = output.outputs[0].logprobs[1][8]
     assert (entry, entry.logprob, entry.rank) == (-0.75, -0.75, None)
@@ -357,7 +353,7 @@ def test_logprobs_are_read_as_numbers_and_as_vllms_objects(template: ChatTemplat
 
 @pytest.mark.parametrize("status", ["completed", "length"])
 def test_texts_end_where_vllms_end(template: ChatTemplate, status: Any) -> None:
-    """D12: before the token or the string at which a completed one stopped."""
+    """Before the token or the string at which a completed one stopped."""
     eos, said = template.tokenizer.eos_token_id, template.encode("so 12 END")
     at_token = trajectory_of(([4], [*said, eos]))
     at_string = trajectory_of(([4], said))
@@ -373,7 +369,7 @@ def test_texts_end_where_vllms_end(template: ChatTemplate, status: Any) -> None:
 
 
 def test_outputs_keep_the_order_of_trajectories_and_of_groups(template: ChatTemplate) -> None:
-    """D12: failed trajectories are missing, and environments may open differently."""
+    """Failed trajectories are missing, and environments may open differently."""
     same = [trajectory_of(([4, 5], [6])) for _ in range(2)]
     other = trajectory_of(([4, 7], [6]))
     groups = [Group("none"), Group("two", [*same, other])]
@@ -395,7 +391,7 @@ def pipeline_file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
 def test_model_provider_says_which_model_it_is(
     pipeline_file: Path, model_path: str, tmp_path: Path
 ) -> None:
-    """D3: a folder, a model of transformers, or its configuration; before anything starts."""
+    """A folder, a model of transformers, or its configuration; before anything starts."""
 
     class Named(VLLMModule):
         def model_provider(self) -> Any:
@@ -437,7 +433,7 @@ def test_model_provider_says_which_model_it_is(
 def test_flat_names_of_the_configuration_are_there_for_ported_code(
     join: Join, tmp_path: Path
 ) -> None:
-    """D4: model_args, with num_inference_per_prompt in n."""
+    """Model_args, with num_inference_per_prompt in n."""
     (tmp_path / "own.yaml").write_text("n: 1\nnum_inference_per_prompt: 4\nprompt_key: text")
     args = join(VLLMModule("policy", tmp_path / "own.yaml")).model_args
     assert (args["seq_length"], args["max_new_tokens"], args["n"]) == (CONTEXT, NEW, 2)
@@ -454,7 +450,7 @@ async def test_an_engine_runs_what_a_flat_model_file_asks_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """D26, D29: prompts longer than a batch, and a model's folder without a tokenizer in it."""
+    """Prompts longer than a batch, and a model's folder without a tokenizer in it."""
     words, weights = tmp_path / "words", tmp_path / "weights"
     tokenizer.save_pretrained(words)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -204,7 +204,7 @@ def test_decode_internal_alone_can_be_overridden_and_its_outputs_train(seen: See
 
 
 def test_token_ids_are_answered_and_trained_on_as_they_are(seen: Seen) -> None:
-    """D5, D10, D11: by a decoding that was written for vLLM's outputs."""
+    """By a decoding that was written for vLLM's outputs."""
     ported, trained = seen["ported"], seen["trained_on_ported"]
     given = [["one", [5, 6, 7, 8]]] * GROUP + [["two", [9, 10, 11]]] * GROUP
     assert ported["prompts"] == given
@@ -217,7 +217,7 @@ def test_token_ids_are_answered_and_trained_on_as_they_are(seen: Seen) -> None:
 
 
 def test_a_checkpoint_brings_back_weights_and_version(seen: Seen) -> None:
-    """D2: to the trainer and to the engines, and training continues from there."""
+    """To the trainer and to the engines, and training continues from there."""
     loaded = seen["loaded"]
     assert loaded["folder"].endswith("checkpoints/step-0007")
     (before, later), (after, version) = loaded["before"], loaded["after"]

@@ -1,4 +1,4 @@
-"""D16, D35: one file that names several models, each with a file of its own."""
+"""One file that names several models, each with a file of its own."""
 
 from pathlib import Path
 from typing import Any

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config
-from turnwise.pipeline.running import Progress, RunningPipeline
+from turnwise.pipeline.pipeline import PipelineProgress, RunningPipeline
 from turnwise.rollouts import Group
+from turnwise.training.samples import SampleBatch, make_samples
 from turnwise.trajectory import Trajectory
 
 
-async def nothing() -> dict[str, Any]:
+async def nothing(*arguments: object) -> dict[str, Any]:
     return {}
 
 
@@ -25,10 +26,13 @@ async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
     warnings: int,
 ) -> None:
     config = make_config(training={"steps": 2, "lr_schedule": schedule})
-    versions = SimpleNamespace(oldest=0, step_ended=lambda version: None)
-    step: Any = SimpleNamespace(versions=versions, update_weights=nothing)
+
+    async def made(groups: list[Group]) -> SampleBatch:
+        return make_samples(groups, config, 0)
+
+    step: Any = SimpleNamespace(make_samples=made, learn=nothing, update_weights=nothing)
     trainer: Any = SimpleNamespace(version=0)
-    pipeline = RunningPipeline(config, None, trainer, step, Progress())  # type: ignore[arg-type]
+    pipeline = RunningPipeline(config, None, trainer, step, PipelineProgress())  # type: ignore[arg-type]
     group = Group("rows:1", [Trajectory("rows:1", n, reward=1.0) for n in range(2)])
     with caplog.at_level(logging.WARNING):
         for _ in range(5):

@@ -34,7 +34,7 @@ def example(documented: type) -> Any:
     return made
 
 
-@pytest.mark.parametrize("module", ["turnwise.rollouts.problems", "turnwise.compat.package"])
+@pytest.mark.parametrize("module", ["turnwise.rollouts.problems"])
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0

@@ -21,7 +21,7 @@ from turnwise.rollouts.environment import (
     with_arguments,
 )
 from turnwise.rollouts.episode import Episode
-from turnwise.run.inputs import ProgramInputs, heldout_problems, training_problems
+from turnwise.run.commands import ProgramInputs, heldout_problems, training_problems
 
 HERE = "tests.rollouts.test_environment_rows"
 

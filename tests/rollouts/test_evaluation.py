@@ -26,9 +26,9 @@ from turnwise.rollouts.evaluation import (
     run_groups,
 )
 from turnwise.rollouts.problems import Problems
-from turnwise.run.group_log import GroupLog
+from turnwise.run.run_dir import GroupLog
 from turnwise.trajectory import Trajectory, read_jsonl
-from turnwise.trajectory.log import TrajectoryLog
+from turnwise.trajectory.trajectory import TrajectoryLog
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 
@@ -216,7 +216,7 @@ from turnwise.config import parse_config
 from turnwise.rollouts import Group
 from turnwise.rollouts.data import load_heldout
 from turnwise.rollouts.evaluation import evaluate
-from turnwise.run.group_log import GroupLog
+from turnwise.run.run_dir import GroupLog
 from turnwise.trajectory import Trajectory
 
 async def answer(problem, tag):

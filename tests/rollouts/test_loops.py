@@ -330,7 +330,7 @@ async def test_own_tags_mark_a_call(
     event: str,
     shown: str | None,
 ) -> None:
-    """A8: tags of the configuration, around JSON or around the text for one tool."""
+    """Tags of the configuration, around JSON or around the text for one tool."""
     tags = {
         "environment": "LoudDesk",
         "loop": "interleaved",
@@ -365,7 +365,7 @@ async def test_own_tags_mark_a_call(
 def test_tags_that_do_not_fit_are_refused(
     make_config: Callable[..., Config], keys: dict[str, str], message: str
 ) -> None:
-    """A8: before anything starts."""
+    """Before anything starts."""
     with pytest.raises(InputError, match=message):
         make_config(rollout={"loop": "interleaved", **keys})
 
@@ -492,7 +492,7 @@ def test_a_plug_in_that_is_not_there_is_named(
 async def test_a_response_budget_shrinks_over_the_rounds(
     attempt: Callable[..., Any], template: ChatTemplate
 ) -> None:
-    """C34: each turn gets what the turns and results before it have left."""
+    """Each turn gets what the turns and results before it have left."""
     said = [call("double", x=4) + END, call("double", x=8) + END, "never said" * 20 + END]
     group = await attempt(said, max_response_tokens=100)
     (trajectory,) = group.trajectories

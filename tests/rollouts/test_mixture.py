@@ -37,7 +37,7 @@ from turnwise.rollouts.problems import (
     first_of_each,
     make_stream,
 )
-from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
+from turnwise.run.commands import ProgramInputs, all_problems, training_problems
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_mixture"

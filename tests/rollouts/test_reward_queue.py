@@ -1,4 +1,4 @@
-"""A reward model that has many to score: what moves is not cut (C31)."""
+"""A reward model that has many to score: what moves is not cut."""
 
 import asyncio
 from collections.abc import Callable

@@ -30,7 +30,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 async def test_a_batch_is_sampled_in_three_lines(
     llm: SimulatedEngine, config: Config, tokenizer: Any
 ) -> None:
-    """A2: rows of the environment, with its reward; n of each; groups in the prompts' order."""
+    """Rows of the environment, with its reward; n of each; groups in the prompts' order."""
     sampler = turnwise.RolloutSampler(llm, ROWS, {"n": 4}, config=config, tokenizer=tokenizer)
     trajectories = [trajectory async for trajectory in sampler]
     places = sorted((t.problem_id, t.sample_index) for t in trajectories)
@@ -45,7 +45,7 @@ async def test_a_batch_is_sampled_in_three_lines(
 async def test_texts_and_messages_are_answered_with_tools(
     llm: SimulatedEngine, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """A2: no environment is needed."""
+    """No environment is needed."""
 
     def double(x: int) -> int:
         """Double a number.
@@ -67,7 +67,7 @@ async def test_texts_and_messages_are_answered_with_tools(
 async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest(
     llm: SimulatedEngine, config: Config, tokenizer: Any
 ) -> None:
-    """A2: nothing goes on behind the loop's back."""
+    """Nothing goes on behind the loop's back."""
     slow = RolloutSampler(llm, ROWS, {"n": 8}, config=config, tokenizer=tokenizer)
     stream = aiter(slow)
     first = await anext(stream)
@@ -107,7 +107,7 @@ async def test_an_error_ends_all_other_rows(
 async def test_failures_are_counted_and_most_of_them_are_an_error(
     config: Config, tokenizer: Any
 ) -> None:
-    """A2: none is lost in silence."""
+    """None is lost in silence."""
 
     class Failing(SimulatedEngine):
         def stream(self, request: Request) -> Any:
@@ -122,7 +122,7 @@ async def test_failures_are_counted_and_most_of_them_are_an_error(
 def test_what_cannot_be_sampled_is_refused(
     llm: SimulatedEngine, config: Config, tokenizer: Any
 ) -> None:
-    """A2: before anything is sampled."""
+    """Before anything is sampled."""
     with pytest.raises(InputError, match="sampling_params has no heat"):
         RolloutSampler(llm, ROWS, {"heat": 1}, config=config, tokenizer=tokenizer)
     with pytest.raises(InputError, match="rows have the tools of their environment"):

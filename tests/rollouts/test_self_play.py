@@ -13,11 +13,10 @@ import turnwise
 from tests.rollouts.test_episode import Talking
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.errors import InputError
-from turnwise.pipeline.running import rewarded_groups
+from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group, Problem, Runner
-from turnwise.training.advantages import gives_signal
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import make_samples
+from turnwise.training.samples import gives_signal, make_samples
 from turnwise.trajectory import Trajectory, audit
 
 

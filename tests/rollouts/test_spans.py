@@ -21,7 +21,7 @@ from tests.rollouts.test_agents import keyless, try_agent
 from tests.rollouts.test_loops import END, attempt, call
 from tests.tools.test_mcp import RAW
 from turnwise.compat.nemo_gym import NemoGym
-from turnwise.compat.openenv_session import OpenEnvSession
+from turnwise.compat.openenv import OpenEnvSession
 from turnwise.config import Config
 from turnwise.core import spans
 from turnwise.rollouts.agents import run_endpoint

@@ -18,8 +18,7 @@ from turnwise.run.commands import TrainingResult, config_of_run, resume
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport
-from turnwise.viewer.run_files import RunFiles
-from turnwise.viewer.token_texts import find_tokenizer
+from turnwise.viewer.run_files import RunFiles, find_tokenizer
 
 
 def a_config(folder: Path, **sections: Any) -> Config:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
-from turnwise.run.export import export_run
+from turnwise.run.commands import export_run
 from turnwise.training import checkpoint
 from turnwise.training.lora import write_adapter
 from turnwise.training.rank import TrainerRank

@@ -66,7 +66,7 @@ def trajectory_of(backend: ChatBackend, session: str) -> Trajectory:
 async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_turn(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
-    """C15, C17: the order and names of verl, and x-request-id with its prefix or without."""
+    """The order and names of verl, and x-request-id with its prefix or without."""
     options = {"tools": [TOOL_SCHEMA], "extra_body": scripted(template, CALL, ANSWER)}
     finished: dict[int, Any] = {}
 
@@ -136,7 +136,7 @@ async def test_chats_with_common_options_need_nothing_of_vllms_application(
 async def test_the_turns_after_x_request_id_stay_on_their_worker(
     engine: WorkerHandle, make_config: Callable[..., Config], template: ChatTemplate
 ) -> None:
-    """C13, C15: by the id of the completion before, and by no more of them than are remembered."""
+    """By the id of the completion before, and by no more of them than are remembered."""
     fleet = Scheduler(ServingConfig(known_sessions=2), 60.0)
     for name in ("worker-0", "worker-1"):
         fleet.add(name, engine)
@@ -160,7 +160,7 @@ async def test_the_turns_after_x_request_id_stay_on_their_worker(
 async def test_each_choice_has_its_tokens_and_may_be_continued(
     backend: ChatBackend, chats: ChatCompletionScheduler
 ) -> None:
-    """C18: `n` answers are `n` branches, each exact."""
+    """`n` answers are `n` branches, each exact."""
     made: Any = await chats.chat_completion(
         messages=[QUESTION],
         n=3,
@@ -194,7 +194,7 @@ async def test_each_choice_has_its_tokens_and_may_be_continued(
 async def test_a_stream_of_chunks_comes_straight_from_the_workers_actor(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
-    """C3: without HTTP, with tools, and recorded as the whole completion is."""
+    """Without HTTP, with tools, and recorded as the whole completion is."""
     asked: dict[str, Any] = {
         "messages": [QUESTION],
         "tools": [TOOL_SCHEMA],
@@ -237,7 +237,6 @@ async def test_a_stream_of_chunks_comes_straight_from_the_workers_actor(
 async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """C3."""
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10_000)
     backend = ChatBackend(make_config(engine={}), engine)
     await backend.start()
@@ -263,7 +262,7 @@ async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
 
 
 async def test_what_cannot_be_served_is_told_by_its_key(chats: ChatCompletionScheduler) -> None:
-    """C17: every key of OpenAI's is served or refused in one sentence."""
+    """Every key of OpenAI's is served or refused in one sentence."""
     told: list[Any] = []
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"no_such_key": 1}, "no key no_such_key"),
@@ -308,7 +307,7 @@ async def test_a_turn_never_exceeds_what_the_context_holds(chats: ChatCompletion
 async def test_the_rounds_of_a_conversation_share_its_budget_of_tokens(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """C34: what is left of `rollout.max_response_tokens` bounds each round."""
+    """What is left of `rollout.max_response_tokens` bounds each round."""
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10_000)
     config = make_config(
         rollout={"max_response_tokens": 60}, sampling={"n": 1, "max_tokens": 20}, engine={}
@@ -371,7 +370,7 @@ class Impatient(Patient):
 
 
 async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBackend) -> None:
-    """C10, C29: masks, log-probs and weight versions of three rounds, and of single turns."""
+    """Masks, log-probs and weight versions of three rounds, and of single turns."""
     raw = [
         [{"role": "user", "content": "What is 12 plus 30?"}],
         [{"role": "user", "content": "7?"}],
@@ -440,7 +439,6 @@ class Streaming(ChatCompletionScheduler):
 async def test_a_conversation_whose_time_is_over_ends_its_request(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """C10."""
     engine = SimulatedEngine(vocab_size=len(tokenizer), latency=Latency(step=3600.0))
     rollout = {"trajectory_timeout": 1, "stall_timeout": 60}
     config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 8}, engine={})
@@ -507,7 +505,6 @@ def test_sleeping_engines_are_asked_for_nothing(make_config: Callable[..., Confi
 async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
     backend: ChatBackend,
 ) -> None:
-    """C10."""
     raw = [[QUESTION], [{"role": "user", "content": "7?"}]]
     backend.scheduler = Raising
     try:
@@ -523,7 +520,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
 async def test_the_configured_class_holds_each_trajectorys_conversation(
     backend: ChatBackend, engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """C20, C29: three rounds by callbacks are one exact trajectory; user code runs elsewhere."""
+    """Three rounds by callbacks are one exact trajectory; user code runs elsewhere."""
     path = f"{__name__}:Watched"
     config = make_config(rollout={"chat_scheduler": path}, sampling={"n": 3, "max_tokens": 6})
     assert config.rollout.loop == "chat_scheduler"
@@ -567,7 +564,6 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     make_config: Callable[..., Config],
     tokenizer: Any,
 ) -> None:
-    """C20."""
     path = f"{__name__}:{name}"
     rollout = {"chat_scheduler": path, "stall_timeout": 1 if name == "Stuck" else 60}
     config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 6})
@@ -593,7 +589,6 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     ],
 )
 def test_keys_that_contradict_are_refused(rollout: dict[str, str], words: str) -> None:
-    """C20."""
     tree = {"environment": "e:E", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout}
     with pytest.raises(InputError, match=words):
         parse_config(tree)

@@ -35,7 +35,7 @@ def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
         assert len(lines) == [*told["memory"], *told["node"]].count(why)
         assert all("and is back after" in line for line in lines)
     # Two workers, then one of them and the other's next life: four numbers, one of them twice.
-    assert told["seeds"][:2] == [0, 1], "B10: a seed of its own for each worker and each life"
+    assert told["seeds"][:2] == [0, 1], "each worker and each life has its own seed"
     assert told["memory"][1:] or len(set(told["seeds"])) == 3
     assert told["seeds"][2] != told["seeds"][3]
     assert told["wrong"] == []

@@ -65,7 +65,7 @@ def reference_logprobs(model: Any, token_ids: list[int], mask: list[int]) -> lis
 async def test_metrics_show_every_engines_own_statistics(
     fleet: tuple[Config, AsyncLLMServerManager],
 ) -> None:
-    """C38: vLLM's counters by worker beside ours; a worker that hangs is named, not waited for."""
+    """VLLM's counters by worker beside ours; a worker that hangs is named, not waited for."""
     config, manager = fleet
     server = OpenAIServer(config, manager.scheduler, port=0)
     root = (await server.start()).removesuffix("/v1")

@@ -103,8 +103,6 @@ def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:
 
 
 def test_a_manager_without_chats_says_how_to_get_them() -> None:
-    """C10."""
-
     async def work() -> None:
         async with simulated(1).running() as manager:
             with pytest.raises(InputError, match="open it with open_manager"):

@@ -1,7 +1,4 @@
-"""Two engines of two tensor-parallel shards each: exact, updated everywhere, restarted whole.
-
-A15 (a tool runs once), C5 (tensor x data parallel).
-"""
+"""Two engines of two tensor-parallel shards each: exact, updated everywhere, restarted whole."""
 
 import asyncio
 import importlib
@@ -67,7 +64,7 @@ async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncI
 
 
 async def shards(worker: Any) -> list[psutil.Process]:
-    """The processes that compute for a worker (B22: it names the device of each)."""
+    """The processes that compute for a worker."""
     devices = await worker._call("device_ids")
     return [psutil.Process(int(device.rpartition("-")[2])) for device in devices]
 
@@ -163,7 +160,7 @@ async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
 async def test_shards_may_be_actors_in_bundles_of_their_own(
     ray_started: None, make_config: Callable[..., Config], model_path: str
 ) -> None:
-    """B8: `bundle_indices` says where each shard of an engine computes."""
+    """`bundle_indices` says where each shard of an engine computes."""
     config = make_config(engine={"tensor_parallel_size": 2}, serving={"spread": True})
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     async with make_manager(config, 0).running() as manager:

@@ -153,7 +153,7 @@ def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
 
 
 def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
-    """C13: of sessions and groups `serving.known_sessions` are remembered, those used last."""
+    """Of sessions and groups `serving.known_sessions` are remembered, those used last."""
 
     async def work() -> None:
         scheduler, _ = fleet(known_sessions=2)

@@ -58,7 +58,6 @@ async def test_greedy_repeats_itself(engine: WorkerHandle) -> None:
 
 
 async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
-    """B15"""
     ready = [asyncio.Event() for _ in range(3)]
 
     async def one(index: int) -> dict[str, Any]:
@@ -73,7 +72,6 @@ async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
 
 
 async def test_a_row_that_fails_spoils_no_other(engine: WorkerHandle) -> None:
-    """B20"""
     data = batch()
     data["input_ids"][1, 0] = 10**6  # no such token
     replies = [reply async for reply in engine.actor.generate_async.remote(data)]
@@ -93,7 +91,6 @@ async def test_a_prompt_without_room_is_truncated(engine: WorkerHandle) -> None:
 async def test_each_row_of_ids_has_its_own_stop_strings(
     engine: WorkerHandle, template: ChatTemplate
 ) -> None:
-    """B18"""
     prompt = [5, 6, 7, 8]
     data = {"input_ids": torch.tensor([prompt] * 2), "input_lengths": torch.tensor([4, 4])}
     whole = (await collected(engine.actor.generate_async.remote(data, greedy=True)))[0]
@@ -109,7 +106,7 @@ async def test_each_row_of_ids_has_its_own_stop_strings(
 async def test_each_row_has_its_own_stop_strings(
     engine: WorkerHandle, template: ChatTemplate
 ) -> None:
-    """B21: texts in, and of each row its text, ids and log-probs out."""
+    """Texts in, and of each row its text, ids and log-probs out."""
     prompts = ["What is 1 plus 2?"] * 2
     whole = await collected(engine.actor.generate_text_async.remote({"prompts": prompts[:1]}, True))
     stop = whole[0]["text"][2:4]
@@ -136,14 +133,13 @@ async def test_tensors_that_do_not_fit_are_refused(engine: WorkerHandle) -> None
 
 
 async def test_it_tells_where_it_is(engine: WorkerHandle) -> None:
-    """B22"""
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
 
 
 async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) -> None:
-    """B27, B28: what a CPU can show of them; there is no memory that it gives back."""
+    """What a CPU can show of them; there is no memory that it gives back."""
     sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
     prompt = [i % 300 for i in range(100)]
     await generate(engine, Request(prompt, sampling, "before"))
@@ -173,7 +169,7 @@ class Asked(VllmAsyncGenerationWorker):
 async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
     make_config: Callable[..., Config], extra: dict[str, float]
 ) -> None:
-    """B9, B11: a subclass makes its own engine from what the worker is given."""
+    """A subclass makes its own engine from what the worker is given."""
     worker = Asked(make_config(engine={"vllm_args": extra}), fraction_of_gpus=0.25)
     with pytest.raises(LookupError) as asked:
         await worker.post_init_async()
@@ -184,7 +180,6 @@ async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
 async def test_a_worker_can_serve_by_itself(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
-    """B12, B13, B29"""
     config = make_config(serving={"worker_servers": True, "port": 0})
     worker = await WorkerHandle.start(config, name="worker-9")
     try:

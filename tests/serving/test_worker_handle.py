@@ -244,7 +244,7 @@ async def test_a_model_that_vllm_cannot_serve_is_a_sentence(
 async def test_progress_has_a_deadline_and_whole_requests_have_none(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
-    """C31, B20: requests wait in the queue, and take, longer than request_timeout; an engine that
+    """Requests wait in the queue, and take, longer than request_timeout; an engine that
     samples nothing for so long is named, and so is one that died."""
     seconds = 6.0
     config = make_config(engine={"request_timeout": seconds, "max_num_seqs": 1})

@@ -2,9 +2,10 @@
 
 import pytest
 
+from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.backends import Backend, Limits
-from turnwise.tools.sandbox.session import Session, choose
+from turnwise.tools.code import Session, choose
+from turnwise.tools.sandbox.backends import Backend
 
 BACKENDS = ("first", pytest.param("second", marks=pytest.mark.slow))
 """The backend that `auto` chooses, and the other one, which `make test-all` tests."""

@@ -25,7 +25,7 @@ from turnwise.rollouts import Problem
 from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.episode import LocalEpisode
 from turnwise.tools.mcp import MCPServer
-from turnwise.tools.mcp_connection import McpError
+from turnwise.tools.tool import McpError
 from turnwise.tools.toolbox import Toolbox, ToolResult
 
 SDK = str(Path(__file__).with_name("mcp_server.py"))
@@ -172,7 +172,7 @@ async def test_a_call_that_hangs_is_late_and_its_server_is_replaced(
     children: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnwise.tools.mcp_connection._ALIVE_SECONDS", 0.3)
-    monkeypatch.setattr("turnwise.tools.mcp_transports._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("turnwise.tools.mcp_connection._LEAVE_SECONDS", 0.1)
     server = command()
     async with opened(server) as patient, opened(server, timeout=0.5) as hurried:
         for tools in (patient, hurried):
@@ -252,8 +252,8 @@ async def test_what_a_server_started_ends_with_it(children: Callable[[], list[in
 async def test_a_server_that_will_not_end_is_killed(
     children: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnwise.tools.mcp_transports._LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr("turnwise.tools.mcp_transports._KILL_SECONDS", 0.3)
+    monkeypatch.setattr("turnwise.tools.mcp_connection._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("turnwise.tools.mcp_connection._KILL_SECONDS", 0.3)
     async with opened(command("stubborn")) as tools:
         assert await text(tools, "remember", number=1) == "[1]"
 
@@ -280,7 +280,7 @@ async def test_warm_servers_wait_for_trajectories(children: Callable[[], list[in
 
 
 def warm(server: MCPServer) -> int:
-    from turnwise.tools.mcp_pool import pool_of
+    from turnwise.tools.mcp import pool_of
 
     return len(pool_of(server.config)._warm)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.test_mcp import SDK, call, opened, text
 from turnwise.tools.mcp import MCPServer
-from turnwise.tools.mcp_connection import McpError
+from turnwise.tools.tool import McpError
 
 
 @pytest.fixture

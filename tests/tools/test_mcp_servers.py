@@ -13,8 +13,8 @@ from turnwise.tools.toolbox import Toolbox
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    subprocess.run(["make", "-s", ".venv-mcp/.installed"], cwd=ROOT, check=True, timeout=900)
-    return ROOT / ".venv-mcp" / "bin"
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=ROOT, check=True, timeout=900)
+    return ROOT / ".venv-interop" / "bin"
 
 
 @pytest.mark.slow

@@ -12,25 +12,24 @@ import pytest
 import turnwise.tools
 from tests.tools import sandboxes
 from turnwise.config import RolloutConfig, ToolConfig
+from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError
 from turnwise.rollouts.configured_tools import load_tools
-from turnwise.tools.code import CodeTool
+from turnwise.tools.code import CodeTool, Session, choose
 from turnwise.tools.sandbox import backends
-from turnwise.tools.sandbox.backends import Limits
-from turnwise.tools.sandbox.session import Session, choose
 from turnwise.tools.toolbox import Toolbox
 
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Session]:
-    opened = sandboxes.session("first", Limits(seconds=20.0))
+    opened = sandboxes.session("first", Limits(timeout=20.0))
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[Session]:
-    opened = sandboxes.session("first", Limits(seconds=20.0), shell=True)
+    opened = sandboxes.session("first", Limits(timeout=20.0), shell=True)
     yield opened
     opened.close()
 
@@ -81,7 +80,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(python: Session) -> None:
 
 
 def test_interrupted_code_keeps_its_variables() -> None:
-    opened = sandboxes.session("first", Limits(seconds=0.5))
+    opened = sandboxes.session("first", Limits(timeout=0.5))
     try:
         opened.run("kept = 1")
         text = opened.run("print('partial')\nwhile True: pass")
@@ -105,7 +104,7 @@ def test_a_shell_keeps_directory_variables_and_functions(shell: Session) -> None
 
 
 def test_an_interrupted_command_leaves_the_shell_as_it_was() -> None:
-    opened = sandboxes.session("first", Limits(seconds=1.0), shell=True)
+    opened = sandboxes.session("first", Limits(timeout=1.0), shell=True)
     try:
         opened.run("X=kept; echo data > file")
         assert "[interrupted after 1 s]" in opened.run("trap '' INT TERM; sleep 300")
@@ -115,7 +114,7 @@ def test_an_interrupted_command_leaves_the_shell_as_it_was() -> None:
 
 
 def test_close_ends_a_call() -> None:
-    opened = sandboxes.session("first", Limits(seconds=300.0))
+    opened = sandboxes.session("first", Limits(timeout=300.0))
     assert opened.run("1") == "1"
     said: list[str] = []
     call = threading.Thread(target=lambda: said.append(opened.run("while True: pass")))
@@ -159,7 +158,7 @@ async def test_calls_of_one_turn_run_in_their_order() -> None:
 
 def test_an_interpreter_brings_its_packages() -> None:
     opened = sandboxes.session(
-        "first", Limits(seconds=60.0, memory=1024, interpreter=sys.executable)
+        "first", Limits(timeout=60.0, memory=1024, interpreter=sys.executable)
     )
     try:
         assert opened.run("import numpy; int(numpy.arange(4).sum())") == "6"
@@ -191,7 +190,7 @@ def test_without_a_sandbox_the_error_says_what_to_install() -> None:
 
 
 def test_without_a_sandbox_code_has_limits_and_is_ended_by_name_only() -> None:
-    opened = Session("none", Limits(seconds=1.0, memory=256))
+    opened = Session("none", Limits(timeout=1.0, memory=256))
     try:
         assert opened.run("6 * 7") == "42"
         assert "MemoryError" in opened.run("bytearray(1 << 30)")

@@ -18,12 +18,12 @@ import pytest
 
 from tests.tools import sandboxes
 from tests.tools.sandboxes import BACKENDS, session
-from turnwise.tools.sandbox.backends import Limits
-from turnwise.tools.sandbox.session import Session
+from turnwise.config.rollout import CodeToolConfig as Limits
+from turnwise.tools.code import Session
 
 SECRET = "correct-horse-battery-staple"
-LIMITS = Limits(seconds=8.0, memory=128, disk=16, processes=16)
-SHORT = Limits(seconds=0.3, memory=128, disk=16, processes=16)
+LIMITS = Limits(timeout=8.0, memory=128, disk=16, processes=16)
+SHORT = Limits(timeout=0.3, memory=128, disk=16, processes=16)
 DENIED = "PermissionError|OSError|FileNotFoundError|ProcessLookupError"
 
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -329,7 +329,7 @@ def test_an_attack_fails_and_the_next_call_is_answered(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_code_is_ended(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.tools.sandbox.session.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("turnwise.tools.code.GRACE_SECONDS", 0.5)
     code, expected = ENDLESS[name]
     opened = session(backend, SHORT)
     try:
@@ -381,8 +381,8 @@ def test_a_daemon_does_not_outlive_its_session(backend: str) -> None:
 
 DRIVER = """
 import sys, time
-from turnwise.tools.sandbox.backends import Limits
-from turnwise.tools.sandbox.session import Session
+from turnwise.config.rollout import CodeToolConfig as Limits
+from turnwise.tools.code import Session
 session = Session(sys.argv[1], Limits())
 print(session.run(sys.argv[2]), flush=True)
 time.sleep(600)

@@ -367,7 +367,7 @@ def check_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Mode
     """Return the check of a model as a run would begin it."""
     use_packed_attention(model)
     scorer = Scorer(model, SamplingConfig(), dtype)
-    models = Models(scorer, None, None, model.config, torch.device("cpu"))
+    models = Models(scorer, None, None, torch.device("cpu"))
     (check,) = check_models(models, 256)
     return check
 

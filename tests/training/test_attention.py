@@ -18,12 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.plain_scoring import score
 from tests.training.test_gather import SMALL
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.rank import TrainerRank
-from turnwise.training.scoring import score
 
 LENGTHS = (37, 5, 1, 90)
 KINDS = {

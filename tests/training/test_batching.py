@@ -41,7 +41,9 @@ def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
 
 def cost(batch: list[Sample], layout: Layout) -> int:
     tokens = {s.trajectory: s.trained for s in batch}
-    return make_micro_batch(batch, tokens, 0, layout, CPU).token_ids_BT.numel() if batch else 0
+    if not batch:
+        return 0
+    return make_micro_batch(batch, tokens, 0, layout, CPU).columns.token_ids_BT.numel()
 
 
 @given(lengths, st.integers(60, 200), layouts)
@@ -104,18 +106,19 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     tokens = {3: 5, 5: 9, 8: 6}
     padded = make_micro_batch(samples, tokens, 3, "padded", device=CPU)
     packed = make_micro_batch(samples, tokens, 3, "packed", device=CPU)
-    assert padded.token_ids_BT.shape == (3, 9)
-    assert packed.token_ids_BT.shape == (1, 20)
-    assert packed.position_ids_BT is not None
-    assert packed.position_ids_BT[0].tolist() == [*range(7), *range(4), *range(9)]
+    assert padded.columns.token_ids_BT.shape == (3, 9)
+    assert packed.columns.token_ids_BT.shape == (1, 20)
+    positions_BT = packed.columns.position_ids_BT
+    assert positions_BT is not None
+    assert positions_BT[0].tolist() == [*range(7), *range(4), *range(9)]
     for batch in (padded, packed):
-        assert batch.token_ids_BT[batch.mask_BT].tolist() == [3] * 5 + [5] * 3 + [8] * 6
-        assert batch.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
-        assert batch.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
+        assert batch.columns.targets_N.tolist() == [3] * 5 + [5] * 3 + [8] * 6
+        assert batch.tokens.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
+        assert batch.tokens.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
         assert [(s.start, s.stop) for s in batch.spans()] == [(0, 5), (5, 8), (8, 14)]
-        assert len(batch.engine_logprobs_N) == len(batch.staleness_N) == 14
-        assert batch.staleness_N.unique().tolist() == [3]
-        assert (batch.sequences, batch.tokens) == (3, 20)
+        assert len(batch.tokens.engine_logprobs_N) == len(batch.tokens.staleness_N) == 14
+        assert batch.tokens.staleness_N.unique().tolist() == [3]
+        assert (batch.tokens.sequences, batch.size) == (3, 20)
 
 
 def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
@@ -123,8 +126,8 @@ def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
     batches = [share.micro_batches for (share,) in shares]
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
     empty = make_micro_batch([], {}, 0, "padded", device=CPU)
-    assert not empty.mask_BT.any()
-    assert len(empty.advantages_N) == 0
+    assert len(empty.columns.targets_N) == 0
+    assert len(empty.tokens.advantages_N) == 0
     assert RankBatches([[]], {}).micro_batches == [[]]
 
 

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, command_environment, python
 from turnwise.config import Config, TrainingConfig, dump_config
 from turnwise.errors import InputError
 from turnwise.training import checkpoint, checkpoint_state
-from turnwise.training.trainable import TrainableModule
+from turnwise.training.optimizer import TrainableModule
 
 
 def make(checkpoints: Path, step: int) -> Path:

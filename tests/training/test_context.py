@@ -19,14 +19,15 @@ from transformers import (
 )
 
 from benchmarks.loading import in_processes
+from tests.plain_scoring import score
 from tests.training.test_gather import SMALL
 from tests.training.test_rank import samples_for
 from tests.training.test_trainer_group import EXACT, HARD, make_policy
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
-from turnwise.training.context import Columns, ContextGroup, check_divisible
-from turnwise.training.scoring import score
+from turnwise.training.batching import Columns
+from turnwise.training.context import ContextGroup, check_divisible
 
 __all__ = ["make_policy"]
 

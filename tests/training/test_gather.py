@@ -18,7 +18,7 @@ from transformers import (
 
 from turnwise.config import Config
 from turnwise.training.export import export_model
-from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
+from turnwise.training.shards import full_tensors, tensor_shapes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -89,7 +89,6 @@ def test_an_exported_model_has_the_buffers_of_its_files_in_their_own_precision(
     bias = torch.tensor([1.0, 1 + 2**-12, -3.0, 1e-4])
     model.get_buffer(name).copy_(bias)
     config = make_config(model={"path": model_path, "max_length": 512, "dtype": "bfloat16"})
-    layout, tensors, buffers = tensor_shapes(model), full_tensors(model), saved_buffers(model)
-    export_model(tmp_path, 0, config, kind, layout, tensors, buffers)
+    export_model(tmp_path, 0, config, model)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(again.get_buffer(name), bias)

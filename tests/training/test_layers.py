@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.training.test_gather import SMALL
-from turnwise.training.layers import decoder_layers, recompute
+from turnwise.training.loading import decoder_layers, recompute
 
 LAYERS = 5
 

@@ -1,4 +1,4 @@
-"""C6, C37: what the trainer lends to its engines between steps."""
+"""What the trainer lends to its engines between steps."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""D35: reference and value models with paths and precisions of their own, beside the policy."""
+"""Reference and value models with paths and precisions of their own, beside the policy."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -8,15 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plain_scoring import score
 from tests.training.test_attention import KINDS, model_of
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import use_packed_attention
-from turnwise.training.batching import make_micro_batch, plan_micro_batches
-from turnwise.training.context import Columns
-from turnwise.training.prefixes import SharedPrefixes
-from turnwise.training.scoring import score, score_columns
+from turnwise.training.batching import Columns, make_micro_batch, plan_micro_batches
+from turnwise.training.scoring import score_columns
 
 CPU = torch.device("cpu")
 
@@ -60,9 +59,9 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     use_packed_attention(model)
-    prefixes = SharedPrefixes.of(samples, CPU)
-    assert prefixes.token_ids_1C.shape == (1, 20 + 9 + 12 + 7 + 11 + 5)
-    found = score_columns(model, Columns.shared(prefixes), SamplingConfig()).logprobs_N
+    columns = Columns.shared(samples, CPU)
+    assert columns.token_ids_BT.shape == (1, 20 + 9 + 12 + 7 + 11 + 5)
+    found = score_columns(model, columns, SamplingConfig()).logprobs_N
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     (found * weights).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -72,7 +71,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
 def test_masks_of_many_queries_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = model_of(KINDS["llama"])
     use_packed_attention(model)
-    columns = Columns.shared(SharedPrefixes.of(family(), CPU))
+    columns = Columns.shared(family(), CPU)
     whole = score_columns(model, columns, SamplingConfig()).logprobs_N
     monkeypatch.setattr("turnwise.training.attention._MASK_ROWS", 4)
     parts = score_columns(model, columns, SamplingConfig()).logprobs_N
@@ -84,16 +83,18 @@ def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
     rows: list[list[int]],
 ) -> None:
     samples = [sample(ids, 1, number) for number, ids in enumerate(rows)]
-    prefixes = SharedPrefixes.of(samples, CPU)
-    row, positions = prefixes.token_ids_1C[0], prefixes.position_ids_1C[0]
-    columns = prefixes.columns_S.split(prefixes.lengths)
-    assert sorted(row[columns_T].tolist() for columns_T in columns) == sorted(rows)
-    for columns_T in columns:
+    shared = Columns.shared(samples, CPU)
+    assert shared.prefixes is not None
+    assert shared.position_ids_BT is not None
+    row, positions = shared.token_ids_BT[0], shared.position_ids_BT[0]
+    parts = shared.prefixes.columns_S.split(shared.prefixes.lengths)
+    assert sorted(row[columns_T].tolist() for columns_T in parts) == sorted(rows)
+    for columns_T in parts:
         assert positions[columns_T].tolist() == list(range(len(columns_T)))
     beginnings = {tuple(ids[: n + 1]) for ids in rows for n in range(len(ids))}
     assert len(row) == len(beginnings)
-    assert prefixes.targets_N.tolist() == [token for ids in rows for token in ids[1:]]
-    assert row[prefixes.before_N].tolist() == [token for ids in rows for token in ids[:-1]]
+    assert shared.targets_N.tolist() == [token for ids in rows for token in ids[1:]]
+    assert row[shared.before_N].tolist() == [token for ids in rows for token in ids[:-1]]
 
 
 def test_a_group_stays_in_one_micro_batch_and_its_prompt_counts_once() -> None:
@@ -108,8 +109,8 @@ def test_a_group_stays_in_one_micro_batch_and_its_prompt_counts_once() -> None:
     for batch in share.micro_batches:
         made = make_micro_batch(batch, share.trajectory_tokens, 0, "shared", CPU)
         assert len({int(s.token_ids_T[0]) for s in batch}) == 1
-        assert made.token_ids_BT.shape[1] <= 120
-        assert made.tokens == 8 * 50
+        assert made.columns.token_ids_BT.shape[1] <= 120
+        assert made.size == 8 * 50
 
 
 def test_a_model_with_attention_of_its_own_is_refused(make_config: Any, tmp_path: Any) -> None:

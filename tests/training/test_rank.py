@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import micro_batch_tokens, plan_micro_batches

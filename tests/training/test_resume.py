@@ -22,8 +22,8 @@ from tests.training.test_rank import (
 from turnwise.config import TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
+from turnwise.training.optimizer import TrainableModule, decay_groups
 from turnwise.training.rank import TrainerRank
-from turnwise.training.trainable import TrainableModule, decay_groups
 
 __all__ = ["make_policy"]
 

@@ -11,8 +11,8 @@ from tests.training.test_rank import model_of, rewarded_at_the_end, samples_for,
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.training import checkpoint
+from turnwise.training.optimizer import PART, RoundingAdamW, rounded
 from turnwise.training.rank import TrainerRank
-from turnwise.training.rounding import PART, RoundingAdamW, rounded
 from turnwise.training.trainer_group import TrainerGroup
 
 HALF = 2.0**-8

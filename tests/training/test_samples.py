@@ -8,11 +8,15 @@ import torch
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
-from turnwise.training.advantages import check_group_size, gives_signal
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
-from turnwise.training.samples import make_samples
-from turnwise.training.staleness import RecentVersions, oldest_version
+from turnwise.training.samples import (
+    RecentVersions,
+    check_group_size,
+    gives_signal,
+    make_samples,
+    oldest_version,
+)
 from turnwise.trajectory import Trajectory
 
 
@@ -112,7 +116,9 @@ def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() ->
     for own in share.micro_batches:
         batch = make_micro_batch(own, share.trajectory_tokens, 5, False, torch.device("cpu"))
         for advantage, tokens in zip(
-            batch.advantages_N.tolist(), batch.trajectory_tokens_N.tolist(), strict=True
+            batch.tokens.advantages_N.tolist(),
+            batch.tokens.trajectory_tokens_N.tolist(),
+            strict=True,
         ):
             weights[round(advantage)] += 1 / (tokens * share.total_trajectories)
     assert weights == pytest.approx({1.0: 0.5, -1.0: 0.5})

@@ -16,7 +16,6 @@ from tests.training.test_gather import moe
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
 from turnwise.training.export import export_model
-from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
 from turnwise.training.loading import POLICY, load_model, load_value_model
 from turnwise.training.model import Critic, Scorer, distribute
 
@@ -42,12 +41,9 @@ def load(number: int, config: Config, folder: Path, value: str | None) -> dict[s
         model = load_model(config)
         unread = sum(p.is_meta for p in model.parameters())
         module: Any = distribute(Scorer(model, config.sampling, torch.float32), config, CPU, POLICY)
-        shapes = tensor_shapes(module.model)
         target = folder / "out"
         target.mkdir(exist_ok=True)
-        tensors = full_tensors(module.model)
-        shape, buffers = module.model.config, saved_buffers(module.model)
-        export_model(target, number, config, shape, shapes, tensors, buffers, 20_000)
+        export_model(target, number, config, module.model, 20_000)
     else:
         other = OtherModel(path=value)
         model = load_value_model(config, other)

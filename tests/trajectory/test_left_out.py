@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template, template_of
-from turnwise.config.chat_template import TEMPLATE_NAMES, template_text
+from turnwise.config.data import TEMPLATE_NAMES, template_text
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.check_template import check_template

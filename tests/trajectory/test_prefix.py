@@ -35,7 +35,7 @@ def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
 
 
 def test_ids_that_tell_nothing_of_turns_follow_the_published_rule() -> None:
-    """B3: NeMo-RL's own example."""
+    """NeMo-RL's own example."""
     assert splice([11, 220, 17], [11, 1001, EOS], [11, 1001, EOS, 21]) == [11, 220, 17, EOS, 21]
 
 

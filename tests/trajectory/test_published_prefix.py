@@ -1,6 +1,6 @@
 """`replace_prefix_tokens` on every published template, beside the rule that it grew from.
 
-B3. `python -m tests.trajectory.test_published_prefix` prints how often both agree.
+`python -m tests.trajectory.test_published_prefix` prints how often both agree.
 """
 
 import json

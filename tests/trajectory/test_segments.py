@@ -16,8 +16,8 @@ from tokenizers import (
 )
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template
-from turnwise.trajectory import segments
-from turnwise.trajectory.segments import SegmentEncoder, segment_starts
+from turnwise.trajectory import chat_template as templates
+from turnwise.trajectory.chat_template import IdCache, by_segments, segment_starts
 
 WORDS = ["What", " is", " 2", "+", "\n", "  ", " ", "é", "▁", "<", "<|", "|>", "im_start", "a<b"]
 MARKERS = ["<|im_start|>", "<|im_end|>", "<think>", "[INST]"]
@@ -69,7 +69,7 @@ def test_segments_have_the_ids_of_the_whole_text(kind: str, added: list[AddedTok
     whole = encoder(made)
     starts = segment_starts(made.get_added_tokens_decoder())
     assert starts is not None
-    segmented = SegmentEncoder(whole, starts, cached_characters=200)
+    segmented = by_segments(whole, starts, IdCache(200))
     draw = random.Random(0)
     parts = [*WORDS, *MARKERS * 3, *(token.content for token in added), "x", "wha", "user"]
     for _ in range(2000):
@@ -108,30 +108,32 @@ def test_fixed_parts_are_encoded_once_and_the_oldest_are_dropped() -> None:
     starts = segment_starts(made.get_added_tokens_decoder())
     assert starts is not None
     fixed = "<|im_start|>You add numbers.<|im_end|>"
-    segmented = SegmentEncoder(encoder(made), starts, cached_characters=100)
+    cache = IdCache(100)
+    segmented = by_segments(encoder(made), starts, cache)
     for number in range(10):
         segmented(f"{fixed}\n<|im_start|>{number}")
-    assert segmented.encoded == 3 + 9
-    assert sum(map(len, segmented._cached)) <= 100
+    assert cache.made == 3 + 9
+    assert sum(size for _, size in cache._entries.values()) <= 100
 
 
 def test_many_short_segments_are_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes memory besides its text and ids."""
-    monkeypatch.setattr(segments, "_CACHED_SEGMENTS", 10)
+    monkeypatch.setattr(templates, "CACHED_ENTRIES", 10)
     made = backend("bytes")
     starts = segment_starts(made.get_added_tokens_decoder())
     assert starts is not None
-    segmented = SegmentEncoder(encoder(made), starts)
+    cache = IdCache(10_000)
+    segmented = by_segments(encoder(made), starts, cache)
     for number in range(20):
         segmented(f"<|im_start|>{number}")
-    assert len(segmented._cached) == 10
+    assert len(cache) == 10
 
 
 def test_threads_share_an_encoder() -> None:
     made = backend("bytes")
     whole, starts = encoder(made), segment_starts(made.get_added_tokens_decoder())
     assert starts is not None
-    segmented = SegmentEncoder(whole, starts, cached_characters=300)
+    segmented = by_segments(whole, starts, IdCache(300))
     texts = [f"<|im_start|>{number % 7} is<|im_end|>" * (number % 3) for number in range(600)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(segmented, texts)) == [whole(text) for text in texts]

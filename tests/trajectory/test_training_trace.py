@@ -226,8 +226,8 @@ def test_openenv_reads_and_writes_our_traces(tmp_path: Path) -> None:
     source, exported, theirs, back = (tmp_path / f"{name}.jsonl" for name in "abcd")
     write_jsonl(source, made)
     export_traces(source, exported)
-    subprocess.run(["make", "-s", ".venv-openenv/.installed"], cwd=ROOT, check=True)
-    python = str(ROOT / ".venv-openenv" / "bin" / "python")
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=ROOT, check=True)
+    python = str(ROOT / ".venv-interop" / "bin" / "python")
     with exported.open() as file, theirs.open("w") as output:
         subprocess.run([python, "-c", CHECK], stdin=file, stdout=output, check=True)
     assert import_traces(theirs, back) == 2

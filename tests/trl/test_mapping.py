@@ -12,8 +12,7 @@ from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT
 from turnwise.compat.trl.mapping import settings
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
-from turnwise.training.algorithms import make_loss
-from turnwise.training.tokens import Tokens
+from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.trl import GRPOConfig
 
 

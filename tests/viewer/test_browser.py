@@ -139,11 +139,11 @@ def address(folder: Path) -> Iterator[str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -> None:
-    subprocess.run(["make", "-s", ".venv-browser/.installed"], cwd=ROOT, check=True, timeout=900)
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=ROOT, check=True, timeout=900)
     page = folder.parent / "page.html"
     exported = [*TURNWISE, "view", str(folder), "--step", "15", "--export", str(page)]
     subprocess.run(exported, check=True, timeout=300)
-    python = ROOT / ".venv-browser" / "bin" / "python"
+    python = ROOT / ".venv-interop" / "bin" / "python"
     look = [python, ROOT / "tests" / "viewer" / "look.py", CHROMIUM, address, folder]
     kept = ("PATH", "HOME", "SCREENSHOTS")
     environment = {key: os.environ[key] for key in kept if key in os.environ}

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from examples.calculator import recording
 from tests.conftest import ROOT
 from turnwise.cli import app as commands
-from turnwise.viewer.command import view
-from turnwise.viewer.demo import RECORDING, demo_runs
-from turnwise.viewer.run_files import RunFiles, open_runs, parse
+from turnwise.viewer.run_files import RECORDING, RunFiles, demo_runs, open_runs, parse
+from turnwise.viewer.server import view
 
 
 def check_run(run: RunFiles, steps: int) -> set[str]:

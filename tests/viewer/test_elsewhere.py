@@ -9,7 +9,7 @@ import pytest
 
 from tests import cli_elsewhere
 from tests.conftest import ROOT
-from turnwise.viewer.demo import demo_runs
+from turnwise.viewer.run_files import demo_runs
 
 
 @pytest.mark.parametrize("system", cli_elsewhere.ABSENT)

@@ -14,10 +14,14 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, write_jsonl
-from turnwise.viewer.differences import differences
 from turnwise.viewer.run_files import open_runs
 from turnwise.viewer.server import make_app
-from turnwise.viewer.template_diff import HISTORY_CHANGED, TOOLS_UNKNOWN, Renderer
+from turnwise.viewer.template_diff import (
+    HISTORY_CHANGED,
+    TOOLS_UNKNOWN,
+    Renderer,
+    differences,
+)
 
 MODEL = ROOT / "examples" / "calculator" / "warm_started"
 TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
@@ -63,17 +67,17 @@ def played(template: ChatTemplate, call: list[int], tools: Any = TOOLS) -> Traje
 @given(few_ids, few_ids)
 def test_between_two_differences_the_ids_are_equal(ids: list[int], other: list[int]) -> None:
     at = other_at = 0
-    for place in differences(ids, other):
-        assert ids[at : place.start] == other[other_at : place.other_start]
-        assert place.end > place.start or place.other_end > place.other_start
-        at, other_at = place.end, place.other_end
+    for start, end, other_start, other_end in differences(ids, other):
+        assert ids[at:start] == other[other_at:other_start]
+        assert end > start or other_end > other_start
+        at, other_at = end, other_end
     assert ids[at:] == other[other_at:]
 
 
 def test_differences_of_long_lists_are_small_and_found_at_once() -> None:
     ids = random.Random(0).choices(range(5000), k=40_000)
     other = [*ids[:1000], *ids[9000:20_000], 1, 1, *ids[20_001:]]
-    assert [tuple(place) for place in differences(ids, other)] == [
+    assert differences(ids, other) == [
         (1000, 9000, 1000, 1000),
         (20_000, 20_001, 12_000, 12_002),
     ]

@@ -18,9 +18,14 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
-from turnwise.viewer.run_files import RunFiles, open_runs, summarise
+from turnwise.viewer.run_files import (
+    RunFiles,
+    TokenTexts,
+    find_tokenizer,
+    open_runs,
+    summarise,
+)
 from turnwise.viewer.server import make_app, static_files
-from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
 PORT, TOKEN = 8123, "a-token-that-is-random"
 HOST = f"http://127.0.0.1:{PORT}"

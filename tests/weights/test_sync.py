@@ -118,7 +118,7 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
 async def test_refit_by_the_actors_methods_alone(
     ready: WorkerHandle, model_path: str, transport: str
 ) -> None:
-    """B14, B23 to B25: the calls of a trainer that knows the worker's names only."""
+    """The calls of a trainer that knows the worker's names only."""
     actor, model = ready.actor, Model(model_path)
     info = {name: (tensor.shape, tensor.dtype) for name, tensor in model.tensors}
     await actor.prepare_refit_info_async.remote(info)

@@ -16,7 +16,7 @@ from turnwise.config import SamplingConfig
 from turnwise.engine import Completion, Request
 from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.training.gather import full_tensors
+from turnwise.training.shards import full_tensors
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.manifest import Publication, canary_prompt
 from turnwise.weights.process_group import free_address

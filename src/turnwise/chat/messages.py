@@ -79,14 +79,12 @@ def view_of(message: Message) -> Message:
 
 def answer_view(said: Answer) -> Message:
     """Return an answer as a message."""
-    text, calls = said
-    message: Message = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in calls
-        ]
-    return message
+    text, called = said
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in called
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
 
 def bytes_of(view: Message) -> int:

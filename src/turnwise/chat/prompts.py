@@ -12,11 +12,9 @@ scheduler have only text: their sessions find the turn that a request continues 
 
 import hashlib
 import json
-import threading
-from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from turnwise.chat.messages import Conversation, plain
@@ -24,13 +22,10 @@ from turnwise.chat.template import in_thread_if_long
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
+from turnwise.trajectory.chat_template import IdCache, Tools
 
 _CACHED_TOKENS = 2**24
 """Tokens of all cached prompts, at 4 bytes each."""
-_CACHED_PROMPTS = 2**16
-"""Maximum number of cached prompts; each takes some 300 bytes besides its tokens."""
-
-Tools = Sequence[JsonObject]
 
 
 class RefusedParameter(InputError):
@@ -110,16 +105,15 @@ async def next_prompt(
         TrajectoryError: `message_dropped`, when the template leaves out a new message;
             `template_refuses`, when it raises.
     """
-    continued = await in_thread_if_long(
-        new_messages,
-        lambda: continue_turn(
-            template,
-            prompt_token_ids=prompt_token_ids,
-            completion_token_ids=completion_token_ids,
-            new_messages=new_messages,
-            tools=tools,
-        ),
+    bridging = partial(
+        continue_turn,
+        template,
+        prompt_token_ids=prompt_token_ids,
+        completion_token_ids=completion_token_ids,
+        new_messages=new_messages,
+        tools=tools,
     )
+    continued = await in_thread_if_long(new_messages, bridging)
     own, fork_reason = continued.token_ids, continued.fork_reason
     if own is not None and history == "exact":
         return own, None
@@ -170,18 +164,14 @@ def spliced_prompt(
     Raises:
         RefusedParameter: when `required` does not fit the messages.
     """
-    messages = [plain(message) for message in asked.messages]
-    ends = [i for i, m in enumerate(messages, start=1) if m["role"] == "assistant"]
-    before = messages[: ends[-1]] if ends else []
+    messages, tools = [plain(message) for message in asked.messages], asked.tools
+    end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
+    before: list[int] = []
+    if end:
+        before = template.render(messages[:end], tools=tools, add_generation_prompt=False)
     try:
-        return replace_prefix_tokens(
-            template.tokenizer,
-            required,
-            template.render(before, tools=asked.tools, add_generation_prompt=False)
-            if before
-            else [],
-            template.render(messages, tools=asked.tools),
-        )
+        whole = template.render(messages, tools=tools)
+        return replace_prefix_tokens(template.tokenizer, required, before, whole)
     except TrajectoryError as error:
         name = "required_prefix_token_ids"
         raise RefusedParameter(name, f"{name}: {error}") from error
@@ -220,16 +210,14 @@ NEW = ("new_conversation", "new_session")
 def response_room(
     trajectory: Trajectory, prompt_token_ids: Sequence[int], fork_reason: str | None, most: int
 ) -> int:
-    """Return the number of tokens left of `rollout.max_response_tokens`.
+    """Return the number of tokens left of `rollout.max_response_tokens`, which is `most`.
 
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues.
 
     Args:
-        prompt_token_ids: The next prompt.
-        fork_reason: Its reason for a branch; None where it continues a turn, or begins a
+        fork_reason: The prompt's reason for a branch; None where it continues a turn, or begins a
             conversation.
-        most: `rollout.max_response_tokens`.
     """
     prompt = list(prompt_token_ids)
     index, shared = trajectory.find_parent(prompt)
@@ -244,21 +232,16 @@ def response_room(
 
 
 class PromptCache:
-    """Renders each first prompt once for all trajectories that begin with it.
-
-    The least recently used prompt is dropped first. Threads may share a cache.
-
-    Args:
-        cached_tokens: Tokens of all prompts together.
-    """
+    """Renders each first prompt once for all trajectories that begin with it; see `IdCache`."""
 
     def __init__(self, template: ChatTemplate, cached_tokens: int = _CACHED_TOKENS) -> None:
-        self.rendered = 0
-        """Number of conversations that the template rendered."""
         self._template = template
-        self._room = cached_tokens
-        self._cached: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = IdCache(cached_tokens)
+
+    @property
+    def rendered(self) -> int:
+        """Number of conversations that the template rendered."""
+        return self._cache.made
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """Return the ids of a conversation with its generation prompt.
@@ -266,27 +249,11 @@ class PromptCache:
         Raises:
             Exception: anything that the template raises.
         """
-        key = _key(messages, tools)
-        with self._lock:
-            if key is not None and (cached := self._cached.get(key)) is not None:
-                self._cached.move_to_end(key)
-                return cached.tolist()
-        ids = self._template.render(messages, tools=tools)
-        with self._lock:
-            self.rendered += 1
-            if key is not None and key not in self._cached:
-                self._cached[key] = array("I", ids)
-                self._room -= len(ids)
-                while self._room < 0 or len(self._cached) > _CACHED_PROMPTS:
-                    _, oldest = self._cached.popitem(last=False)
-                    self._room += len(oldest)
-        return ids
-
-
-def _key(messages: Sequence[Message], tools: Tools | None) -> bytes | None:
-    """Return a conversation's key; None if it cannot be written as JSON."""
-    try:
-        text = json.dumps([list(messages), tools or None])
-    except (TypeError, ValueError):
-        return None
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+        key = None
+        try:
+            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
+            key = hashlib.blake2b(text, digest_size=16).digest()
+        except (TypeError, ValueError):  # not JSON: it is rendered each time
+            pass
+        make = partial(self._template.render, messages, tools=tools)
+        return self._cache.get(key, make).tolist()

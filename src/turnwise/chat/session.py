@@ -3,9 +3,7 @@
 An agent sends its whole conversation with each request, as text. A session stores the ids of every
 turn that was sampled in it, finds the turn that the conversation continues, and returns the exact
 ids of the next prompt. A conversation that continues no turn begins a branch, with a reason.
-
-A session may have further ones under it, for sub-agents. They share its trajectory, and each
-continues only its own turns.
+Sessions under it, for sub-agents, share its trajectory, and each continues only its own turns.
 
 Memory grows with the amount of new text, not with the number of times it is sent: each message is
 stored once, as a view for people, and conversations are compared by digests.
@@ -15,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnwise.chat.messages import (
     Answer,
@@ -38,7 +36,6 @@ NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 """Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
 clients like `..`."""
 NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
-_NAME = re.compile(NAME_PATTERN)
 _SESSION_BYTES = 2_000
 _TURN_BYTES = 700
 """A turn and its digests."""
@@ -51,7 +48,7 @@ _SAMPLED_TOKEN_BYTES = 90
 
 def valid_name(name: str) -> bool:
     """Return whether a client may give a session this name."""
-    return _NAME.fullmatch(name) is not None
+    return re.fullmatch(NAME_PATTERN, name) is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -59,15 +56,11 @@ class _RecordedTurn:
     """The conversation that led to a turn, and the turn's answer, as digests."""
 
     index: int
-    """Index of the turn in the trajectory."""
     length: int
     """Number of messages that were sent for the turn."""
     prefix: bytes
     """Digest of these messages."""
-    opening: bytes
-    """Digest of the first message."""
     tools: bytes
-    """Digest of the tools that were sent with the messages."""
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
@@ -122,7 +115,6 @@ class Session:
     agent_rewards: bool = False
     """True if the agent of a private session may read, reward and close it."""
     created: float = field(default_factory=time.time)
-    """Unix time."""
     lost_turns: int = 0
     """Number of turns whose client did not get the answer: it left, or got an error."""
     clock: StallClock | None = None
@@ -154,7 +146,6 @@ class Session:
     responses: dict[str, StoredResponse] = field(default_factory=dict)
     """Responses that a request may continue by `previous_response_id`, by id."""
     _last: _RecordedTurn | None = None
-    """The session's own last turn."""
     _openings: set[bytes] = field(default_factory=set)
     """Digests of the first messages of all turns."""
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
@@ -190,9 +181,7 @@ class Session:
             tools=asked.tools,
             refuse_dropped=self.sampling is not None,
         )
-        if continued.token_ids is None:
-            return continued
-        return NextPrompt(continued.token_ids, covered=covered)
+        return continued if continued.token_ids is None else replace(continued, covered=covered)
 
     def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
         """Return the turn that a request continues: the longest one, the latest among equals."""
@@ -228,7 +217,6 @@ class Session:
         """Add a turn.
 
         Args:
-            asked: The request's conversation.
             answer: Function that reads the answer's text; called once, later.
             prompt: The result of `next_prompt` for the request.
             adapter: Name of the adapter that sampled; "" for the policy.
@@ -255,18 +243,12 @@ class Session:
         )
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
-        prefixes = asked.prefixes
-        recorded = _RecordedTurn(
-            index=len(self.trajectory.turns) - 1,
-            length=len(asked.messages),
-            prefix=prefixes[-1],
-            opening=prefixes[:2][-1],
-            tools=asked.tools_digest,
-            read=answer,
+        index, prefixes = len(self.trajectory.turns) - 1, asked.prefixes
+        self._last = _RecordedTurn(
+            index, len(asked.messages), prefixes[-1], asked.tools_digest, answer
         )
-        self._last = recorded
-        self._openings.add(recorded.opening)
-        self._unsettled.append(recorded)
+        self._openings.add(prefixes[:2][-1])
+        self._unsettled.append(self._last)
         self.size += (
             _TURN_BYTES
             + len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
@@ -287,8 +269,7 @@ class Session:
 
     def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""
-        most = self.max_response_tokens
-        if most is None:
+        if (most := self.max_response_tokens) is None:
             return None
         return response_room(self.trajectory, prompt_token_ids, fork_reason, most)
 

@@ -22,8 +22,6 @@ MAX_CHILDREN = 1_000
 """Maximum number of sessions under one."""
 MAX_TURNS = 10_000
 """Maximum number of turns of a client's session, with those of the sessions under it."""
-
-
 Place = tuple[float, str]
 """Position of a session among all: the time at which it was opened, and its name."""
 
@@ -40,16 +38,14 @@ class SessionStore:
     """The sessions of a server.
 
     Private sessions, which rollouts open, stay open until they are closed, and so do the sessions
-    that their agents open under them. Sessions of clients also
-    end when they are idle for `idle_seconds`; if they exceed `max_bytes`, the ones idle for longest
-    end first. A request that names no session gets a new one under the same rules, so that the
-    next request can refer to its completion. Requests to a closed or forgotten
-    session are refused until it is opened again.
+    that their agents open under them. Sessions of clients also end when they are idle for
+    `idle_seconds`; if they take more than `max_bytes` (an estimate), the ones idle for longest end
+    first. A request that names no session gets a new one under the same rules, so that the next
+    request can refer to its completion. Requests to a closed or forgotten session are refused until
+    it is opened again.
 
     Args:
         sampling: Sampling of training sessions.
-        idle_seconds: Seconds without a request after which a session ends.
-        max_bytes: Estimated memory of all sessions that are not private.
     """
 
     def __init__(
@@ -91,22 +87,17 @@ class SessionStore:
         return (session for session in self._named.values() if not session.private)
 
     def page(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return summaries of the sessions of clients that were opened after a place.
+        """Return summaries of at most `most` sessions of clients.
 
         Args:
             after: Place of the last session of the page before; None begins with the oldest.
-            most: Number of sessions on a page.
         """
         places = ((session.created, session.id) for session in self)
         first = heapq.nsmallest(most, (p for p in places if after is None or p > after))
         return [(place, self._named[place[1]].summary()) for place in first]
 
     def open(
-        self,
-        session_id: str | None = None,
-        *,
-        training: bool = False,
-        group: str = "",
+        self, session_id: str | None = None, *, training: bool = False, group: str = ""
     ) -> Session:
         """Begin a client's session, under a random name if it gives none.
 
@@ -140,28 +131,16 @@ class SessionStore:
         Args:
             calls: The list to which the times of its turns are added; None records none.
         """
-        session = Session(
-            secrets.token_hex(16),
-            sampling,
-            group,
-            trajectory,
-            calls,
-            private=True,
-            agent_rewards=agent_rewards,
-            max_response_tokens=max_response_tokens,
-            max_turns=max_turns,
-            trace=trace_headers(),
-        )
+        session = Session(secrets.token_hex(16), sampling, group, trajectory, calls, private=True)
+        session.agent_rewards, session.trace = agent_rewards, trace_headers()
+        session.max_response_tokens, session.max_turns = max_response_tokens, max_turns
         self._add(session)
         return session
 
     def open_under(self, parent: Session, name: str | None = None) -> Session:
         """Begin a session, under a random id, that adds its turns to the trajectory of `parent`.
 
-        It has the rights of `parent`, and closes with it.
-
-        Args:
-            name: Name by which `parent` finds it; the id if None.
+        It has the rights of `parent`, which knows it by `name` or its id, and closes with it.
 
         Raises:
             InputError: when `parent` has a session of that name, or too many.
@@ -173,19 +152,9 @@ class SessionStore:
             raise InputError(f"the session {name} is already open under {parent.id}")
         if len(parent.children) >= MAX_CHILDREN:
             raise InputError(f"a session has at most {MAX_CHILDREN:,} sessions under it")
-        session = Session(
-            session_id,
-            parent.sampling,
-            parent.group,
-            parent.trajectory,
-            parent.calls,
-            private=parent.private,
-            agent_rewards=parent.agent_rewards,
-            clock=parent.clock,
-            max_response_tokens=parent.max_response_tokens,
-            trace=parent.trace,
-            parent=parent,
-        )
+        names = ("sampling", "group", "trajectory", "calls", "private", "agent_rewards", "clock")
+        shared = {name: getattr(parent, name) for name in (*names, "max_response_tokens", "trace")}
+        session = Session(session_id, **shared, parent=parent)
         parent.children[name] = session
         self._add(session)
         self._set_idle(session)
@@ -197,11 +166,7 @@ class SessionStore:
         return self._named.get(session_id)
 
     def gone(self, session_id: str, child: str | None = None) -> str | None:
-        """Return why the session of this name ended; None if it is open or never existed.
-
-        Args:
-            child: Name of a session under it, which may have ended alone.
-        """
+        """Return why the session of this name, or its `child`, ended; None if it has not."""
         self._forget_old()
         parent = self._named.get(session_id)
         if parent is None or child not in parent.children:
@@ -233,15 +198,15 @@ class SessionStore:
         )
 
     def of_response(self, session: Session | None, response_id: str) -> Session | None:
-        """Return the session of the response that a request of `session`, or of none, refers to;
-        None if there is none.
+        """Return the session of the response that a request refers to; None if there is none.
 
         A request that names its session finds only responses of that session.
         """
-        if session is not None and response_id in session.responses:
-            return session
-        if session is not None and self._named.get(session.id) is session:
-            return None
+        if session is not None:
+            if response_id in session.responses:
+                return session
+            if self._named.get(session.id) is session:
+                return None
         found = self._by_completion.get(_bare(response_id))
         return found if found is not None and response_id in found.responses else None
 
@@ -298,17 +263,12 @@ class SessionStore:
 
     def close(self, session_id: str) -> Session | None:
         """End a session; requests that name it are refused until it is opened again."""
-        session = self._named.get(session_id)
-        if session is not None:
+        if (session := self._named.get(session_id)) is not None:
             self._remove(session, "is closed")
         return session
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Refuse requests to sessions of these names until they are opened again.
-
-        Args:
-            why: The end of "the session NAME ...".
-        """
+        """Refuse requests to sessions ("the session NAME `why`") until they are opened again."""
         for name in names:
             self._gone[name] = why
             if len(self._gone) > REMEMBERED_NAMES:

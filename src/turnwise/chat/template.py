@@ -10,7 +10,7 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
-from turnwise.trajectory.seam import find_seam
+from turnwise.trajectory.bridge import find_seam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -38,7 +38,16 @@ def load_tokenizer(config: Config) -> "Tokenizer":
         why = first_line(error)
         raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {why}") from error
     if model.chat_template is not None:
-        _check_syntax(tokenizer)
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise InputError(
+                f"model.chat_template: line {error.lineno} is not Jinja: {error.message}"
+            ) from error
+        except Exception:  # it may ask for another conversation, or for tools
+            pass
     return tokenizer
 
 
@@ -58,29 +67,24 @@ def read_tokenizer(model: ModelConfig) -> "Tokenizer":
     return tokenizer
 
 
-def _check_syntax(tokenizer: "Tokenizer") -> None:
-    """Raise an InputError for a template that is not Jinja as Transformers reads it."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-    except TemplateSyntaxError as error:
-        raise InputError(
-            f"model.chat_template: line {error.lineno} is not Jinja: {error.message}"
-        ) from error
-    except Exception:  # it may ask for another conversation, or for tools
-        return
-
-
 def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
     """Return the model's template, with the stop tokens of the model and of the configuration."""
+    from transformers import GenerationConfig  # a second to import
+
     template = ChatTemplate(
         tokenizer,
         chat_template=config.model.template_text,
         escape_special_tokens=config.model.escape_special_tokens,
         **config.model.template_args,
     )
-    template.stop_token_ids |= {*config.sampling.stop_token_ids, *_stops_of(config)}
+    template.stop_token_ids.update(config.sampling.stop_token_ids)
+    try:
+        stops = GenerationConfig.from_pretrained(resolve_model(config.model.path)).eos_token_id
+    except OSError:  # the model has no generation settings
+        return template
+    template.stop_token_ids.update(
+        [] if stops is None else stops if isinstance(stops, list) else [stops]
+    )
     return template
 
 
@@ -108,17 +112,6 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     if known:
         return ""
     return f"model.chat_template ends turns with {mark}, at which no answer ends: set {set_to}"
-
-
-def _stops_of(config: Config) -> list[int]:
-    """Return the end-of-turn ids in the model's generation settings."""
-    from transformers import GenerationConfig  # a second to import
-
-    try:
-        stops = GenerationConfig.from_pretrained(resolve_model(config.model.path)).eos_token_id
-    except OSError:
-        return []
-    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:

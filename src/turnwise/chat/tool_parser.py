@@ -1,24 +1,212 @@
-"""Tool calls in a model's text, read by vLLM's parser for the model's format."""
+"""Tool calls in a model's text, read by vLLM's parser for the model's format.
 
+vLLM's parsers return complete calls, but what they make of a call that is cut off or badly written
+differs: some take it for text, some raise, and some return a call with fewer arguments or with a
+part of its name. `ToolFormat.unreadable` finds such calls for all of them in the same way, by the
+marks that begin and end a call in each format.
+"""
+
+import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+_SHORTEST_PART = 4
+"""Minimum number of characters of a mark that counts as begun at the end of a text."""
+_SPACE = re.compile(r"([\[{(:,])\s+")
+"""Space that a call without a mark may have after its punctuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """Marks of a tool-call format."""
+
+    begins: tuple[str, ...]
+    """Texts that begin calls: of a section, or of one call."""
+    each: str = ""
+    """Text that begins every single call, where `begins` does not."""
+    ends: str = ""
+    """Pattern of the end of a call; "" where arguments that are valid JSON show that it is
+    complete, or the parser itself waits for the end."""
+    bare: Callable[[str], str] | None = None
+    """Function that returns the beginning of a tool's call, where no mark precedes calls."""
+    shape: str = "it again, complete and in the format that you were given"
+    """Form of a call, as the advice to the model names it."""
+
+    @property
+    def advice(self) -> str:
+        """Message to the model about a call that cannot be read."""
+        return f"Error: the tool call cannot be read; write {self.shape}"
+
+    def unreadable(self, text: str, tools: Iterable[str], arguments: Sequence[str]) -> bool:
+        """Return whether a text begins a call that is not among those that were read.
+
+        Args:
+            text: An assistant's turn; marks within its reasoning do not count.
+            tools: Names of the offered tools.
+            arguments: Arguments of the calls that were read, as text.
+        """
+        text = text.rpartition("</think>")[2]
+        openings = [self.bare(tool) for tool in tools] if self.bare else []
+        shown = _SPACE.sub(r"\1", text.strip()) if openings else ""
+        if not arguments:
+            begun = any(mark in text for mark in self.begins)
+            begun = begun or any(opening in shown for opening in openings)
+            part = len(shown) > 1 and any(opening.startswith(shown) for opening in openings)
+            return (
+                begun
+                or part
+                or any(
+                    text.endswith(mark[:length])
+                    for mark in self.begins
+                    if not mark[0].isalnum()  # no plain word
+                    for length in range(_SHORTEST_PART, len(mark))
+                )
+            )
+        where, marks = (
+            (shown, openings) if self.bare else (text, [self.each] if self.each else self.begins)
+        )
+        calls = sum(where.count(mark) for mark in marks)
+        calls -= sum(args.count(mark) for args in arguments for mark in marks) if calls else 0
+        ended = len(re.findall(self.ends, text)) if self.ends else calls
+        return calls > len(arguments) or ended < max(calls, 1 if self.ends else 0)
+
+
+def is_object(arguments: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _python_call(tool: str) -> str:
+    return f"[{tool}("
+
+
+def _tagged(name: str, ends: str = "") -> ToolFormat:
+    return ToolFormat((f"<{name}>",), ends=ends)
+
+
+def _tagged_object(name: str) -> ToolFormat:
+    return replace(_tagged(name), shape="one JSON object with name and arguments")
+
+
+def _dsml(section: str, space: str = "") -> ToolFormat:
+    call = f"<｜DSML｜{space}invoke "
+    return ToolFormat((f"<｜DSML｜{section}", call), call, re.escape(f"</｜DSML｜{space}invoke>"))
+
+
+def _functions(tag: str) -> ToolFormat:
+    return ToolFormat((f"<{tag}>", "<function="), "<function=", "</function>")
+
+
+_DEEPSEEK = ToolFormat(
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+)
+_HUNYUAN = ToolFormat(("<tool_calls", "<tool_call"), "<tool_call>", "</tool_call(:[^>]*)?>")
+_LLAMA = ToolFormat(("<|python_tag|>",), bare=lambda tool: '{"name":' + json.dumps(tool))
+_MINIMAX = "]<]minimax[>["
+
+FORMATS: dict[str, ToolFormat] = {
+    "apertus": ToolFormat(("<|tools_prefix|>",), "<|tools_prefix|>", r"\]"),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": _dsml("function_calls>"),
+    "deepseek_v4": _dsml("tool"),
+    "deepseek_v41": _dsml(" calls>", " "),
+    "dots": ToolFormat(("<dots_function_call>", "<invoke "), "<invoke ", "</invoke>"),
+    "ernie45": _tagged_object("tool_call"),
+    "functiongemma": ToolFormat(("<start_function_call>",), ends=r"\}"),
+    "gemma4": ToolFormat(("<|tool_call>",), ends=re.escape("<tool_call|>")),
+    "gigachat3": ToolFormat(("<|function_call|>", "function call<|role_sep|>")),
+    "glm45": _tagged("tool_call", "</tool_call>"),
+    "glm47": _tagged("tool_call", "</tool_call>"),
+    "granite": ToolFormat(("<|tool_call|>", "<tool_call>"), ends=r"\]"),
+    "granite-20b-fc": _tagged_object("function_call"),
+    "granite4": _tagged_object("tool_call"),
+    "hermes": _tagged_object("tool_call"),
+    "hunyuan_a13b": _tagged("tool_calls"),
+    "hy_v3": _HUNYUAN,
+    "hy_v4": _HUNYUAN,
+    "inkling": ToolFormat(
+        ("<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>"),
+        "<|content_invoke_tool_json|>",
+        r"\}",
+    ),
+    "internlm": ToolFormat(("<|action_start|>",)),
+    "jamba": _tagged("tool_calls"),
+    "k2_horizon": ToolFormat(("<ifm|tool_calls>", "<ifm|tool_call>"), "<ifm|tool_call>"),
+    "kimi_k2": ToolFormat(
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        "<|tool_call_begin|>",
+        r"<\|tool_call_end\|>|\}\s*$",
+    ),
+    "kimi_k3": ToolFormat(("<|open|>tools<|sep|>",), "<|open|>call"),
+    "lfm2": ToolFormat(("<|tool_call_start|>",)),
+    "ling3": _tagged("tool_call", "</tool_call>"),
+    "llama3_json": _LLAMA,
+    "llama4_json": _LLAMA,
+    "llama4_pythonic": ToolFormat(("<|python_start|>",), bare=_python_call),
+    "longcat": _tagged_object("longcat_tool_call"),
+    "mimo": _functions("tool_call"),
+    "minicpm5": ToolFormat(("<function name",)),
+    "minimax_m2": ToolFormat(
+        ("<minimax:tool_call>", "<invoke name="), "<invoke name=", "</invoke>"
+    ),
+    "minimax_m3": ToolFormat(
+        (f"{_MINIMAX}<tool_call>",), f"{_MINIMAX}<invoke", re.escape(f"{_MINIMAX}</invoke>")
+    ),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), ends=r"[}\]]\s*$"),
+    "muse_glimmer": ToolFormat(("<atem:function_calls>", "<atem:invoke"), "<atem:invoke"),
+    "olmo3": _tagged("function_calls"),
+    "phi4_mini_json": ToolFormat(("functools[",)),
+    "plamo3": ToolFormat(
+        ("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
+        "<|plamo:begin_tool_request:plamo|>",
+        r"<\|plamo:end_tool_arguments:plamo\|>",
+    ),
+    "poolside_v1": _tagged("tool_call"),
+    "pythonic": ToolFormat((), bare=_python_call),
+    "qwen3_coder": _functions("tool_call"),
+    "qwen3_json": _tagged_object("tool_call"),
+    "qwen3_xml": _functions("tool_call"),
+    "seed_oss": _functions("seed:tool_call"),
+    "step3": ToolFormat(("<｜tool_calls_begin｜>",), "<｜tool_call_begin｜>"),
+    "step3p5": _functions("tool_call"),
+    "xlam": ToolFormat(("[TOOL_CALLS]", "<tool_call>"), bare=_LLAMA.bare),
+}
+"""The formats of vLLM's parsers, by name; tests compare them with vLLM's list."""
+
+
+def format_of(name: str, parser: object = None) -> ToolFormat:
+    """Return the format of a parser; one that is not in `FORMATS` is asked for its opening mark.
+
+    Args:
+        parser: vLLM's parser, or a plug-in of vLLM.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    names = ("tool_calls_start_token", "tool_call_start_token", "bot_token", "bot_string")
+    marks = [getattr(parser, attribute, None) for attribute in names]
+    return ToolFormat(tuple(mark for mark in marks if isinstance(mark, str) and mark))
+
 
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
     """Return vLLM's parser class of a format, and switch its logging off.
 
-    The parser logs a traceback for each call that it cannot read, but such calls are counted and
-    reported to the model, or reach the client as text. A filter is used because vLLM resets log
-    levels.
+    It logs a traceback for each call that it cannot read, but such calls are counted and reported
+    to the model, or reach the client as text. A filter is used because vLLM resets log levels.
 
     Raises:
         InputError: when vLLM has no parser of that name.
@@ -35,7 +223,7 @@ def silence(name: str) -> "Callable[[Tokenizer], Any]":
     return parser
 
 
-def _drop(record: logging.LogRecord) -> bool:
+def _drop(record: logging.LogRecord) -> bool:  # one function: a filter is added once only
     return False
 
 
@@ -65,7 +253,6 @@ class ToolParser:
 
     Args:
         name: vLLM's name of the format, such as `hermes`, which Qwen models write too.
-        tokenizer: The model's tokenizer.
 
     Raises:
         InputError: when vLLM has no parser of that name, or the parser does not fit the tokenizer.
@@ -76,15 +263,12 @@ class ToolParser:
 
         from turnwise.internals import vllm  # seconds to import
 
-        parser = silence(name)
-        self._name = name
+        self._name, self._type, self._tokenizer = name, silence(name), tokenizer
         self._request_type = vllm.ChatCompletionRequest
-        self._type = parser
-        self._tokenizer = tokenizer
         if isinstance(tokenizer, PreTrainedTokenizerBase):  # it makes its vocabulary at each call
             self._tokenizer = vllm.get_cached_tokenizer(tokenizer)
         try:
-            probe = parser(self._tokenizer)
+            probe = self._type(self._tokenizer)
             probe.extract_tool_calls("", self._request_type(messages=[]))
         except NotImplementedError:
             raise InputError(
@@ -99,16 +283,14 @@ class ToolParser:
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
 
-    @property
-    def advice(self) -> str:
+        self.advice = self._format.advice
         """Message to the model about a call that cannot be read."""
-        return self._format.advice
 
     def tags(self) -> tuple[str, str]:
         """Return the tags that open and close a call.
 
         Raises:
-            InputError: when the format has no such tags.
+            InputError: when the format has none.
         """
         if not (self._start and self._end):
             raise InputError(
@@ -130,7 +312,7 @@ class ToolParser:
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:
-                # A parser of its own: some keep state of the texts that they read.
+                # A new parser: some keep state of the texts that they read.
                 found = self._type(self._tokenizer).extract_tool_calls(text, request)
             except Exception:  # a model's text may be anything, and parsers have their own errors
                 return ParsedText(text, [], malformed=True)

@@ -1,5 +1,5 @@
 """The command line, `turnwise`."""
 
-from turnwise.cli.runs import app, main
+from turnwise.cli.commands import app, main
 
 __all__ = ["app", "main"]

@@ -6,13 +6,16 @@ code, a library, a bug) goes to errors.log in the run folder; --debug prints it.
 """
 
 import asyncio
+import inspect
 import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -29,6 +32,7 @@ from turnwise.core.user_code import stuck_calls, unreturned_calls, use_daemon_th
 from turnwise.errors import TurnwiseError, describe_error, visible
 from turnwise.run import commands
 
+_Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _FILE_CLOCK_SECONDS = 0.05
@@ -75,10 +79,34 @@ class Command:
         return _EXIT_BAD_INPUT if expected else _EXIT_FAILED
 
 
-def print_error(text: str, style: str | None = None) -> None:
-    """Print a line on standard error, with control characters as escapes."""
-    console = Console(stderr=True)
+def print_text(text: str, style: str | None = None, *, stderr: bool = False) -> None:
+    """Print lines, with control characters as escapes."""
+    console = Console(stderr=stderr)
     console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_error(text: str, style: str | None = None) -> None:
+    print_text(text, style, stderr=True)
+
+
+def command_of(
+    group: typer.Typer, name: str | None = None
+) -> Callable[[Callable[..., Coroutine[object, object, None]]], Callable[..., None]]:
+    """Make a command of a coroutine function, which gets its `Command` first; add --debug."""
+
+    def register(work: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+        @wraps(work)
+        def start(*, debug: bool, **values: object) -> None:
+            command = Command(debug)
+            run(lambda: work(command, **values), command)
+
+        given = [*inspect.signature(work).parameters.values()][1:]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        debug = inspect.Parameter("debug", kind, default=False, annotation=_Debug)
+        vars(start)["__signature__"] = inspect.Signature([*given, debug])  # which typer reads
+        return group.command(name)(start)
+
+    return register
 
 
 def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:
@@ -110,6 +138,8 @@ async def _exit_code(make: Callable[[], Coroutine[object, object, None]], comman
     try:
         await interruptible(make())
         code = 0
+    except (typer.BadParameter, typer.Exit):
+        raise
     except Exception as error:
         code = command.fail(error)
     except asyncio.CancelledError:

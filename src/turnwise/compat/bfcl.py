@@ -44,12 +44,9 @@ class Bfcl(Environment):
 
     Args:
         row: `id` of the entry.
-        category: Name of a category, or `multi_turn` for all; "" uses the class's.
+        category: Name of a category, or `multi_turn` for all; "" uses the class attribute.
         train: Share of the entries that are for training; the others are held out. Entries of one
             number, which are variants of one scenario, are on the same side.
-
-    Attributes:
-        category: Name of the category, for subclasses.
 
     Example:
         class Base(turnwise.Bfcl):
@@ -70,11 +67,7 @@ class Bfcl(Environment):
 
     @classmethod
     def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
-        """Return the ids of a split's entries; without `train`, all are for evaluation.
-
-        Raises:
-            InputError: when the split has none.
-        """
+        """Return the ids of a split's entries; without `train`, all are for evaluation."""
         rows = list[Row]()
         for name in _categories(category or cls.category):
             ids = list(_entries(name))
@@ -88,7 +81,6 @@ class Bfcl(Environment):
         return rows
 
     def setup(self) -> None:
-        """Make the simulated systems in the state that the entry begins with."""
         backends = _module("constants.executable_backend_config")
         self._systems = dict[str, object]()
         for name in self._entry["involved_classes"]:
@@ -98,16 +90,10 @@ class Bfcl(Environment):
                 beginning = deepcopy(self._entry["initial_config"].get(name, {}))
                 system._load_scenario(beginning, long_context=_LONG in self._category)
             self._systems[name] = system
-        shown = [self._tool(function, 0) for function in self._entry["function"]]
-        hidden = [
-            self._tool(function, request)
-            for request, functions in self._later.items()
-            for function in functions
-        ]
-        self.tools = [*shown, *hidden]
+        by_request = [(0, self._entry["function"]), *self._later.items()]
+        self.tools = [self._tool(f, request) for request, each in by_request for f in each]
 
     def step(self, message: Message) -> Sequence[Message] | None:
-        """Follow with the user's next request, if there is one."""
         request = len(self._calls)
         if request == len(self._requests):
             return None
@@ -120,7 +106,6 @@ class Bfcl(Environment):
         return [{"role": "user", "content": form.format(functions=json.dumps(functions))}]
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return 1 if the checker finds nothing wrong, otherwise 0."""
         if len(self._calls) < len(self._answers):
             return 0.0
         checker = _module("eval_checker.multi_turn_eval.multi_turn_checker")
@@ -138,7 +123,6 @@ class Bfcl(Environment):
         return float(self._valid)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict under the category's name."""
         return {self._category: float(self._valid)}
 
     def _tool(self, function: JsonObject, request: int) -> Tool:
@@ -157,14 +141,8 @@ class Bfcl(Environment):
             self.done = len(steps) > limit
             return self._run(name, arguments)
 
-        return Tool(
-            name,
-            str(described["description"]),
-            described["parameters"],
-            call,
-            in_order=True,
-            hidden=request > 0,
-        )
+        what, parameters = str(described["description"]), described["parameters"]
+        return Tool(name, what, parameters, call, in_order=True, hidden=request > 0)
 
     def _run(self, name: str, arguments: JsonObject) -> str:
         """Call a method of the system that has it; what it returns becomes a text, as in BFCL."""
@@ -174,17 +152,11 @@ class Bfcl(Environment):
             result = method(**arguments)
         except Exception as error:  # the simulation's own
             return f"Error during execution: {error}"
-        if isinstance(result, dict):
-            return json.dumps(result, default=str)
-        return str(result)
+        return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a category: `environment: bfcl:multi_turn_base`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such multi-turn category.
-    """
+    """Return the environment of a category: `environment: bfcl:multi_turn_base`."""
     check_name(f"bfcl:{name}", [*_categories(_ALL), _ALL])
     return partial(Bfcl, category=name)
 

@@ -16,20 +16,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from turnwise.compat.package import seed_rows, turn_rewards
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
-
-if TYPE_CHECKING:
-    from gymnasium import Env
-    from gymnasium.spaces import Space
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _COLOURED = re.compile(rf"{_COLOUR.pattern}(.*?)\x1b\[0m", re.DOTALL)
@@ -57,15 +53,12 @@ class Gymnasium(Environment):
 
     Args:
         row: `seed` of the environment's `reset`.
-        id: Name of the environment; "" uses the class's.
+        id: Name of the environment; "" uses the class attribute.
         tool: Offer the actions as a tool, `act`, instead of reading them from answers.
         rules: Beginning of the problem; None uses the environment's own description.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of `gymnasium.make`, such as `max_episode_steps`, and of the
             environment.
-
-    Attributes:
-        id: Name of the environment, for subclasses, which may also change `describe`.
 
     Example:
         class Lake(turnwise.Gymnasium):
@@ -91,16 +84,14 @@ class Gymnasium(Environment):
         self._by_tool, self._rules = tool, rules
         self._earned = defaultdict[int, float](float)
         self._steps = self._unreadable = 0
-        self.env: Env | None = None
+        self.env: Foreign = None
         """Gymnasium's environment; None before `setup`."""
 
     @classmethod
     def rows(cls, split: str, *, rows: int = 1000) -> Sequence[Row]:
-        """Return seeds; those of `eval` are none of `train`'s."""
         return seed_rows(split, rows)
 
     def setup(self) -> None:
-        """Make and reset the environment."""
         gym, arguments = _package(), dict(self._arguments)
         kind = gym.spec(self._id).entry_point
         if isinstance(kind, str):
@@ -116,22 +107,23 @@ class Gymnasium(Environment):
             raise InputError(f"gymnasium:{self._id}: actions of {env.action_space} are no numbers")
         observation, _ = env.reset(seed=self._seed)
         described = inspect.getdoc(type(env.unwrapped)) or ""
-        self._names = _action_names(described)
+        listed = _NAMED_ACTION.findall(_section(described, "Action Space"))
+        self._names = {int(number): name for number, name in listed}
         actions = ", ".join(f"{number} ({name})" for number, name in self._names.items())
         parts = [
             self._rules or _RULES.get(type(env.unwrapped).__name__) or _section(described),
             f"Actions: {actions or env.action_space}.",
             self.describe(observation),
-            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
         ]
-        self.problem = "\n\n".join(parts)
         if self._by_tool:
             schema = _schema(env.action_space, self._names)
             self.tools = [Tool("act", "Act in the environment.", schema, self._call, in_order=True)]
+        else:
+            parts.append(_how_to_answer(env.action_space))
+        self.problem = "\n\n".join(parts)
 
     def describe(self, observation: object) -> str:
         """Return an observation as the model reads it: the environment's text, or the value."""
-        assert self.env is not None
         env = self.env.unwrapped
         text = str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
         words = _WORDS.get(type(env).__name__)
@@ -141,10 +133,8 @@ class Gymnasium(Environment):
         return text if words is None else words(env, text, observation)
 
     def step(self, message: Message) -> str | None:
-        """Act as the answer says, and answer with the observation."""
         if self._by_tool:
             return None
-        assert self.env is not None
         action = read_action(str(message.get("content") or ""), self.env.action_space, self._names)
         if action is None:
             self._unreadable += 1
@@ -153,20 +143,16 @@ class Gymnasium(Environment):
         return None if self.done else text
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's rewards, each for the turn that earned it."""
         return turn_rewards(self._earned, len(trajectory.turns))
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the numbers of steps, and of answers without an action."""
         return {"steps": self._steps, "answers_without_action": self._unreadable}
 
     def close(self) -> None:
-        """Close the environment."""
         if self.env is not None:
             self.env.close()
 
     def _call(self, arguments: JsonObject) -> str:
-        assert self.env is not None
         if self.done:
             return "The episode has ended."
         action = _from_json(arguments["action"], self.env.action_space)
@@ -175,7 +161,6 @@ class Gymnasium(Environment):
         return self._act(action)
 
     def _act(self, action: object) -> str:
-        assert self.env is not None
         observation, reward, terminated, truncated, _ = self.env.step(action)
         self._steps += 1
         self._earned[self.current_turn] += float(reward)
@@ -187,9 +172,6 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a name: `environment: gymnasium:FrozenLake-v1`.
 
     `gymnasium:my_module:MyGame-v0` imports the module, which registers the environment.
-
-    Raises:
-        InputError: when the package is not installed, or has no such environment.
     """
     module, _, id = name.rpartition(":")
     gym = _package()
@@ -202,15 +184,12 @@ def at(name: str) -> EnvironmentType:
     return partial(Gymnasium, id=id)
 
 
-def read_action(text: str, space: "Space", names: dict[int, str]) -> object:
+def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
     """Return the action in an answer: the last one in brackets, or else the whole text or the last
-    number.
+    number; None if there is none.
 
     Args:
         names: Names of discrete actions, whose words are understood where they are unique.
-
-    Returns:
-        An action of the space; None if there is none.
     """
     bracketed = _IN_BRACKETS.findall(text)
     for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
@@ -230,7 +209,7 @@ def _words(text: str) -> str:
     return f" {' '.join(re.findall(_WORD, text.casefold()))} "
 
 
-def _from_json(value: object, space: "Space") -> object:
+def _from_json(value: object, space: Foreign) -> object:
     """Return a JSON value as an action of a space; None if it is none."""
     try:
         (action,) = space.from_jsonable([value])
@@ -243,11 +222,6 @@ def _package() -> ModuleType:
     return required("gymnasium", "gymnasium", "environment: gymnasium")
 
 
-def _action_names(described: str) -> dict[int, str]:
-    """Return the names of discrete actions, as a docstring lists them."""
-    return {int(n): name for n, name in _NAMED_ACTION.findall(_section(described, "Action Space"))}
-
-
 def _section(described: str, title: str = "Description") -> str:
     """Return a section of an environment's docstring; its first paragraph if it lacks it."""
     found = re.search(rf"^\s*#+ {title}\s*$(.*?)(?=^\s*#|\Z)", described, re.DOTALL | re.MULTILINE)
@@ -256,37 +230,31 @@ def _section(described: str, title: str = "Description") -> str:
     return inspect.cleandoc(found[1])
 
 
-def _how_to_answer(space: "Space") -> str:
+def _how_to_answer(space: Foreign) -> str:
     if space.shape == ():
         return f"Answer with one action in square brackets, such as [{space.start}]."
     return f"Answer with one action in square brackets, a list of {space.shape[0]}."
 
 
-def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
+def _schema(space: Foreign, names: dict[int, str]) -> JsonObject:
+    kind: JsonObject = {"type": "array", "items": {"type": "number"}}
     if space.shape == ():
         first = int(space.start)
-        kind: JsonObject = {
-            "type": "integer",
-            "minimum": first,
-            "maximum": first + int(space.n) - 1,
-        }
-    else:
-        kind = {"type": "array", "items": {"type": "number"}}
+        kind = {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
     kind["description"] = ", ".join(f"{n}: {name}" for n, name in names.items()) or str(space)
     return {"type": "object", "properties": {"action": kind}, "required": ["action"]}
 
 
-def _taxi(env: "Env", drawn: str, observation: object) -> str:
+def _taxi(env: Foreign, drawn: str, observation: object) -> str:
     row, column, passenger, destination = env.decode(observation)
-    places = "RGYB"
-    waits = "is in the taxi" if passenger == 4 else f"waits at {places[passenger]}"
+    waits = "is in the taxi" if passenger == 4 else f"waits at {'RGYB'[passenger]}"
     return (
         f"{drawn}\nThe taxi is in row {row}, column {column}, counted from 0. The passenger "
-        f"{waits}, and goes to {places[destination]}."
+        f"{waits}, and goes to {'RGYB'[destination]}."
     )
 
 
-def _blackjack(env: "Env", drawn: str, observation: tuple[int, int, int]) -> str:
+def _blackjack(env: Foreign, drawn: str, observation: tuple[int, int, int]) -> str:
     total, dealer, ace = observation
     counted = ", with an ace that counts 11" if ace else ""
     return f"Your cards: {total}{counted}. The dealer shows {'an ace' if dealer == 1 else dealer}."

@@ -10,10 +10,11 @@ takes them) and whatever the server's verifier needs. The server keeps a session
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import aiohttp
 from pydantic import TypeAdapter, with_config
@@ -32,11 +33,10 @@ from turnwise.trajectory import Message, Trajectory
 CONNECT_SECONDS = 10.0
 """Deadline for opening a connection; the calls have those of environments and tools."""
 _ERROR_CHARS = 500
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text")
 _METRICS = 100
 """Maximum number of metrics of a verifier that are kept."""
 _NAME_CHARS = 100
-_T = TypeVar("_T")
 
 
 @with_config(extra="allow")
@@ -79,22 +79,22 @@ class NemoGym(Environment):
         self._seen: dict[str, float] = {}
 
     async def setup(self) -> None:
-        """Begin a session with the row."""
         self._http = aiohttp.ClientSession(
             cookie_jar=aiohttp.CookieJar(unsafe=True),  # of addresses without a name too
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
         )
         seeded = await self._post("seed_session", self._row)
-        answer = self._read(seeded, _SEEDED) if seeded else None
+        with self._reading():
+            answer = read_answer(seeded, _SEEDED) if seeded else None
         if isinstance(answer, dict) and answer.get("mcp"):
             raise InputError(f"{self._url} offers its tools over MCP only, which is not supported")
 
     async def reward(self, trajectory: Trajectory) -> float:
-        """Return the verifier's reward of the conversation."""
         messages = trajectory.messages[len(self.problem) :]
         response = to_response(messages, self._parameters)
         body = await self._post("verify", {**self._row, "response": response})
-        answer = self._read(body, _VERIFIED)
+        with self._reading():
+            answer = read_answer(body, _VERIFIED)
         numbers = {
             key: number
             for key, value in answer.items()
@@ -105,12 +105,10 @@ class NemoGym(Environment):
         return answer["reward"]
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the numbers that the verifier gave beside the reward."""
         return self._seen
 
     async def close(self) -> None:
-        """Close the connections; the server forgets sessions by itself."""
-        if self._http is not None:
+        if self._http is not None:  # the server forgets sessions by itself
             await self._http.close()
 
     def _tool(self, described: JsonObject) -> Tool:
@@ -124,27 +122,24 @@ class NemoGym(Environment):
         parameters = described.get("parameters") or {"type": "object", "properties": {}}
         return Tool(name, str(described.get("description") or ""), parameters, call)
 
-    def _read(self, body: bytes, kind: TypeAdapter[_T]) -> _T:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            return read_answer(body, kind)
+            yield
         except AnswerError as error:
-            raise self._wrong(error) from None
-
-    def _wrong(self, error: AnswerError) -> TrajectoryError:
-        return TrajectoryError(REPLY, f"the NeMo-Gym server at {self._url} {error}")
+            said = f"the NeMo-Gym server at {self._url} {error}"
+            raise TrajectoryError(REPLY, said) from None
 
     async def _post(self, path: str, body: JsonObject) -> bytes:
         if self._http is None:
             raise NemoGymError("the session is not open")
+        url, headers = f"{self._url}/{path}", IDENTITY | trace_headers()
         try:
-            async with self._http.post(
-                f"{self._url}/{path}", json=body, headers=IDENTITY | trace_headers()
-            ) as response:
-                said = await read_body(response)
-        except AnswerError as error:
-            raise self._wrong(error) from None
+            async with self._http.post(url, json=body, headers=headers) as response:
+                with self._reading():
+                    said = await read_body(response)
         except (aiohttp.ClientError, OSError) as error:
-            raise NemoGymError(f"{self._url}/{path}: {error}") from error
+            raise NemoGymError(f"{url}: {error}") from error
         if response.status >= 400:
             text = said[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
             raise NemoGymError(f"{path} answered {response.status}: {text}")
@@ -152,26 +147,14 @@ class NemoGym(Environment):
 
 
 def at(url: str) -> EnvironmentType:
-    """Return the environment of a server: `environment: nemo_gym:http://host:port`.
-
-    Raises:
-        InputError: when the address is none.
-    """
+    """Return the environment of a server: `environment: nemo_gym:http://host:port`."""
     if not url.startswith(("http://", "https://")):
         raise InputError(f"a NeMo-Gym server's address must be like http://host:port, not {url!r}")
     return partial(NemoGym, url=url)
 
 
 def read_input(parameters: Mapping[str, object]) -> list[Message]:
-    """Return the input of a Responses request as messages.
-
-    Raises:
-        InputError: when it holds anything but texts.
-
-    Example:
-        >>> read_input({"instructions": "Be brief.", "input": "How much is 1 + 2?"})[1]
-        {'role': 'user', 'content': 'How much is 1 + 2?'}
-    """
+    """Return the input of a Responses request, which may only hold texts, as messages."""
     given = parameters.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -182,39 +165,44 @@ def read_input(parameters: Mapping[str, object]) -> list[Message]:
     for item in items:
         if not isinstance(item, dict) or item.get("type", "message") != "message":
             raise InputError(f"responses_create_params.input has more than messages: {item!r:.80}")
-        role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        messages.append({"role": role, "content": _text(item.get("content"))})
+        content = item.get("content")
+        if not isinstance(content, str):
+            parts = content if isinstance(content, list) else [content]
+            texts = [p["text"] for p in parts if isinstance(p, dict) and p.get("type") in _TEXTS]
+            if len(texts) < len(parts):
+                raise InputError(
+                    f"responses_create_params.input has more than text: {content!r:.80}"
+                )
+            content = "".join(map(str, texts))
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        messages.append({"role": role, "content": content})
     return messages
 
 
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [p["text"] for p in parts if isinstance(p, dict) and p.get("type") in _TEXT_PARTS]
-    if len(texts) < len(parts):
-        raise InputError(f"responses_create_params.input has more than text: {content!r:.80}")
-    return "".join(map(str, texts))
-
-
 def to_response(messages: Sequence[Message], parameters: Mapping[str, object]) -> JsonObject:
-    """Return the model's turns and the tools' results as an object of the Responses API.
-
-    Example:
-        >>> said = [{"role": "assistant", "content": "3"}]
-        >>> to_response(said, {})["output"][0]["content"][0]["text"]
-        '3'
-    """
+    """Return the model's turns and the tools' results as an object of the Responses API."""
     output: list[JsonObject] = []
     for number, message in enumerate(messages):
         text = str(message.get("content") or "")
         if message["role"] == "tool":
-            call = message.get("tool_call_id")
-            output.append({"type": "function_call_output", "call_id": call, "output": text})
+            output.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message.get("tool_call_id"),
+                    "output": text,
+                }
+            )
         elif message["role"] == "assistant":
             if text:
-                output.append(_said(f"msg_{number}", text))
-            output += [_called(call) for call in message.get("tool_calls") or ()]
+                content = [{"type": "output_text", "text": text, "annotations": []}]
+                said = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+                output.append({**said, "status": "completed", "content": content})
+            for call in message.get("tool_calls") or ():
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                called = {"type": "function_call", "call_id": call["id"]}
+                output.append({**called, "name": name, "arguments": arguments})
     return {
         "id": "resp_turnwise",
         "created_at": time.time(),
@@ -225,27 +213,4 @@ def to_response(messages: Sequence[Message], parameters: Mapping[str, object]) -
         "tool_choice": parameters.get("tool_choice", "auto"),
         "tools": parameters.get("tools") or [],
         "status": "completed",
-    }
-
-
-def _said(name: str, text: str) -> JsonObject:
-    content = [{"type": "output_text", "text": text, "annotations": []}]
-    return {
-        "id": name,
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": content,
-    }
-
-
-def _called(call: JsonObject) -> JsonObject:
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": function["name"],
-        "arguments": text,
     }

@@ -1,8 +1,4 @@
-"""NeMo-RL's interface of a generation worker: batches of tensors in and out.
-
-It is meant for trainers of other systems, which call these methods, one Ray call each. Turnwise
-itself uses the mailbox of the base class.
-"""
+"""NeMo-RL's generation worker: batches of tensors in and out, one Ray call each."""
 
 import asyncio
 import os
@@ -24,23 +20,24 @@ if TYPE_CHECKING:
 _Row = TypeVar("_Row")
 
 
-class TensorBatch(TypedDict):
+class _Stops(TypedDict):
+    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
+    """Stop strings of each prompt, in addition to the configuration's."""
+
+
+class TensorBatch(_Stops):
     """`B` prompts as tensors."""
 
     input_ids: torch.Tensor
     """Token ids [B, T], right-padded."""
     input_lengths: torch.Tensor
     """Lengths [B] of the prompts."""
-    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
-    """Stop strings of each prompt, in addition to the configuration's."""
 
 
-class TextBatch(TypedDict):
+class TextBatch(_Stops):
     """`B` prompts as texts."""
 
     prompts: Sequence[str]
-    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
-    """Stop strings of each prompt, in addition to the configuration's."""
 
 
 class TextRow(TypedDict):
@@ -71,11 +68,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
         """Sample one completion for each row, and yield each as soon as it is ready.
 
         A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
-        fails, the others are still yielded, and the error is raised at the end.
-
-        Args:
-            data: Prompts; see `TensorBatch`.
-            greedy: Temperature 0 instead of the configuration's sampling.
+        fails, the others are still yielded, and the error is raised at the end. `greedy` is
+        temperature 0 instead of the configuration's.
 
         Yields:
             The row's index, and a dictionary of tensors: `output_ids` [1, W] (prompt and
@@ -83,9 +77,6 @@ class VllmAsyncGenerationWorker(EngineWorker):
             padding), `weight_versions` [1, W] (-1 on prompt and padding), `generation_lengths`
             [1], `unpadded_sequence_lengths` [1], `truncated` [1] (cut by max_tokens or by the
             context, or without room to begin).
-
-        Raises:
-            InputError: when the shapes of the tensors do not match.
         """
         input_ids_BT, lengths_B = data.get("input_ids"), data.get("input_lengths")
         if not (isinstance(input_ids_BT, torch.Tensor) and isinstance(lengths_B, torch.Tensor)):
@@ -119,28 +110,25 @@ class VllmAsyncGenerationWorker(EngineWorker):
     ) -> dict[str, torch.Tensor]:
         total = width + sampling.max_tokens
         room = self._config.model.max_length - len(prompt)
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
+        output_ids_1W = torch.zeros(1, total, dtype=torch.long)
+        output_ids_1W[0, : len(prompt)] = torch.tensor(prompt)
+        logprobs_1W = torch.zeros(1, total)
+        versions_1W = torch.full((1, total), -1, dtype=torch.long)
+        start = end = len(prompt)
         truncated = True
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
             completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
-            token_ids, logprobs = completion.token_ids, completion.logprobs
-            versions = completion.weight_versions
+            end += len(completion.token_ids)
+            output_ids_1W[0, start:end] = torch.tensor(completion.token_ids, dtype=torch.long)
+            logprobs_1W[0, start:end] = torch.tensor(completion.logprobs)
+            versions_1W[0, start:end] = torch.tensor(completion.weight_versions, dtype=torch.long)
             truncated = completion.finish_reason != "stop"
-        start, end = len(prompt), len(prompt) + len(token_ids)
-        output_ids_1W = torch.zeros(1, total, dtype=torch.long)
-        output_ids_1W[0, :end] = torch.tensor([*prompt, *token_ids])
-        logprobs_1W = torch.zeros(1, total)
-        logprobs_1W[0, start:end] = torch.tensor(logprobs)
-        versions_1W = torch.full((1, total), -1, dtype=torch.long)
-        versions_1W[0, start:end] = torch.tensor(versions, dtype=torch.long)
         return {
             "output_ids": output_ids_1W,
             "logprobs": logprobs_1W,
             "weight_versions": versions_1W,
-            "generation_lengths": torch.tensor([len(token_ids)]),
+            "generation_lengths": torch.tensor([end - start]),
             "unpadded_sequence_lengths": torch.tensor([end]),
             "truncated": torch.tensor([truncated]),
         }
@@ -148,12 +136,9 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def generate_text_async(
         self, data: TextBatch, greedy: bool = False
     ) -> AsyncIterator[tuple[int, TextRow]]:
-        """Complete texts, and yield each completion as soon as it is ready.
+        """Complete texts; yield each row's index and completion as soon as it is ready.
 
         The texts are encoded as vLLM encodes prompts, with the tokenizer's BOS.
-
-        Yields:
-            The row's index, and its completion.
         """
         template, prompts = self._template, data["prompts"]
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
@@ -188,18 +173,12 @@ class VllmAsyncGenerationWorker(EngineWorker):
         await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load the weights that an `IpcSender` on this device sends; returns True.
-
-        Raises the errors of the engine's method.
-        """
+        """Load the weights that an `IpcSender` on this device sends; returns True."""
         await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load the weights that the trainer broadcasts; returns True.
-
-        Raises the errors of the engine's method.
-        """
+        """Load the weights that the trainer broadcasts; returns True."""
         in_flight = self._config.weights.in_flight
         await self._engine.receive_weights("collective", in_flight=in_flight)
         return True
@@ -209,10 +188,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         await self._engine.reset_prefix_cache()
 
     async def sleep_async(self) -> None:
-        """Abort running requests, and free memory if the platform can.
-
-        Requests that arrive meanwhile wait for the wake-up.
-        """
+        """Abort running requests, and free memory if the platform can; new requests wait."""
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
@@ -233,11 +209,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
 def _stop_strings(
     stops: Sequence[Sequence[str] | None] | None, count: int
 ) -> list[list[str] | None]:
-    """Return each row's stop strings.
-
-    Raises:
-        InputError: when they are not a list of strings (or None) for each row.
-    """
+    """Return each row's stop strings: a list, or None."""
     if stops is None:
         return [None] * count
     if len(stops) != count or any(isinstance(stop, str) for stop in stops):
@@ -248,11 +220,8 @@ def _stop_strings(
 async def as_ready(
     one: Callable[[int], Awaitable[_Row]], count: int
 ) -> AsyncGenerator[tuple[int, _Row], None]:
-    """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish.
-
-    Raises:
-        TurnwiseError: at the end, when some failed, with the message of the first error.
-    """
+    """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish; raise
+    the first row's error at the end."""
 
     async def settled(index: int) -> tuple[int, _Row | Exception]:
         try:

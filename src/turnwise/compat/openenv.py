@@ -6,23 +6,54 @@ Each trajectory has a session, which is an environment of its own on the server:
     tools       an MCP environment's tools, or one tool `act` with the schema of the typed actions
     call, step  an action; its reward belongs to the turn that asked for it, `done` ends it
     close       always: the server closes its environment with the session
+
+Protocol of OpenEnv 0.10: `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` is
+answered by `{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. The server ends a
+session, and its environment, when the socket closes.
 """
 
+import asyncio
 import json
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar, NotRequired
 
-from turnwise.compat.openenv_session import OpenEnvError, OpenEnvSession, StepResult
+import aiohttp
+from pydantic import Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
+
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import (
+    IDENTITY,
+    MAX_BYTES,
+    AnswerError,
+    Number,
+    checked,
+    read_answer,
+    read_body,
+)
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.environment_answers import REPLY
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
-ACT = "act"
-"""Name of the tool that sends a typed action."""
+CONNECT_SECONDS = 10.0
+"""Deadline for opening a socket."""
+CAPACITY_SECONDS = 60.0
+"""Time to wait for a place at a server whose sessions are all taken."""
+CLOSE_SECONDS = 5.0
+"""Deadline for saying goodbye; the socket is closed in any case."""
+_FULL = "CAPACITY_REACHED"
+_RETRY_SECONDS = 0.2
+_ANSWERS = {"reset": "observation", "step": "observation"}
+"""Types of answers that differ from their requests'."""
+_NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 
 
 class OpenEnv(Environment):
@@ -50,15 +81,28 @@ class OpenEnv(Environment):
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
-        """Connect, read the tools, and reset the environment with the row."""
         await self._session.open()
         first = await self._session.reset(self.reset_arguments(self._row))
         described = await self._session.tools()
         if described is not None:
             self.tools = [self._tool(tool) for tool in described]
         elif type(self).action is OpenEnv.action:
-            self.tools = [_act(await self._session.action_schema(), self)]
+            schema = await self._session.action_schema()
+            fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
+            more = {key: value for key, value in schema.items() if key in ("$defs", "required")}
+            parameters = {"type": "object", "properties": fields, **more}
+            what = str(schema.get("description") or "Act in the environment.")
+            self.tools = [Tool("act", what, parameters, self.act)]
         self.problem = self.problem_of(self._row, self.describe(first.observation))
+
+    def _tool(self, described: JsonObject) -> Tool:
+        name = str(described["name"])
+
+        async def call(arguments: JsonObject) -> str:
+            return await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
+
+        schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
+        return Tool(name, str(described.get("description") or ""), schema, call)
 
     def reset_arguments(self, row: Row) -> JsonObject:
         """Return the arguments of `reset`: the row without its prompt."""
@@ -105,7 +149,6 @@ class OpenEnv(Environment):
         return self.describe(result.observation)
 
     async def step(self, message: Message) -> str | None:
-        """Send the turn's action, and answer with its observation."""
         action = self.action(message)
         if action is None:
             return None
@@ -120,7 +163,6 @@ class OpenEnv(Environment):
         return await self._session.state()
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the rewards of the steps, each for the turn that asked for it."""
         turns = [0.0] * len(trajectory.turns)
         final = 0.0
         for result in self._results:
@@ -131,54 +173,20 @@ class OpenEnv(Environment):
         return Rewards(final, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the number of steps."""
         return {"openenv_steps": sum(result.turn >= 0 for result in self._results)}
 
     async def close(self) -> None:
-        """End the session."""
         await self._session.close()
-
-    def _tool(self, described: JsonObject) -> Tool:
-        name = str(described["name"])
-
-        async def call(arguments: JsonObject) -> str:
-            return await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
-
-        schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
-        return Tool(name, str(described.get("description") or ""), schema, call)
-
-
-_NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 
 
 def at(url: str) -> EnvironmentType:
-    """Return the environment of a server: `environment: openenv:ws://host:port`.
-
-    Raises:
-        InputError: when the address is none.
-    """
+    """Return the environment of a server: `environment: openenv:ws://host:port`."""
     OpenEnvSession(url, [])
     return partial(OpenEnv, url=url)
 
 
-def _act(schema: JsonObject, environment: OpenEnv) -> Tool:
-    """Return the tool that sends typed actions."""
-    fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
-    more = {key: value for key, value in schema.items() if key in ("$defs", "required")}
-    return Tool(
-        ACT,
-        str(schema.get("description") or "Act in the environment."),
-        {"type": "object", "properties": fields, **more},
-        environment.act,
-    )
-
-
 def _tool_text(observation: JsonObject) -> str:
-    """Return the text of a tool's result.
-
-    Raises:
-        OpenEnvError: when the call failed, so that the model reads it as an error.
-    """
+    """Return the text of a tool's result; a failure is raised, so that the model reads an error."""
     if error := observation.get("error"):
         raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
     result = observation.get("result")
@@ -190,3 +198,252 @@ def _tool_text(observation: JsonObject) -> str:
     if result.get("is_error") or result.get("isError"):
         raise OpenEnvError(text)
     return text
+
+
+class OpenEnvError(Exception):
+    """An error that the server reported; its environment goes on."""
+
+
+class _FullError(OpenEnvError):
+    """All sessions of the server are taken."""
+
+
+# Answers of the server: a message, and its data by type.
+class _Reply(TypedDict):
+    type: str
+    data: JsonObject
+
+
+class _Observed(TypedDict, total=False):
+    observation: JsonObject | None
+    reward: Number | None
+    done: bool | int | None
+
+
+class _Mistake(TypedDict, total=False):
+    loc: list[object]
+    msg: object
+
+
+class _Failed(TypedDict, total=False):
+    message: object
+    code: object
+    errors: list[_Mistake] | None
+    """Parts of an action that the server refused."""
+
+
+@with_config(extra="allow")
+class _Listed(TypedDict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
+    description: NotRequired[str | None]
+    input_schema: NotRequired[JsonObject | None]
+    inputSchema: NotRequired[JsonObject | None]
+
+
+class _Tools(TypedDict, total=False):
+    tools: Annotated[list[_Listed], Field(max_length=5_000)] | None
+
+
+@with_config(extra="allow")
+class _Action(TypedDict):
+    properties: NotRequired[JsonObject]
+
+
+class _Schemas(TypedDict):
+    action: _Action
+    """The schema of typed actions."""
+
+
+_REPLY = TypeAdapter(_Reply)
+_OBSERVED = TypeAdapter(_Observed)
+_FAILED = TypeAdapter(_Failed)
+_TOOLS = TypeAdapter(_Tools | None)
+_SCHEMAS = TypeAdapter(_Schemas)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to a reset or a step."""
+
+    turn: int
+    """Index of the turn that asked; -1 for a reset."""
+    observation: JsonObject
+    reward: float
+    done: bool
+
+
+class OpenEnvSession:
+    """A socket to an OpenEnv server, which is one environment there.
+
+    Requests are answered one after the other. If the wait for a reply is cancelled, the reply is
+    read before the next request is sent, so that no answer is taken for another's. A lost
+    connection raises a `TrajectoryError`.
+
+    Args:
+        url: Address of the server: `ws://host:port`, or http.
+        results: Receives every answer to a reset or a step, late ones too.
+    """
+
+    def __init__(self, url: str, results: list[StepResult]) -> None:
+        scheme, separator, rest = url.rstrip("/").removesuffix("/ws").partition("://")
+        if not separator or scheme not in ("ws", "wss", "http", "https"):
+            raise InputError(
+                f"an OpenEnv server's address must be like ws://host:port, not {url!r}"
+            )
+        self._http = f"{scheme.replace('ws', 'http')}://{rest}"
+        self._results = results
+        self._client: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._turn = asyncio.Lock()
+        self._owed: deque[tuple[str, int]] = deque()
+        """The requests whose replies have not been read, each with the turn that sent it."""
+        self._gone: TrajectoryError | None = None
+        """Error of a connection that is lost, or brought a wrong answer; None before."""
+
+    async def open(self) -> None:
+        self._client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
+        )
+        await self._connect()
+
+    async def _connect(self) -> None:
+        assert self._client is not None
+        self._owed.clear()
+        try:
+            self._socket = await self._client.ws_connect(
+                f"{self._http}/ws", max_msg_size=MAX_BYTES, headers=trace_headers()
+            )
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise TrajectoryError(
+                "environment_error", f"no OpenEnv server answers at {self._http}: {error}"
+            ) from error
+
+    async def reset(self, arguments: JsonObject) -> StepResult:
+        """Begin an episode, once the server has a place for it, within `CAPACITY_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + CAPACITY_SECONDS
+        while True:
+            try:
+                await self._ask("reset", arguments, -1)
+                return self._results[-1]
+            except _FullError as error:
+                if loop.time() > ends:
+                    raise TrajectoryError(
+                        "environment_error",
+                        f"{self._http} had no free session within {CAPACITY_SECONDS:g} s: {error}; "
+                        "raise max_concurrent_envs there, or lower rollout.concurrency",
+                    ) from None
+            await self._hang_up()
+            await asyncio.sleep(_RETRY_SECONDS)
+            await self._connect()
+
+    async def step(self, action: JsonObject, turn: int) -> StepResult:
+        """Act, and return the observation; the server's refusal is an `OpenEnvError`."""
+        await self._ask("step", action, turn)
+        return self._results[-1]
+
+    async def state(self) -> JsonObject:
+        return await self._ask("state", None, -1)
+
+    async def tools(self) -> list[JsonObject] | None:
+        """Return the descriptions of an MCP environment's tools; None if it has typed actions."""
+        request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        answer = await self._ask("mcp", request, -1)
+        try:
+            listed = (checked(answer.get("result"), _TOOLS) or {}).get("tools")
+        except AnswerError as error:
+            raise self._lost(f"it {error}", REPLY) from None
+        return [*map(dict, listed)] if listed else None
+
+    async def action_schema(self) -> JsonObject:
+        """Return the JSON schema of the environment's actions."""
+        assert self._client is not None
+        try:
+            headers = IDENTITY | trace_headers()
+            async with self._client.get(f"{self._http}/schema", headers=headers) as response:
+                response.raise_for_status()
+                return dict(read_answer(await read_body(response), _SCHEMAS)["action"])
+        except AnswerError as error:
+            raise TrajectoryError(REPLY, f"{self._http}/schema {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise TrajectoryError(
+                "environment_error", f"{self._http}/schema gives no action: {error!r}"
+            ) from error
+
+    async def close(self) -> None:
+        """End the session; it may be closed already, or have failed to open."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._hang_up()
+        finally:
+            if self._client is not None:
+                await self._client.close()
+
+    async def _hang_up(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        with suppress(aiohttp.ClientError, OSError):  # the server may be gone
+            await socket.send_json({"type": "close"})
+        await socket.close()
+
+    async def _ask(self, kind: str, data: JsonObject | None, turn: int) -> JsonObject:
+        """Send a request, and return the data of its reply."""
+        async with self._turn:
+            while self._owed:
+                with suppress(OpenEnvError):
+                    await self._read()
+            message = {"type": kind} if data is None else {"type": kind, "data": data}
+            if self._gone is not None:
+                raise self._gone
+            if self._socket is None:
+                raise TrajectoryError("environment_error", f"the session at {self._http} is closed")
+            self._owed.append((kind, turn))
+            with suppress(aiohttp.ClientError, OSError):  # `_read` has the server's last words
+                await self._socket.send_str(json.dumps(message, default=str))
+            return await self._read()
+
+    async def _read(self) -> JsonObject:
+        """Read the oldest reply that is owed."""
+        socket = self._socket
+        if socket is None:
+            raise self._lost("it was closed")
+        message = await socket.receive()
+        if message.type is aiohttp.WSMsgType.ERROR:
+            raise self._lost(f"it sent what cannot be read: {message.data}", REPLY)
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise self._lost(f"{message.type.name.lower()} {message.extra or ''}".strip())
+        asked, turn = self._owed.popleft()
+        try:
+            reply = read_answer(message.data.encode(errors="replace"), _REPLY)
+            kind, data = reply["type"], reply["data"]
+            if kind == "error":
+                raise _failure(checked(data, _FAILED))
+            if kind != _ANSWERS.get(asked, asked):
+                raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
+            if kind == "observation":
+                seen = checked(data, _OBSERVED)
+                observation, reward = dict(seen.get("observation") or {}), seen.get("reward") or 0.0
+                done = bool(seen.get("done"))
+                self._results.append(StepResult(turn, observation, reward, done))
+        except AnswerError as error:
+            raise self._lost(f"it {error}", REPLY) from None
+        return data
+
+    def _lost(self, why: str, reason: str = "environment_error") -> TrajectoryError:
+        self._gone = TrajectoryError(
+            reason, f"the OpenEnv server at {self._http} left the session: {why}"
+        )
+        return self._gone
+
+
+def _failure(data: _Failed) -> OpenEnvError:
+    """Return the error of a server's reply, with the places of a refused action."""
+    text = str(data.get("message") or data.get("code") or "unknown error")
+    places = [
+        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
+        for error in data.get("errors") or ()
+    ]
+    kind = _FullError if data.get("code") == _FULL else OpenEnvError
+    return kind("; ".join([text, *places]))

@@ -12,14 +12,8 @@ HELD_OUT = 1_000_000_000
 
 
 def check_name(environment: str, known: Collection[str]) -> None:
-    """Check the name of an environment, `PACKAGE:NAME`.
-
-    Raises:
-        InputError: when the package does not have it, with the closest name that it has.
-
-    Example:
-        >>> check_name("reasoning_gym:chain_sum", ["chain_sum", "sudoku"])
-    """
+    """Raise an `InputError` if a package does not have an environment, `PACKAGE:NAME`, with the
+    closest name that it has."""
     package, _, name = environment.partition(":")
     if name not in known:
         close = difflib.get_close_matches(name, known, 1, 0.5)
@@ -28,21 +22,11 @@ def check_name(environment: str, known: Collection[str]) -> None:
 
 
 def seed_rows(split: str, count: int) -> list[Row]:
-    """Return rows of a seed each, different ones for training and for evaluation.
-
-    Example:
-        >>> seed_rows("train", 2)
-        [{'seed': 0}, {'seed': 1}]
-    """
+    """Return rows of a seed each, different ones for training and for evaluation."""
     first = HELD_OUT if split == "eval" else 0
     return [{"seed": first + number} for number in range(count)]
 
 
 def turn_rewards(earned: Mapping[int, float], turns: int) -> Rewards:
-    """Return rewards that were earned by turns, of which a trajectory has some number.
-
-    Example:
-        >>> turn_rewards({1: 0.5}, 3).turns
-        [0.0, 0.5, 0.0]
-    """
+    """Return rewards that were earned by turns, of which a trajectory has some number."""
     return Rewards(turns=[earned.get(turn, 0.0) for turn in range(turns)])

@@ -10,17 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from turnwise.compat.package import HELD_OUT, check_name
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
 
 _EVERY = "*"
 """Name of all attributes of a curriculum together, as in reasoning-gym's own configurations."""
@@ -34,14 +31,11 @@ class ReasoningGym(Environment):
 
     Args:
         row: An entry of the dataset, with `question` and `answer`.
-        dataset: Name of the dataset; "" uses the class's.
+        dataset: Name of the dataset; "" uses the class attribute.
         curriculum: Levels of the dataset's curriculum by attribute, or one level for all.
         system_prompt: One of reasoning-gym's own by name (`default`, `simple`, `direct` ...), or a
             text; None for no system message.
         config: Further keys of the dataset's configuration, such as `size` and `seed`.
-
-    Attributes:
-        dataset: Name of the dataset, for subclasses.
 
     Example:
         class Sums(turnwise.ReasoningGym):
@@ -82,11 +76,7 @@ class ReasoningGym(Environment):
         system_prompt: str | None = "default",
         **config: object,
     ) -> Sequence[Row]:
-        """Return the dataset's entries; held-out ones have another seed, and no question twice.
-
-        Raises:
-            InputError: when every held-out question is one of training.
-        """
+        """Return the dataset's entries; held-out ones have another seed, and no question twice."""
         name = dataset or cls.dataset
         trained = list(_dataset(name, curriculum, config))
         if split != "eval":
@@ -105,23 +95,17 @@ class ReasoningGym(Environment):
         return rows
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return the dataset's score of the last answer."""
         return self.score(trajectory.final_text)
 
     def score(self, text: str) -> float:
         """Return the dataset's score of a text with an answer, from 0 to 1."""
         answer = _package().utils.extract_answer(text)
-        return float(
-            self._data.score_answer(text.strip() if answer is None else answer, self.entry)
-        )
+        answer = text.strip() if answer is None else answer
+        return float(self._data.score_answer(answer, self.entry))
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such dataset.
-    """
+    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`."""
     check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
     return partial(ReasoningGym, dataset=name)
 
@@ -135,13 +119,13 @@ def _dataset(
     curriculum: int | Mapping[str, int] | None,
     config: Mapping[str, object],
     seed_offset: int = 0,
-) -> "ProceduralDataset":
+) -> Foreign:
     levels = {_EVERY: curriculum} if isinstance(curriculum, int) else dict(curriculum or {})
     return _made(name, json.dumps([levels, config], sort_keys=True), seed_offset)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, keys: str, seed_offset: int) -> "ProceduralDataset":
+def _made(name: str, keys: str, seed_offset: int) -> Foreign:
     """Make a dataset, which all environments with these keys share."""
     levels, config = json.loads(keys)
     factory = _package().factory

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from turnwise.compat.package import check_name, turn_rewards
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import (
     Environment,
@@ -27,9 +27,6 @@ from turnwise.rollouts.environment import (
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
-if TYPE_CHECKING:
-    from skyrl_gym.envs.base_text_env import BaseTextEnv
-
 
 class SkyRLGym(Environment):
     """An environment of SkyRL-Gym, whose `step` reads each answer and replies with observations.
@@ -39,13 +36,10 @@ class SkyRLGym(Environment):
 
     Args:
         row: `prompt` (messages), and further fields, which are the environment's `extras`.
-        name: Name of the environment; "" uses the class's.
+        name: Name of the environment; "" uses the class attribute.
         max_turns: Turns that the environment counts with; None leaves that to the row or the
             environment.
         config: Keys of the environment's own configuration, such as `search_url`.
-
-    Attributes:
-        name: Name of the environment, for subclasses.
 
     Example:
         class Math(turnwise.SkyRLGym):
@@ -65,23 +59,19 @@ class SkyRLGym(Environment):
             self._extras["max_turns"] = max_turns
         self._name, self._config = name or self.name, config
         self._earned = defaultdict[int, float](float)
-        self.env: BaseTextEnv | None = None
+        self.env: Foreign = None
         """SkyRL's environment; None before `setup`."""
 
     def setup(self) -> None:
-        """Make the environment, and let it begin with the prompt."""
         package = _package()
-        entry = package.spec(self._name).entry_point
-        load = package.envs.registration.load_env_creator
-        kind = load(entry) if isinstance(entry, str) else entry
-        self.env = package.make(
-            self._name, env_config=_configuration(kind, self._config), extras=self._extras
-        )
+        kind = package.spec(self._name).entry_point
+        if isinstance(kind, str):
+            kind = package.envs.registration.load_env_creator(kind)
+        config = _configuration(kind, self._config)
+        self.env = package.make(self._name, env_config=config, extras=self._extras)
         self.problem, _ = self.env.init([dict(message) for message in self._prompt])
 
     def step(self, message: Message) -> Sequence[Message] | None:
-        """Let the environment read an answer; reply with what it observes."""
-        assert self.env is not None
         output = self.env.step(str(message.get("content") or ""))
         self._earned[self.current_turn] += float(output["reward"])
         self.done = bool(output["done"])
@@ -90,7 +80,6 @@ class SkyRLGym(Environment):
         return output["observations"] or [{"role": "user", "content": ""}]
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's rewards, each for its turn."""
         turns = len(trajectory.turns)
         if turns and turns - 1 not in self._earned and not self.done:  # `step` was not called
             self.current_turn = turns - 1
@@ -99,22 +88,16 @@ class SkyRLGym(Environment):
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the environment's own metrics, those that are numbers."""
-        assert self.env is not None
         numbers = {name: finite_number(value) for name, value in self.env.get_metrics().items()}
         return {name: number for name, number in numbers.items() if number is not None}
 
     def close(self) -> None:
-        """Close the environment."""
         if self.env is not None:
             self.env.close()
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a name: `environment: skyrl_gym:gsm8k`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such environment.
-    """
+    """Return the environment of a name: `environment: skyrl_gym:gsm8k`."""
     check_name(f"skyrl_gym:{name}", _package().registry)
     return partial(SkyRLGym, name=name)
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from turnwise.compat.package import check_name, seed_rows
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import (
     Environment,
@@ -31,9 +31,6 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
-
-if TYPE_CHECKING:
-    from textarena import Env
 
 Opponent = Callable[[str], str]
 """Returns the action of the player who reads an observation, such as an agent of TextArena."""
@@ -50,16 +47,13 @@ class TextArena(Environment):
 
     Args:
         row: `seed` of the game.
-        game: Name of the game; "" uses the class's.
+        game: Name of the game; "" uses the class attribute.
         players: Number of players.
         opponent: Plays all seats but one: `random`, which picks one of the actions in the last
             line that offers some in quotes, or package.module:function(observation) -> action.
         seat: The policy's seat beside an opponent, from 0.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of the game.
-
-    Attributes:
-        game: Name of the game, for subclasses.
 
     Example:
         class Guess(turnwise.TextArena):
@@ -82,17 +76,16 @@ class TextArena(Environment):
         self._game, self._seed, self._arguments = game or self.game, row.get("seed", 0), arguments
         self._count, self._seat, self._rewards = players, seat, dict[int, float]()
         self._opponent = None if opponent is None else self._load_opponent(opponent)
+        self._plays_all = players > 1 and opponent is None
         self._random: tuple[object, ...] | None = None
-        self.env: Env | None = None
+        self.env: Foreign = None
         """TextArena's environment; None before `setup`."""
 
     @classmethod
     def rows(cls, split: str, *, rows: int = 1000) -> Sequence[Row]:
-        """Return seeds; those of `eval` are none of `train`'s."""
         return seed_rows(split, rows)
 
     def setup(self) -> None:
-        """Make the game, and read what each player reads at first."""
         with self._own_randomness():
             try:
                 env = _without_history(_package().make(self._game, **self._arguments))
@@ -102,7 +95,7 @@ class TextArena(Environment):
                     f"textarena:{self._game}: {error}; set environment_args.players"
                 ) from error
         self.env = env
-        if self._count == 1 or self._opponent is not None:
+        if not self._plays_all:
             opening = self._read(self._seat)
             self._let_opponents_act()
             self.problem = "\n".join(filter(None, (opening, self._read(self._seat))))
@@ -112,10 +105,8 @@ class TextArena(Environment):
         self.players = {_name(player): self._read(player) for player in order}
 
     def step(self, message: Message) -> str | Move | None:
-        """Act as the answer says; return what is read next, with `players` by whom."""
-        assert self.env is not None
         self._act(str(message.get("content") or ""))
-        if self._count > 1 and self._opponent is None:
+        if self._plays_all:
             if self.done:
                 return None
             player = self.env.state.current_player_id
@@ -124,21 +115,18 @@ class TextArena(Environment):
         return None if self.done else self._read(self._seat)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the game's rewards, with self-play each for its player."""
-        if self._count > 1 and self._opponent is None:
+        if self._plays_all:
             given = {_name(player): reward for player, reward in self._rewards.items()}
             return Rewards(players={name: given.get(name, 0.0) for name in self.players})
         return Rewards(self._rewards.get(self._seat, 0.0))
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return whether the game came to its end, and the share of players who broke its rules."""
-        assert self.env is not None
         info = self.env.state.game_info.values()
         broken = sum(bool(player.get("invalid_move")) for player in info)
         return {"game_ended": float(self.done), "game_invalid_moves": broken / self._count}
 
     def _act(self, action: str) -> None:
-        assert self.env is not None
         if self.done:  # by an opponent, before the first answer
             return
         with self._own_randomness():
@@ -148,7 +136,6 @@ class TextArena(Environment):
                 self._rewards = {int(who): float(number) for who, number in (rewards or {}).items()}
 
     def _let_opponents_act(self) -> None:
-        assert self.env is not None
         while self._opponent is not None and not self.done:
             player = self.env.state.current_player_id
             if player == self._seat:
@@ -157,7 +144,6 @@ class TextArena(Environment):
 
     def _read(self, player: int) -> str:
         """Return what a player has not read yet: not its own actions, and only the last board."""
-        assert self.env is not None
         state, package = self.env.state, _package()
         new, state.observations[player] = state.observations[player], []
         kinds = package.ObservationType
@@ -176,9 +162,7 @@ class TextArena(Environment):
         if opponent != "random":
             loaded: Opponent = load_object(opponent, "environment_args.opponent")
             return loaded
-        generator = random.Random(self._seed)
-
-        offered = [""]
+        generator, offered = random.Random(self._seed), [""]
 
         def choose(observation: str) -> str:
             nonlocal offered
@@ -205,11 +189,7 @@ class TextArena(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such game.
-    """
+    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`."""
     check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
     return partial(TextArena, game=name)
 
@@ -222,7 +202,7 @@ def _name(player: int) -> str:
     return f"Player {player}"
 
 
-def _without_history(env: "Env") -> "Env":
+def _without_history(env: Foreign) -> Foreign:
     """Return a game without the wrappers that repeat all that was observed before."""
     package = _package()
     if not isinstance(env, package.Wrapper):

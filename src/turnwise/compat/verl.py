@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from turnwise.config import NO_DEADLINE, Config, load_config
@@ -31,9 +30,6 @@ class LLMServerManager:
         config: A YAML file or a `Config`; a file may leave out `environment` and `data`.
         overrides: `key.sub=value` changes to a file.
 
-    Raises:
-        InputError: when any of it cannot be used.
-
     Example:
         with LLMServerManager("config.yaml") as manager:
             batch = manager.generate_sequences([[{"role": "user", "content": "2 + 2?"}]], n=4)
@@ -41,11 +37,9 @@ class LLMServerManager:
     """
 
     def __init__(self, config: str | Path | Config, overrides: Sequence[str] = ()) -> None:
-        self.config = (
-            config
-            if isinstance(config, Config)
-            else load_config(config, overrides, optional=("environment", "data.path"))
-        )
+        if not isinstance(config, Config):
+            config = load_config(config, overrides, optional=("environment", "data.path"))
+        self.config = config
         self._thread: EventLoopThread[AsyncLLMServerManager] | None = None
         self._opened: AsyncLLMServerManager | None = None
         self._asleep = False
@@ -62,12 +56,7 @@ class LLMServerManager:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._thread is not None
         self._opened = None
         self._thread.leave(_STOP_SECONDS, error)
@@ -92,38 +81,24 @@ class LLMServerManager:
 
         The callback runs on a new event loop in this thread; inside a running event loop, await
         `chat_scheduler.submit_chat_completions` instead, which takes the same arguments.
-
-        Raises:
-            InputError: while the engines sleep.
         """
         self._check_awake()
-        asyncio.run(
-            self.chat_scheduler.submit_chat_completions(
-                callback, callback_additional_info, **chat_complete_request
-            )
-        )
+        submit = self.chat_scheduler.submit_chat_completions
+        asyncio.run(submit(callback, callback_additional_info, **chat_complete_request))
 
     def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Hold conversations in parallel; see `ChatBackend.generate_sequences`.
-
-        Raises:
-            InputError: while the engines sleep.
-        """
+        """Hold conversations in parallel; see `ChatBackend.generate_sequences`."""
         self._check_awake()
-        # Each conversation has its own deadline.
         return self._call(
             lambda manager: manager.generate_sequences(prompts, **sampling_params),
-            NO_DEADLINE,
+            NO_DEADLINE,  # each conversation has its own
             "the conversations",
         )
 
     def sleep(self) -> None:
-        """Free the engines' memory.
-
-        Turns in progress continue after `wake_up`; until then no new one can start.
-        """
+        """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
         self._asleep = True

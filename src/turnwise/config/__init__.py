@@ -15,7 +15,6 @@ from turnwise.config.algorithm import (
     Gae,
     Grpo,
     Gspo,
-    KlConfig,
     MtGrpo,
     OwnAdvantage,
     OwnLoss,
@@ -26,8 +25,7 @@ from turnwise.config.algorithm import (
 )
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
-from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel, RowsConfig
-from turnwise.config.environments import EnvironmentConfig
+from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import (
     CHOICES,
     Key,
@@ -45,13 +43,17 @@ from turnwise.config.load import (
     set_key,
 )
 from turnwise.config.masking import has_secrets, masked, masked_value
-from turnwise.config.observe import AlarmsConfig
 from turnwise.config.resume import check_unchanged, resume_table
-from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
-from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
+from turnwise.config.rollout import (
+    LOOP_NAMES,
+    McpConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ToolConfig,
+)
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.tools import CodeToolConfig, McpConfig, ToolConfig
 from turnwise.config.training import TrainingConfig
 
 __all__ = [
@@ -61,23 +63,18 @@ __all__ = [
     "NO_DEADLINE",
     "PARTS",
     "REPLACED_KEYS",
-    "AlarmsConfig",
     "AlgorithmConfig",
     "Cispo",
-    "CodeToolConfig",
     "Config",
     "CorrectionConfig",
     "DataConfig",
     "Dpo",
     "DrGrpo",
     "EngineConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
     "Gae",
     "Grpo",
     "Gspo",
     "Key",
-    "KlConfig",
     "LoraConfig",
     "McpConfig",
     "ModelConfig",
@@ -86,12 +83,10 @@ __all__ = [
     "OwnAdvantage",
     "OwnLoss",
     "PpoClip",
-    "ProcessorCall",
     "ReinforcePP",
     "RewardConfig",
     "Rloo",
     "RolloutConfig",
-    "RowsConfig",
     "SamplingConfig",
     "Section",
     "ServingConfig",

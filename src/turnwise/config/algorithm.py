@@ -1,5 +1,6 @@
 """The section `algorithm`: advantage, loss, KL penalty, corrections."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -155,16 +156,14 @@ class KlConfig(Section):
     """Multiply a token's divergence in the loss by its importance ratio, which makes k3 and its
     gradient unbiased for off-policy tokens."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "KlConfig":
+    def mistakes(self) -> Iterator[str]:
         if self.importance_weight and self.where != "loss":
-            raise ValueError("importance_weight needs the penalty in the loss: set where to loss")
+            yield "importance_weight needs the penalty in the loss: set where to loss"
         if self.coef and self.estimator == "k1" and self.where == "loss":
-            raise ValueError(
+            yield (
                 "estimator k1 in the loss has zero gradient on average: set estimator to k2 or k3, "
                 "or where to reward"
             )
-        return self
 
 
 class CorrectionConfig(Section):
@@ -181,19 +180,13 @@ class CorrectionConfig(Section):
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "CorrectionConfig":
+    def mistakes(self) -> Iterator[str]:
         if not self.low <= 1 <= self.high:
-            raise ValueError(f"low {self.low:g} must be at most 1, high {self.high:g} at least 1")
-        return self
+            yield f"low {self.low:g} must be at most 1, high {self.high:g} at least 1"
 
 
 class AlgorithmConfig(Section):
-    """Advantage, loss, KL penalty and corrections.
-
-    Example:
-        AlgorithmConfig(loss="gspo", kl=KlConfig(coef=0.01))
-    """
+    """Advantage, loss, KL penalty and corrections."""
 
     advantage: Annotated[
         Annotated[Grpo, Tag("grpo")]
@@ -240,18 +233,13 @@ class AlgorithmConfig(Section):
             models["algorithm.advantage.model"] = self.advantage.model.path
         return {key: path for key, path in models.items() if path is not None}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "AlgorithmConfig":
+    def mistakes(self) -> Iterator[str]:
         if isinstance(self.loss, Dpo):
             if isinstance(self.advantage, Gae | TurnReturns | MtGrpo):
-                raise ValueError(
-                    f"loss dpo compares trajectories and cannot use advantage {self.advantage.name}"
-                )
+                name = self.advantage.name
+                yield f"loss dpo compares trajectories and cannot use advantage {name}"
             if self.correction.name != "none":
-                raise ValueError(
-                    "loss dpo has no importance ratio to correct: set correction.name to none"
-                )
-        return self
+                yield "loss dpo has no importance ratio to correct: set correction.name to none"
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,8 @@
 """Base class of all sections, and number and deadline types."""
 
+from collections.abc import Iterator
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
@@ -52,6 +53,16 @@ class Section(BaseModel):
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield a sentence for each contradiction between keys; the first one is shown."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if mistake := next(self.mistakes(), None):
+            raise ValueError(mistake)
+        return self
 
 
 def sections(kind: object) -> list[type[Section]]:

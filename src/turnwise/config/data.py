@@ -1,31 +1,52 @@
-"""The sections `model` and `data`, and the section of models other than the policy."""
+"""The sections `model` and `data`, the section of models other than the policy, and templates."""
 
 import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from turnwise.config.base import (
-    Needed,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Tree,
-)
-from turnwise.config.chat_template import TEMPLATE_NAMES, template_text
+from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file that describes an adapter, in the adapter's folder."""
+_TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
+"""Names of the chat templates that come with Turnwise."""
+
+
+def template_text(value: str) -> str:
+    """Return the Jinja text of a chat template's name, file or text.
+
+    Raises:
+        ValueError: when it is none of them.
+    """
+    if _is_jinja(value):
+        return value
+    path = _TEMPLATES / f"{value}.jinja" if value in TEMPLATE_NAMES else Path(value).expanduser()
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        names = ", ".join(TEMPLATE_NAMES)
+        raise ValueError(
+            f"there is no template {repr(value)[:80]}: it may be {names}, a Jinja file, or its text"
+        ) from error
+    if not _is_jinja(text):
+        raise ValueError(f"{value} is no chat template: it has neither {{{{ nor {{%")
+    return text
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _name_or_text(value: str) -> str:
+    """Replace a file by its text: the file may change, or be missing on another machine."""
+    return value if value in TEMPLATE_NAMES else template_text(value)
 
 
 class LoraConfig(Section):
-    """Training of low-rank adapters (LoRA) instead of the weights themselves.
-
-    Example:
-        LoraConfig(rank=16, target_modules=["q_proj", "v_proj"])
-    """
+    """Training of low-rank adapters (LoRA) instead of the weights themselves."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, PEFT's `r`; 0 trains all weights."""
@@ -39,11 +60,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model, its tokenizer and its context.
-
-    Example:
-        ModelConfig(path="Qwen/Qwen3-0.6B", max_length=8192)
-    """
+    """The model, its tokenizer and its context."""
 
     path: str
     """Folder or Hugging Face name of the model to start from, tokenizer included, or a GGUF file,
@@ -54,7 +71,7 @@ class ModelConfig(Section):
     folder or Hugging Face name; null for none."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, AfterValidator(_name_or_text)] | None = None
     """Chat template in place of the tokenizer's, also in exported models: hermes (ChatML with
     tools), chatml (without), a Jinja file, or its text. The run keeps the text of a file. null uses
     the tokenizer's."""
@@ -75,12 +92,6 @@ class ModelConfig(Section):
     def template_text(self) -> str | None:
         """The text of `chat_template`."""
         return None if self.chat_template is None else template_text(self.chat_template)
-
-    @field_validator("chat_template")
-    @classmethod
-    def _text_of_file(cls, value: str | None) -> str | None:
-        """Replace a file by its text: the file may change, or be missing on another machine."""
-        return value if value is None or value in TEMPLATE_NAMES else template_text(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -119,11 +130,7 @@ class OtherModel(Section):
 
 
 class RowsConfig(Section):
-    """Rows for training and evaluation of one environment.
-
-    Example:
-        RowsConfig(path="train.jsonl", eval_path="test.jsonl")
-    """
+    """Rows for training and evaluation of one environment."""
 
     path: Needed = None
     """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, the
@@ -150,11 +157,7 @@ class RowsConfig(Section):
 
 
 class DataConfig(RowsConfig):
-    """Rows for training and evaluation, and the order of the former.
-
-    Example:
-        DataConfig(path="train.jsonl", eval_path="test.jsonl", curriculum=True)
-    """
+    """Rows for training and evaluation, and the order of the former."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.

@@ -21,16 +21,12 @@ _BOUNDS = (
     (annotated_types.Lt, "lt", "<"),
     (annotated_types.Le, "le", "≤"),
 )
+Kinds = list[type[Section]]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the configuration, as shown in the reference.
-
-    Example:
-        for key in describe_keys():
-            print(key.name, key.type, key.default, key.meaning)
-    """
+    """One key of the configuration, as shown in the reference."""
 
     name: str
     """The full name, such as `training.steps`."""
@@ -45,7 +41,6 @@ class Key:
 
 
 def describe_keys() -> list[Key]:
-    """Return every key in the order of the configuration."""
     return list(_keys(Config, None, ""))
 
 
@@ -55,17 +50,15 @@ def known_keys() -> dict[str, str]:
     return {key.name: key.meaning for key in _keys(Config, None, "")}
 
 
+@cache
 def needed_keys() -> Sequence[str]:
     """Return the keys that must be set unless a program provides their values otherwise."""
-    return _NEEDED_KEYS
+    return tuple(key for key, field, _ in _fields(Config) if NEEDED in field.metadata)
 
 
 def explain_config(config: Config | None = None) -> str:
-    """Return a configuration as YAML, with a comment above each key that explains it.
-
-    Args:
-        config: None prints the defaults, with required keys marked and left empty.
-    """
+    """Return a configuration as YAML, with a comment above each key that explains it; None prints
+    the defaults, with required keys marked and left empty."""
     lines: list[str] = []
     _describe(Config, config, 0, config is None, lines)
     return "\n".join(lines) + "\n"
@@ -77,9 +70,9 @@ def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator
         key, parts = prefix + name, sections(field.annotation)
         value = _default(field) if section is None else getattr(section, name)
         if len(parts) > 1 and isinstance(value, Section):
-            names = [_name(part) for part in parts]
+            names = " | ".join(_name(part) for part in parts)
             meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
-            yield Key(f"{key}.name", " | ".join(names), _name(type(value)), meaning)
+            yield Key(f"{key}.name", names, _name(type(value)), meaning)
         for part in parts:
             below = _keys(part, value if isinstance(value, part) else None, f"{key}.")
             if len(parts) == 1:
@@ -93,32 +86,20 @@ def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator
 
 
 def _name(section: type[Section]) -> str:
-    """Return the name of one kind of a section."""
     return str(section.model_fields["name"].default)
 
 
-def _choices(section: type[Section], prefix: str) -> Iterator[tuple[str, list[type[Section]]]]:
-    for name, field in section.model_fields.items():
+def _fields(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, Kinds]]:
+    """Yield every key with its field and its possible kinds of section, but none below several."""
+    for name, field in kind.model_fields.items():
         parts = sections(field.annotation)
-        if len(parts) > 1:
-            yield prefix + name, parts
-        elif parts:
-            yield from _choices(parts[0], f"{prefix}{name}.")
+        yield prefix + name, field, parts
+        if len(parts) == 1:
+            yield from _fields(parts[0], f"{prefix}{name}.")
 
 
-CHOICES = dict(_choices(Config, ""))
+CHOICES = {key: parts for key, _, parts in _fields(Config) if len(parts) > 1}
 """Possible kinds of each key whose value is one of several sections, chosen by `name`."""
-
-
-def _needed(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if NEEDED in field.metadata:
-            yield prefix + name
-        for part in sections(field.annotation)[:1]:
-            yield from _needed(part, f"{prefix}{name}.")
-
-
-_NEEDED_KEYS = tuple(_needed(Config, ""))
 
 
 def _is_needed(field: FieldInfo) -> bool:
@@ -134,7 +115,6 @@ def _default(field: FieldInfo) -> object:
 
 
 def _kinds(parts: Sequence[type[Section]]) -> list[str]:
-    """Return the names of a key's possible kinds, each with its meaning."""
     return [f"{_name(part)}: {part.__doc__}" for part in parts]
 
 
@@ -210,13 +190,7 @@ def _plain(value: object) -> object:
 def _describe(
     kind: type[Section], section: Section | None, depth: int, marks: bool, lines: list[str]
 ) -> None:
-    """Add a section's lines.
-
-    Args:
-        kind: The section's class.
-        section: Its values; None uses the defaults of the class.
-        marks: Whether to mark keys that must be set.
-    """
+    """Add a section's lines, with the values of `section` or the defaults of its class."""
     indent = "  " * depth
     for name, field in kind.model_fields.items():
         value = _default(field) if section is None else getattr(section, name)

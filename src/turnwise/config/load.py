@@ -1,16 +1,21 @@
-"""Loading a checked `Config` from a YAML file and `key.sub=value` overrides, and dumping it."""
+"""Loading a checked `Config` from a YAML file and `key.sub=value` overrides, and dumping it.
 
+Each mistake is one sentence, with the most likely intended key.
+"""
+
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from turnwise.config.algorithm import PARTS
-from turnwise.config.base import Tree
-from turnwise.config.errors import explain_missing, explain_mistake
-from turnwise.config.explain import needed_keys
+from turnwise.config.aliases import ALIASES, REPLACED_KEYS
+from turnwise.config.base import Tree, sections
+from turnwise.config.explain import CHOICES, known_keys, needed_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
@@ -65,22 +70,16 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values.
-
-    Args:
-        optional: See `load_config`.
-
-    Raises:
-        InputError: with one sentence for each mistake.
-    """
+    """Check a tree of plain values, as `load_config` does; raise with one sentence for each
+    mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
-    missing = [key for key in needed_keys() if _value(tree, key) is None and key not in given]
-    problems = [explain_missing(key) for key in missing]
+    missing = [key for key in needed_keys() if value_of(tree, key) is None and key not in given]
+    problems = [_explain_missing(key) for key in missing]
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        problems += [explain_mistake(e) for e in error.errors(include_url=False)]
+        problems += [_explain_mistake(e) for e in error.errors(include_url=False)]
     else:
         evaluates = "data.eval_path" in optional or any(
             part.data.eval_path is not None for part in config.parts().values()
@@ -95,21 +94,14 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
 
 
 def dump_config(config: Config, *, secrets: bool = False) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back.
-
-    Args:
-        secrets: Include API keys.
-    """
+    """Return the resolved configuration as YAML that `load_config` reads back, by default without
+    API keys."""
     exclude = None if secrets else {"serving": {"api_key"}}
     return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
 
 
 def apply_override(tree: Tree, override: str) -> None:
-    """Set one key of a tree by `key.sub=value`.
-
-    Raises:
-        InputError: when the override has another form, or a part of the key is a value.
-    """
+    """Set one key of a tree by `key.sub=value`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"an override must have the form key.sub=value, not {override!r}")
@@ -124,9 +116,6 @@ def set_key(tree: Tree, key: str, value: object) -> None:
     """Set the value of a dotted key in a tree, creating missing sections.
 
     A part of the algorithm that is a bare name becomes a section with that name.
-
-    Raises:
-        InputError: when a part of the key is a value.
     """
     *parents, leaf = key.split(".")
     for depth, parent in enumerate(parents, start=1):
@@ -141,7 +130,6 @@ def set_key(tree: Tree, key: str, value: object) -> None:
 
 
 def _filled(tree: Tree, defaults: Tree) -> Tree:
-    """Return the tree with missing or empty keys set to their defaults."""
     filled = {**tree}
     for key, value in defaults.items():
         if filled.get(key) is None:
@@ -151,9 +139,81 @@ def _filled(tree: Tree, defaults: Tree) -> Tree:
     return filled
 
 
-def _value(tree: Tree, key: str) -> object:
+def value_of(tree: Tree, key: str) -> object:
     """Return the value of a dotted key, or None if it is not set."""
     value: object = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value
+
+
+def _explain_mistake(error: ErrorDetails) -> str:
+    """Return one of pydantic's errors as a sentence that names the key."""
+    loc = [str(part) for part in error["loc"]]
+    # pydantic adds the name of the chosen kind after a key that has several kinds.
+    key = ".".join(p for i, p in enumerate(loc) if ".".join(loc[:i]) not in CHOICES)
+    if error["type"] == "union_tag_invalid":
+        known = error["ctx"]["expected_tags"].replace("'", "")
+        return f"{key}.name must be one of {known}, not {error['ctx']['tag']!r}"
+    if error["type"] == "extra_forbidden":
+        return _unknown(key, loc)
+    if error["type"] == "missing":
+        field = Config.model_fields.get(key)
+        parts = sections(field.annotation) if field is not None else []
+        below = [n for part in parts for n, f in part.model_fields.items() if f.is_required()]
+        missing = [key, *(f"{key}.{name}" for name in below)]
+        explained = [_explain_missing(k) for k in missing if k in known_keys()]
+        return "; ".join(explained or [f"{key} must be set"])
+    value = error["input"]
+    if error["type"] in ("model_type", "union_tag_not_found"):
+        return f"{key} must be a section with its own keys, not {value!r}"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    given = f", not {value!r}" if isinstance(value, str | int | float) else ""
+    return f"{key}: {error['msg']}{given}"
+
+
+def _explain_missing(key: str) -> str:
+    return f"{key} must be set ({known_keys()[key].rstrip('.')})"
+
+
+def _unknown(key: str, loc: Sequence[str]) -> str:
+    owner, _, leaf = key.rpartition(".")
+    if leaf in REPLACED_KEYS:
+        return f"{key} is not supported: {REPLACED_KEYS[leaf]}"
+    if key in known_keys():
+        kinds = [
+            kind.model_fields["name"].default
+            for kind in CHOICES[owner]
+            if leaf in kind.model_fields
+        ]
+        return f"{key} belongs to {' and '.join(kinds)}, not to {loc[-2]} ({owner}.name)"
+    return f"there is no key {key}{_nearest(key)}"
+
+
+def _nearest(key: str) -> str:
+    """Return a hint that names the known key most likely meant, or where to find all keys."""
+    known = list(known_keys())
+    section, _, leaf = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    tops = list(dict.fromkeys(k.partition(".")[0] for k in known))
+    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+
+    def close(name: str, candidates: Sequence[str], least: float) -> list[str]:
+        return difflib.get_close_matches(name, candidates, 1, least)
+
+    beside = f"{section}." if section else ""
+    alias = ALIASES.get(leaf.lower().replace("-", "_"), "")
+    owner, _, own = alias.rpartition(".")
+    if own in siblings and section.endswith(owner):
+        alias = beside + own
+    meant = (
+        ([alias] if alias else [])
+        or [beside + name for name in close(leaf, siblings, 0.75)]
+        or elsewhere
+        or ([] if section else close(key, tops, 0.75))
+        or close(key, known, 0.75)
+        or [beside + name for name in close(leaf, siblings, 0.4)]
+    )
+    return f"; did you mean {meant[0]}?" if meant else "; `turnwise config` prints all keys"

@@ -22,21 +22,12 @@ def masked(config: Config) -> dict[str, object]:
 
     Those are the values of `headers` and `env`, texts whose key is called a token, key, secret,
     password or the like, and users in URLs. `serving.api_key` is left out.
-
-    Example:
-        >>> masked(config)["engine"]["vllm_args"]
-        {'hf_token': '***'}
     """
     return {key: masked_value(key, value) for key, value in _plain(config).items()}
 
 
 def has_secrets(config: Config) -> bool:
-    """Return whether `masked` masks something.
-
-    Example:
-        >>> has_secrets(load_config("config.yaml"))
-        False
-    """
+    """Return whether `masked` masks something."""
     return masked(config) != _plain(config)
 
 
@@ -46,15 +37,8 @@ def _plain(config: Config) -> dict[str, object]:
 
 
 def masked_value(name: str, value: object) -> object:
-    """Return a value of a configuration, masked where its name or form says that it is a secret.
-
-    Args:
-        name: Its key; of a dotted key, the last parts.
-
-    Example:
-        >>> masked_value("url", "https://me:word@host/mcp")
-        'https://***@host/mcp'
-    """
+    """Return a value of a configuration, masked where the name of its key (of a dotted one, the
+    end) or its form says that it is a secret."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {

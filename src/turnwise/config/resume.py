@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from turnwise.config.explain import known_keys
+from turnwise.config.load import value_of
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
@@ -29,6 +30,10 @@ def _no(reason: str) -> OnResume:
     return OnResume(False, reason)
 
 
+def _each(rule: OnResume, keys: str, section: str = "") -> dict[str, OnResume]:
+    return {section + key: rule for key in keys.split()}
+
+
 _HOME = _no("a run is resumed in its own folder, which may be moved as a whole")
 _ADAPTER = _no("the checkpoint's adapter has this form")
 _SHOWN = _yes("applies from now on")
@@ -38,24 +43,17 @@ _OPTIMIZER = _yes("applies from the next update on")
 _LIMIT = _yes("applies from the next step on")
 
 RULES: Mapping[str, OnResume] = {
-    "name": _HOME,
-    "output_dir": _HOME,
+    **_each(_HOME, "name output_dir"),
     "seed": _no("the order of the rows that are left in this epoch depends on it"),
-    "deterministic": _LIMIT,
-    "exactness": _LIMIT,
+    **_each(_LIMIT, "deterministic exactness"),
     "environment": _yes("applies from now on; groups that were waiting keep their rewards"),
     "environment_args": _yes("applies from now on; see data.path where the rows depend on it"),
     "environments": _yes(
         "applies from now on, if their names and numbers of rows stay; weights count from now on"
     ),
-    "trackers": _SHOWN,
-    "project": _SHOWN,
-    "entity": _SHOWN,
-    "tags": _SHOWN,
-    "samples_every": _SHOWN,
-    "log_level": _SHOWN,
-    "watchdog_seconds": _SHOWN,
-    "ray_address": _SHOWN,
+    **_each(
+        _SHOWN, "trackers project entity tags samples_every log_level watchdog_seconds ray_address"
+    ),
     "model.path": _SAME_MODEL,
     "model.adapter": _no("training does not start from an adapter"),
     "model.tokenizer": _yes("for a copy of the same tokenizer elsewhere"),
@@ -63,25 +61,17 @@ RULES: Mapping[str, OnResume] = {
     "model.dtype": _yes("applies from now on; weights that learn are kept as they are"),
     "model.max_length": _LIMIT,
     "model.trust_remote_code": _SHOWN,
-    "model.template_args": _yes("applies to new groups"),
-    "model.escape_special_tokens": _yes("applies to new groups"),
+    **_each(_yes("applies to new groups"), "template_args escape_special_tokens", "model."),
     "model.lora": _ADAPTER,
-    "data.path": _DATA,
-    "data.subset": _DATA,
-    "data.split": _DATA,
-    "data.limit": _DATA,
-    "data.eval_path": _yes("applies to the next evaluation"),
-    "data.eval_split": _yes("applies to the next evaluation"),
-    "data.eval_limit": _yes("applies to the next evaluation"),
+    **_each(_DATA, "path subset split limit", "data."),
+    **_each(_yes("applies to the next evaluation"), "eval_path eval_split eval_limit", "data."),
     "data.max_prompt_tokens": _LIMIT,
     "data.curriculum": _yes("applies from now on; false forgets the outcomes of earlier groups"),
     "data.max_rest": _LIMIT,
     "rollout": _yes("applies to new groups"),
     "sampling": _yes("applies to new groups; those that were waiting keep their size"),
     "eval": _yes("applies to the next evaluation"),
-    "engine": _SHOWN,
-    "serving": _SHOWN,
-    "weights": _SHOWN,
+    **_each(_SHOWN, "engine serving weights"),
     "algorithm.advantage": _LIMIT,
     "algorithm.advantage.name": _yes(
         "applies from the next step on; to one with a value model only if the checkpoint has one"
@@ -89,43 +79,32 @@ RULES: Mapping[str, OnResume] = {
     "algorithm.advantage.learning_rate": _OPTIMIZER,
     "algorithm.advantage.warmup_steps": _yes("counts the steps of the whole run"),
     "algorithm.advantage.model": _SAME_MODEL,
-    "algorithm.loss": _LIMIT,
-    "algorithm.reduction": _LIMIT,
-    "algorithm.kl": _LIMIT,
+    **_each(_LIMIT, "loss reduction kl", "algorithm."),
     "algorithm.kl.model": _yes("another reference model from now on"),
-    "algorithm.correction": _LIMIT,
-    "algorithm.dynamic_sampling": _LIMIT,
-    "algorithm.overlong_tokens": _LIMIT,
-    "algorithm.overlong_penalty": _LIMIT,
+    **_each(_LIMIT, "correction dynamic_sampling overlong_tokens overlong_penalty", "algorithm."),
     "training.steps": _yes("the new end of the run, also of its schedule"),
-    "training.max_staleness": _LIMIT,
-    "training.stale_policy": _LIMIT,
+    **_each(_LIMIT, "max_staleness stale_policy", "training."),
     "training.ranks": _yes("a checkpoint can be loaded with any number of ranks"),
-    "training.context_parallel": _SHOWN,
-    "training.colocated": _SHOWN,
-    "training.offload": _SHOWN,
-    "training.resources": _SHOWN,
-    "training.activation_checkpointing": _SHOWN,
+    **_each(
+        _SHOWN, "context_parallel colocated offload resources activation_checkpointing", "training."
+    ),
     "training.weights_dtype": _no("the checkpoint's weights and moments have this type"),
-    "training.packing": _SHOWN,
-    "training.attention": _SHOWN,
+    **_each(_SHOWN, "packing attention", "training."),
     "training.updates_per_step": _yes("applies from the next step on; a schedule counts updates"),
     "training.learning_rate": _OPTIMIZER,
-    "training.warmup_steps": _yes("the schedule is the new one, at the checkpoint's update"),
-    "training.lr_schedule": _yes("the schedule is the new one, at the checkpoint's update"),
-    "training.weight_decay": _OPTIMIZER,
-    "training.max_grad_norm": _OPTIMIZER,
-    "training.micro_batch_tokens": _SHOWN,
-    "training.threads": _SHOWN,
-    "training.step_timeout": _SHOWN,
-    "training.checkpoint_every": _SHOWN,
-    "training.checkpoint_minutes": _SHOWN,
-    "training.keep_last": _SHOWN,
-    "training.restarts": _SHOWN,
-    "training.max_skipped": _SHOWN,
-    "trajectories": _SHOWN,
-    "alarms": _SHOWN,
-    "metrics": _SHOWN,
+    **_each(
+        _yes("the schedule is the new one, at the checkpoint's update"),
+        "warmup_steps lr_schedule",
+        "training.",
+    ),
+    **_each(_OPTIMIZER, "weight_decay max_grad_norm", "training."),
+    **_each(
+        _SHOWN,
+        "micro_batch_tokens threads step_timeout checkpoint_every checkpoint_minutes keep_last "
+        "restarts max_skipped",
+        "training.",
+    ),
+    **_each(_SHOWN, "trajectories alarms metrics"),
 }
 """The rules by key. A section stands for those of its keys that have none of their own."""
 
@@ -138,30 +117,15 @@ def rule_of(key: str) -> OnResume | None:
 
 
 def check_unchanged(saved: Config, config: Config) -> None:
-    """Check that a resumed run changes only what may change.
-
-    Args:
-        saved: The configuration of the run so far.
-
-    Raises:
-        InputError: naming the first key that may not, and why.
-    """
+    """Check that a resumed run changes only what may change; name the first key that may not."""
     trees = saved.model_dump(), config.model_dump()
     for key in known_keys():
         rule = rule_of(key)
-        if rule is None or rule.may_change:
-            continue
-        before, now = (_value(tree, key) for tree in trees)
-        if before != now:
+        before, now = (value_of(tree, key) for tree in trees)
+        if rule is not None and not rule.may_change and before != now:
             raise InputError(
                 f"{key} cannot change from {before} to {now} when a run is resumed: {rule.meaning}"
             )
-
-
-def _value(tree: object, key: str) -> object:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def resume_table() -> str:

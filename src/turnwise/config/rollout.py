@@ -1,28 +1,119 @@
-"""The section `rollout`: agent loop, tools, rewards, limits."""
+"""The sections `rollout`, `sampling` and `eval`, and the entries of `environments`."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from turnwise.config.base import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Seconds,
     Section,
+    Tree,
 )
-from turnwise.config.tools import ToolConfig
+from turnwise.config.data import RowsConfig
 
-LOOP_NAMES = (
-    "tool_calling",
-    "single_turn",
-    "interleaved",
-    "agent",
-    "chat_scheduler",
-    "self_play",
-)
+LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler", "self_play")
 """Names of the built-in agent loops, which `rollout.loops` implements."""
+
+
+def _known_loop(loop: str) -> str:
+    if loop not in LOOP_NAMES and ":" not in loop:
+        raise ValueError(
+            f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
+        )
+    return loop
+
+
+Loop = Annotated[str, AfterValidator(_known_loop)]
+
+
+class CodeToolConfig(Section):
+    """A tool that runs the model's code in a sandbox of its trajectory."""
+
+    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"] = "auto"
+    """Program that confines the code: sandlock, bubblewrap, auto for the first of the two that
+    works, or none, which gives the code all rights of the run's user."""
+    timeout: PositiveFloat = 10.0
+    """Seconds for one call, after which the code is interrupted."""
+    memory: PositiveInt = 512
+    """MiB of memory, of each process and of all together."""
+    disk: PositiveInt = 64
+    """MiB of files."""
+    processes: PositiveInt = 32
+    """Largest number of processes and threads."""
+    interpreter: str | None = None
+    """Python's executable, for the packages of its environment; null offers Python's own
+    modules."""
+
+
+class McpConfig(Section):
+    """An MCP server: a command that speaks over its standard input and output, or a URL of
+    streamable HTTP."""
+
+    command: str | None = None
+    """Program to start: one process for each trajectory, unless shared."""
+    args: list[str] = []
+    """Arguments of the command."""
+    env: dict[str, str] = {}
+    """Environment variables of the command besides PATH, HOME, USER, SHELL and TERM; ${NAME} stands
+    for a variable of this process."""
+    cwd: str | None = None
+    """Working directory of the command; null uses this process's."""
+    url: str | None = None
+    """URL of a running server; each trajectory has its own MCP session, unless shared."""
+    headers: dict[str, str] = {}
+    """HTTP headers for the URL; ${NAME} stands for a variable of this process."""
+    session_header: str | None = None
+    """Name of an HTTP header that has its own value for each trajectory; null sends none."""
+    shared: bool = False
+    """One process, or one MCP session, for all trajectories."""
+    warm: NonNegativeInt = 0
+    """Number of processes that are started before a trajectory needs them."""
+    tools: list[str] | None = None
+    """Names of the server's tools to offer; null offers all."""
+    prefix: str = ""
+    """Text before each tool's name."""
+    start_timeout: Seconds = 60.0
+    """Deadline in seconds for the server to start and list its tools."""
+
+    def mistakes(self) -> Iterator[str]:
+        if bool(self.command) == bool(self.url):
+            yield "an MCP server has either a command or a url"
+        if self.command and (self.headers or self.session_header):
+            yield "headers and session_header apply to a url, not to a command"
+        if self.url and (self.args or self.env or self.cwd or self.warm):
+            yield "args, env, cwd and warm apply to a command, not to a url"
+        if self.shared and (self.session_header or self.warm):
+            yield (
+                "session_header and warm are for one connection per trajectory: set shared to false"
+            )
+
+
+class ToolConfig(Section):
+    """Tools from one source; exactly one key is set."""
+
+    use: str | None = None
+    """package.module:name of a function, a Tool, a toolset, a tool of openai-agents, pydantic-ai,
+    LangChain or smolagents, or a class or function that makes a toolset for each trajectory."""
+    mcp: McpConfig | None = None
+    """The tools of an MCP server."""
+    python: CodeToolConfig | None = None
+    """A Python session for each trajectory."""
+    shell: CodeToolConfig | None = None
+    """A bash session for each trajectory."""
+
+    def mistakes(self) -> Iterator[str]:
+        names = list(type(self).model_fields)
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            yield f"an entry of rollout.tools has exactly one of the keys {', '.join(names)}" + (
+                f", not {' and '.join(given)}" if given else ""
+            )
 
 
 class RewardConfig(Section):
@@ -49,23 +140,15 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor of this part in the sum."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "RewardConfig":
+    def mistakes(self) -> Iterator[str]:
         if sum(map(bool, (self.function, self.group_function, self.trl, self.model))) > 1:
-            raise ValueError(
-                "a reward is a function, a group_function, trl or a model: use an entry for each"
-            )
-        return self
+            yield "a reward is a function, a group_function, trl or a model: use an entry for each"
 
 
 class RolloutConfig(Section):
-    """Agent loop, tools, rewards and limits.
+    """Agent loop, tools, rewards and limits."""
 
-    Example:
-        RolloutConfig(prompts_per_step=8, max_turns=4)
-    """
-
-    loop: str = "tool_calling"
+    loop: Loop = "tool_calling"
     """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, self_play, or
     package.module:Class."""
     agent: str | None = None
@@ -147,30 +230,6 @@ class RolloutConfig(Section):
     """For loop interleaved: the tool that receives the text between call_start and call_end as its
     only argument; null parses the text as a JSON object with name and arguments."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "RolloutConfig":
-        if bool(self.call_start) != bool(self.call_end):
-            raise ValueError("call_start and call_end belong together: set both or neither")
-        if self.processes > 1 and any(reward.model for reward in self.rewards):
-            raise ValueError("reward models need processes 1")
-        if self.call_tool and not self.call_start:
-            raise ValueError("call_tool receives the text between the tags: set call_start")
-        if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
-            raise ValueError(f"call_start applies only to loop interleaved, not to {self.loop}")
-        return self
-
-    @model_validator(mode="after")
-    def _code_within_tool_timeout(self) -> "RolloutConfig":
-        for entry in self.tools:
-            for name in ("python", "shell"):
-                code = getattr(entry, name)
-                if code is not None and code.timeout >= self.tool_timeout:
-                    raise ValueError(
-                        f"{name}: its timeout ({code.timeout:g}) must be shorter than tool_timeout "
-                        f"({self.tool_timeout:g})"
-                    )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _loop_of_chat_scheduler(cls, tree: object) -> object:
@@ -178,37 +237,125 @@ class RolloutConfig(Section):
             return {**tree, "loop": "chat_scheduler"}
         return tree
 
-    @model_validator(mode="after")
-    def _with_chat_scheduler(self) -> "RolloutConfig":
+    def mistakes(self) -> Iterator[str]:
+        if bool(self.call_start) != bool(self.call_end):
+            yield "call_start and call_end belong together: set both or neither"
+        if self.processes > 1 and any(reward.model for reward in self.rewards):
+            yield "reward models need processes 1"
+        if self.call_tool and not self.call_start:
+            yield "call_tool receives the text between the tags: set call_start"
+        if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
+            yield f"call_start applies only to loop interleaved, not to {self.loop}"
+        for entry in self.tools:
+            for name, code in (("python", entry.python), ("shell", entry.shell)):
+                if code is not None and code.timeout >= self.tool_timeout:
+                    yield (
+                        f"{name}: its timeout ({code.timeout:g}) must be shorter than tool_timeout "
+                        f"({self.tool_timeout:g})"
+                    )
         if self.chat_scheduler and self.loop != "chat_scheduler":
-            raise ValueError(
-                f"loop {self.loop} does not use chat_scheduler: set loop to chat_scheduler"
-            )
+            yield f"loop {self.loop} does not use chat_scheduler: set loop to chat_scheduler"
         if self.loop == "chat_scheduler" and not self.chat_scheduler:
-            raise ValueError(
+            yield (
                 "loop chat_scheduler needs chat_scheduler: package.module:Class, a "
                 "ChatCompletionScheduler"
             )
         if self.chat_scheduler and ":" not in self.chat_scheduler:
-            raise ValueError(
-                f"chat_scheduler must be package.module:Class, not {self.chat_scheduler!r}"
-            )
-        return self
-
-    @field_validator("loop")
-    @classmethod
-    def _known_loop(cls, loop: str) -> str:
-        return known_loop(loop)
+            yield f"chat_scheduler must be package.module:Class, not {self.chat_scheduler!r}"
 
 
-def known_loop(loop: str) -> str:
-    """Return the name of an agent loop.
+class EnvironmentConfig(Section):
+    """One of several environments: its class, its rows, and its share of the groups."""
 
-    Raises:
-        ValueError: when there is no built-in one of this name, and it is no class.
-    """
-    if loop not in LOOP_NAMES and ":" not in loop:
-        raise ValueError(
-            f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
-        )
-    return loop
+    environment: str
+    """As the key of the same name at the top."""
+    environment_args: Tree = {}
+    """As the key of the same name at the top."""
+    data: RowsConfig
+    """Rows: the keys of `data` that name them (path, eval_path, subset, split, eval_split, limit,
+    eval_limit)."""
+    weight: PositiveFloat = 1.0
+    """Share of the groups, relative to the other weights."""
+    loop: Loop | None = None
+    """Agent loop; null uses rollout.loop."""
+    tools: list[ToolConfig] | None = None
+    """Tools that are added to the environment's own, in place of rollout.tools; null uses those."""
+
+
+class ProcessorCall(Section):
+    """A logits processor, created for each request by calling `qualname`."""
+
+    qualname: str
+    """package.module:name of the class or function that creates it."""
+    args: list[object] | None = None
+    """Positional arguments of the call; null passes none."""
+    kwargs: Tree | None = None
+    """Keyword arguments of the call; null passes none."""
+
+
+class SamplingConfig(Section):
+    """Sampling parameters of the engine, and the group size."""
+
+    n: PositiveInt = 8
+    """Number of trajectories per problem: the group size."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Sampling temperature, at most 2; 0 is greedy."""
+    # Megatron's 0 disables it.
+    top_p: Annotated[Fraction, BeforeValidator(lambda p: 1.0 if p == 0 else p)] = 1.0
+    """Sample from the smallest set of most likely tokens with this total probability; 1 or 0 means
+    all."""
+    # -1 means all tokens in older versions of vLLM.
+    top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
+    """Sample from this many most likely tokens; 0 or -1 means all."""
+    max_tokens: PositiveInt = 512
+    """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
+    min_tokens: NonNegativeInt = 0
+    """Smallest number of tokens sampled in one turn."""
+    stop: list[str] = []
+    """Texts that end a turn; they are kept in its tokens."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a turn, in addition to the model's own."""
+    ignore_eos: bool = False
+    """Continue sampling after the model's end-of-turn token."""
+    # null means no log-probs in vLLM.
+    prompt_logprobs: Annotated[bool, BeforeValidator(lambda on: False if on is None else on)] = (
+        False
+    )
+    """Record the log-probs of each turn's prompt too; slower, because it bypasses the prefix
+    cache."""
+    logits_processor_args: Tree = {}
+    """Arguments of engine.logits_processors for each request."""
+    logits_processors: list[str | ProcessorCall] = []
+    """Logits processors for these requests only, each as package.module:function or as {qualname,
+    args, kwargs}; engine.logits_processors_allowed must match their names."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.min_tokens > self.max_tokens:
+            yield f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}"
+
+    def within(self, room: int) -> "SamplingConfig":
+        """Return the same parameters with at most `room` tokens per turn (at least 1)."""
+        if self.max_tokens <= room:
+            return self
+        limits = {"max_tokens": room, "min_tokens": min(self.min_tokens, room)}
+        return self.model_copy(update=limits)
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out rows."""
+
+    every: NonNegativeInt = 10
+    """Number of steps between evaluations on data.eval_path, which also run before the first step
+    and after the last; 0 never evaluates."""
+    target: Fraction | None = None
+    """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
+    training.steps."""
+    success_reward: float = 1.0
+    """Smallest reward at which a trajectory counts as correct in accuracy, pass@k and mean@k."""
+    sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
+    """Sampling in evaluation; by default one greedy trajectory per row. If any of its keys is set,
+    the others have the defaults of `sampling`."""
+
+    def reached(self, accuracy: float | None) -> bool:
+        """Return whether an evaluation's accuracy ends the run; None means no evaluation."""
+        return self.target is not None and accuracy is not None and accuracy >= self.target

@@ -1,24 +1,37 @@
 """The whole configuration: all sections, and the checks that involve several of them."""
 
 import re
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Collection, Iterator
+from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator
 
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
-from turnwise.config.environments import EnvironmentConfig
-from turnwise.config.observe import AlarmsConfig, MetricsConfig
-from turnwise.config.rollout import RolloutConfig
-from turnwise.config.sampling import EvalConfig, SamplingConfig
+from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import TrainingConfig, TrajectoriesConfig
+from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
 
-_STREAMS = ("ipc", "collective")
-"""Transports that send while engines load."""
+
+def _one_folder(name: str) -> str:
+    if name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
+        raise ValueError(
+            f"must be one folder in output_dir, not {name!r}: choose a name without slashes, "
+            "and set output_dir for another place"
+        )
+    return name
+
+
+def _plain_names(environments: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
+    for name in environments:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(
+                f"the name {name!r} must have letters, digits, _ and - only: problems, metrics "
+                "and files are named by it"
+            )
+    return environments
 
 
 class Config(Section):
@@ -29,7 +42,7 @@ class Config(Section):
         print(config.training.steps, config.sampling.temperature)
     """
 
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_one_folder)] = "run"
     """Name of the run's folder in output_dir: one name, not a path."""
     output_dir: str = "runs"
     """Folder that contains the run folders."""
@@ -46,7 +59,7 @@ class Config(Section):
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     environment_args: Tree = {}
     """Keyword arguments with which the environment is made, such as {size: 1000}."""
-    environments: dict[str, EnvironmentConfig] = {}
+    environments: Annotated[dict[str, EnvironmentConfig], AfterValidator(_plain_names)] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
     each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
     groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
@@ -84,57 +97,10 @@ class Config(Section):
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    @field_validator("name")
-    @classmethod
-    def _one_folder(cls, name: str) -> str:
-        if name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
-            raise ValueError(
-                f"must be one folder in output_dir, not {name!r}: choose a name without slashes, "
-                "and set output_dir for another place"
-            )
-        return name
-
-    @field_validator("environments")
-    @classmethod
-    def _plain_names(
-        cls, environments: dict[str, EnvironmentConfig]
-    ) -> dict[str, EnvironmentConfig]:
-        for name in environments:
-            if not re.fullmatch(r"[\w-]+", name):
-                raise ValueError(
-                    f"the name {name!r} must have letters, digits, _ and - only: problems, metrics "
-                    "and files are named by it"
-                )
-        return environments
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> "Config":
-        if not self.environments:
-            return self
-        fields = RowsConfig.model_fields.items()
-        rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
-        own = [key for key in ("environment", "environment_args") if getattr(self, key)]
-        if set_twice := [*own, *rows]:
-            raise ValueError(
-                f"environments has its own environments and rows, and {set_twice[0]} is set too: "
-                "move it into an entry of environments, or remove environments"
-            )
-        for name, entry in self.environments.items():
-            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
-                raise ValueError(
-                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
-                    "package.module:Class"
-                )
-        return self
-
     def parts(self) -> dict[str, "Config"]:
         """Return the configuration of each environment by name, as if it were the only one.
 
         A run with one environment has one part, under the name "".
-
-        Example:
-            for name, part in config.parts().items():
-                print(name, part.environment, part.data.path, part.rollout.loop)
         """
         if not self.environments:
             return {"": self}
@@ -155,7 +121,6 @@ class Config(Section):
         return parts
 
     def only(self, names: Collection[str]) -> "Config":
-        """Return the configuration with some of several environments."""
         if not self.environments:
             return self
         kept = {name: entry for name, entry in self.environments.items() if name in names}
@@ -178,106 +143,124 @@ class Config(Section):
         """Agent loops of the run: those of its environments."""
         return {part.rollout.loop for part in self.parts().values()}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Config":
-        together = self.engine.max_num_batched_tokens
-        if together < self.model.max_length and (
-            self.engine.vllm_args.get("enable_chunked_prefill") is False
-        ):
-            raise ValueError(
-                f"engine.max_num_batched_tokens {together} is below model.max_length "
-                f"{self.model.max_length}, and engine.vllm_args.enable_chunked_prefill is false: "
-                "raise the first, lower the second, or remove the third"
+    def mistakes(self) -> Iterator[str]:
+        yield from _environment_mistakes(self)
+        yield from _engine_mistakes(self)
+        yield from _training_mistakes(self)
+
+
+def _environment_mistakes(config: Config) -> Iterator[str]:
+    if not config.environments:
+        return
+    fields = RowsConfig.model_fields.items()
+    rows = [f"data.{key}" for key, of in fields if getattr(config.data, key) != of.default]
+    own = [key for key in ("environment", "environment_args") if getattr(config, key)]
+    for key in [*own, *rows]:
+        yield (
+            f"environments has its own environments and rows, and {key} is set too: "
+            "move it into an entry of environments, or remove environments"
+        )
+    for name, entry in config.environments.items():
+        if entry.loop == "chat_scheduler" and not config.rollout.chat_scheduler:
+            yield (
+                f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
+                "package.module:Class"
             )
-        if together < self.engine.max_num_seqs and not self.deterministic:
-            raise ValueError(
-                f"engine.max_num_batched_tokens {together} is below engine.max_num_seqs "
-                f"{self.engine.max_num_seqs}, and each sequence computes at least one token per "
-                "step: raise the first or lower the second"
-            )
-        for key in REPLACED_KEYS.keys() & self.engine.vllm_args.keys():
-            raise ValueError(f"engine.vllm_args.{key} is not supported: {REPLACED_KEYS[key]}")
-        allowed = self.engine.logits_processors_allowed
-        for key, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval.sampling)):
-            for one in sampling.logits_processors:
-                name = one if isinstance(one, str) else one.qualname
-                if allowed is None or not re.fullmatch(allowed, name):
-                    raise ValueError(
-                        f"{key}.logits_processors: engine.logits_processors_allowed does not match "
-                        f"{name!r}; set it to a pattern that matches the name"
-                    )
-        if self.training.max_staleness and self.deterministic:
-            raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
-        for key in EngineConfig.model_fields.keys() & self.engine.vllm_args.keys():
-            raise ValueError(f"engine.vllm_args.{key} has its own key: set engine.{key} instead")
-        if self.engine.pipeline_parallel_size > 1 and (
-            self.training.colocated or self.serving.spread
-        ):
-            raise ValueError(
-                "engine.pipeline_parallel_size above 1 requires engines in separate processes: set "
-                "it to 1, or set training.colocated and serving.spread to false"
-            )
-        if self.engine.routing_replay and (
-            self.deterministic
-            or not self.engine.prefix_caching
-            or self.engine.pipeline_parallel_size > 1
-        ):
-            raise ValueError(
-                "engine.routing_replay: vLLM returns the experts of an engine with a prefix cache "
-                "and without pipeline parallelism only: set engine.prefix_caching to true, "
-                "deterministic to false, and engine.pipeline_parallel_size to 1"
-            )
-        size, ranks = self.engine.tensor_parallel_size, self.training.ranks
-        if ranks % self.training.context_parallel:
-            raise ValueError(
-                f"training.context_parallel {self.training.context_parallel} does not divide "
-                f"training.ranks {ranks}: each sequence is shared by as many ranks"
-            )
-        if self.training.context_parallel > 1 and self.training.attention != "auto":
-            raise ValueError(
-                f"training.attention: {self.training.attention} computes whole rows, which "
-                "training.context_parallel divides over ranks: set training.attention to auto, or "
-                "training.context_parallel to 1"
-            )
-        if self.training.packing == "shared":
-            for key, value, set_to in (
-                ("training.context_parallel", self.training.context_parallel > 1, "1"),
-                ("training.attention", self.training.attention != "auto", "auto"),
-                ("engine.routing_replay", self.engine.routing_replay, "false"),
-            ):
-                if value:
-                    raise ValueError(
-                        f"training.packing: shared computes the beginning of several sequences "
-                        f"once, which {key} does not support: set that to {set_to}, or "
-                        "training.packing to packed"
-                    )
-        if self.training.offload and not self.training.colocated:
-            raise ValueError(
-                "training.offload frees memory for engines in the trainer's processes: set "
-                "training.colocated to true"
-            )
-        if self.training.weights_dtype == "bfloat16":
-            if self.model.dtype != "bfloat16":
-                raise ValueError(
-                    "training.weights_dtype: bfloat16 is less precise than the forward passes: set "
-                    "model.dtype to bfloat16, too"
+
+
+def _engine_mistakes(config: Config) -> Iterator[str]:
+    engine, together = config.engine, config.engine.max_num_batched_tokens
+    if together < config.model.max_length and (
+        engine.vllm_args.get("enable_chunked_prefill") is False
+    ):
+        yield (
+            f"engine.max_num_batched_tokens {together} is below model.max_length "
+            f"{config.model.max_length}, and engine.vllm_args.enable_chunked_prefill is false: "
+            "raise the first, lower the second, or remove the third"
+        )
+    if together < engine.max_num_seqs and not config.deterministic:
+        yield (
+            f"engine.max_num_batched_tokens {together} is below engine.max_num_seqs "
+            f"{engine.max_num_seqs}, and each sequence computes at least one token per "
+            "step: raise the first or lower the second"
+        )
+    for key in REPLACED_KEYS.keys() & engine.vllm_args.keys():
+        yield f"engine.vllm_args.{key} is not supported: {REPLACED_KEYS[key]}"
+    for key in EngineConfig.model_fields.keys() & engine.vllm_args.keys():
+        yield f"engine.vllm_args.{key} has its own key: set engine.{key} instead"
+    allowed = engine.logits_processors_allowed
+    for key, sampling in (("sampling", config.sampling), ("eval.sampling", config.eval.sampling)):
+        for one in sampling.logits_processors:
+            name = one if isinstance(one, str) else one.qualname
+            if allowed is None or not re.fullmatch(allowed, name):
+                yield (
+                    f"{key}.logits_processors: engine.logits_processors_allowed does not match "
+                    f"{name!r}; set it to a pattern that matches the name"
                 )
-            if self.model.lora.rank:
-                raise ValueError(
-                    "training.weights_dtype: bfloat16 is for weights; adapters are float32, and "
-                    "the weights below them are kept in model.dtype: set it to float32, or "
-                    "model.lora.rank to 0"
-                )
-        if self.training.colocated and self.serving.workers * size != ranks:
-            raise ValueError(
-                f"training.colocated needs one rank per engine device: serving.workers "
-                f"{self.serving.workers} * engine.tensor_parallel_size {size} is not "
-                f"training.ranks {ranks}"
+    if engine.pipeline_parallel_size > 1 and (config.training.colocated or config.serving.spread):
+        yield (
+            "engine.pipeline_parallel_size above 1 requires engines in separate processes: set "
+            "it to 1, or set training.colocated and serving.spread to false"
+        )
+    if engine.routing_replay and (
+        config.deterministic or not engine.prefix_caching or engine.pipeline_parallel_size > 1
+    ):
+        yield (
+            "engine.routing_replay: vLLM returns the experts of an engine with a prefix cache "
+            "and without pipeline parallelism only: set engine.prefix_caching to true, "
+            "deterministic to false, and engine.pipeline_parallel_size to 1"
+        )
+
+
+def _training_mistakes(config: Config) -> Iterator[str]:
+    training, model, ranks = config.training, config.model, config.training.ranks
+    if training.max_staleness and config.deterministic:
+        yield "deterministic runs are synchronous: set training.max_staleness to 0"
+    if ranks % training.context_parallel:
+        yield (
+            f"training.context_parallel {training.context_parallel} does not divide "
+            f"training.ranks {ranks}: each sequence is shared by as many ranks"
+        )
+    if training.context_parallel > 1 and training.attention != "auto":
+        yield (
+            f"training.attention: {training.attention} computes whole rows, which "
+            "training.context_parallel divides over ranks: set training.attention to auto, or "
+            "training.context_parallel to 1"
+        )
+    for key, value, set_to in (
+        ("training.context_parallel", training.context_parallel > 1, "1"),
+        ("training.attention", training.attention != "auto", "auto"),
+        ("engine.routing_replay", config.engine.routing_replay, "false"),
+    ):
+        if training.packing == "shared" and value:
+            yield (
+                "training.packing: shared computes the beginning of several sequences once, which "
+                f"{key} does not support: set that to {set_to}, or training.packing to packed"
             )
-        if self.training.colocated and ranks > 1 and self.weights.transport in _STREAMS:
-            raise ValueError(
-                f"weights.transport: {self.weights.transport} sends while engines load, which a "
-                "process that hosts an engine cannot: with training.colocated and several "
-                "training.ranks, set it to shm or disk"
-            )
-        return self
+    if training.offload and not training.colocated:
+        yield (
+            "training.offload frees memory for engines in the trainer's processes: set "
+            "training.colocated to true"
+        )
+    if training.weights_dtype == "bfloat16" and model.dtype != "bfloat16":
+        yield (
+            "training.weights_dtype: bfloat16 is less precise than the forward passes: set "
+            "model.dtype to bfloat16, too"
+        )
+    if training.weights_dtype == "bfloat16" and model.lora.rank:
+        yield (
+            "training.weights_dtype: bfloat16 is for weights; adapters are float32, and the "
+            "weights below them are kept in model.dtype: set it to float32, or model.lora.rank to 0"
+        )
+    workers, size = config.serving.workers, config.engine.tensor_parallel_size
+    if training.colocated and workers * size != ranks:
+        yield (
+            f"training.colocated needs one rank per engine device: serving.workers {workers} * "
+            f"engine.tensor_parallel_size {size} is not training.ranks {ranks}"
+        )
+    if training.colocated and ranks > 1 and config.weights.transport in ("ipc", "collective"):
+        yield (
+            f"weights.transport: {config.weights.transport} sends while engines load, which a "
+            "process that hosts an engine cannot: with training.colocated and several "
+            "training.ranks, set it to shm or disk"
+        )

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Tree
@@ -14,12 +14,41 @@ CPU_KV_CACHE_GIB = 0.5
 """Default of `engine.kv_cache_gib` on a CPU."""
 
 
-class EngineConfig(Section):
-    """One engine: devices, memory, batches.
+def _pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+    return pattern
 
-    Example:
-        EngineConfig(tensor_parallel_size=2, max_num_seqs=64)
-    """
+
+def _without_neutral(extra: Tree) -> Tree:
+    """Drop keys of older versions of vLLM whose value has no effect."""
+    return {
+        key: value
+        for key, value in extra.items()
+        if key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+    }
+
+
+def _port_range(ports: str) -> str:
+    match = re.fullmatch(r"(\d+)-(\d+)", ports or "1-1")
+    if match is None or not 0 < int(match[1]) <= int(match[2]) < 65_536:
+        raise ValueError(f"{ports!r} is no range of ports such as 40000-40999")
+    return ports
+
+
+def _known_transport(transport: str) -> str:
+    if transport not in TRANSPORT_NAMES and ":" not in transport:
+        raise ValueError(
+            f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, "
+            f"not {transport!r}"
+        )
+    return transport
+
+
+class EngineConfig(Section):
+    """One engine: devices, memory, batches."""
 
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that share each layer of an engine's model. On a CPU each is a process."""
@@ -42,7 +71,7 @@ class EngineConfig(Section):
     """Logits processors for every request, each as package.module:name: a callable (token_ids,
     logits) -> logits, or a vLLM logits processor class; classes run first. The engine's log-probs
     are those of the processed distribution, the trainer's those of the unprocessed model."""
-    logits_processors_allowed: str | None = None
+    logits_processors_allowed: Annotated[str, AfterValidator(_pattern)] | None = None
     """Regular expression for the names (package.module:function) that requests and `sampling` may
     list in `logits_processors`; it must match the whole name. Clients can call anything in a
     matched module with arguments of their choice: match only modules that contain nothing but
@@ -57,40 +86,17 @@ class EngineConfig(Section):
     request_timeout: Seconds = 120.0
     """Deadline in seconds for the next token of any request on a busy engine, and for its response
     to a call. A single request may wait in the queue and take longer."""
-    vllm_args: Tree = {}
+    vllm_args: Annotated[Tree, AfterValidator(_without_neutral)] = {}
     """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
-
-    @field_validator("logits_processors_allowed")
-    @classmethod
-    def _is_pattern(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
-        return pattern
 
     @property
     def devices(self) -> int:
         """Number of devices of one engine, which equals its number of compute processes."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
-    @field_validator("vllm_args")
-    @classmethod
-    def _in_use(cls, extra: Tree) -> Tree:
-        """Drop keys of older versions of vLLM whose value has no effect."""
-        return {
-            key: value
-            for key, value in extra.items()
-            if key not in REPLACED_KEYS or not asks_for_nothing(key, value)
-        }
-
 
 class ServingConfig(Section):
-    """The workers and the server in front of them.
-
-    Example:
-        ServingConfig(workers=2, port=0)
-    """
+    """The workers and the server in front of them."""
 
     workers: PositiveInt = 1
     """Number of engines, each in its own process."""
@@ -122,7 +128,7 @@ class ServingConfig(Section):
     "*" stands for all. Without any, browsers hide the answers from every page."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
-    ports: str | None = None
+    ports: Annotated[str, AfterValidator(_port_range)] | None = None
     """Ports FIRST-LAST, such as 40000-40999, of everything else that listens: workers, their
     servers, agents' servers and session processes. For networks in which other ports are closed;
     null takes any free ones."""
@@ -155,25 +161,13 @@ class ServingConfig(Section):
     reasoning_parser: str | None = None
     """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
 
-    @field_validator("ports")
-    @classmethod
-    def _is_range(cls, ports: str | None) -> str | None:
-        match = re.fullmatch(r"(\d+)-(\d+)", ports or "1-1")
-        if match is None or not 0 < int(match[1]) <= int(match[2]) < 65_536:
-            raise ValueError(f"{ports!r} is no range of ports such as 40000-40999")
-        return ports
-
 
 class WeightsConfig(Section):
-    """Weight updates from the trainer to the engines.
-
-    Example:
-        WeightsConfig(transport="disk", folder="/shared/weights")
-    """
+    """Weight updates from the trainer to the engines."""
 
     update_timeout: Seconds = 120.0
     """Deadline in seconds for one update and its check, including the wait for in_flight drain."""
-    transport: str = "shm"
+    transport: Annotated[str, AfterValidator(_known_transport)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
     folder that all hosts can read (disk); or package.module:Class, your own Transport."""
@@ -192,13 +186,3 @@ class WeightsConfig(Section):
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
     in float32 and 0.2 in bfloat16."""
-
-    @field_validator("transport")
-    @classmethod
-    def _known_transport(cls, transport: str) -> str:
-        if transport not in TRANSPORT_NAMES and ":" not in transport:
-            raise ValueError(
-                f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, "
-                f"not {transport!r}"
-            )
-        return transport

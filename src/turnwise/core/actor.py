@@ -35,8 +35,7 @@ from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
 _T = TypeVar("_T")
-_HEAD_SECONDS = 1.0
-"""Time for Ray's head to answer a call that nothing depends on."""
+_HEAD_SECONDS = 1.0  # time for Ray's head to answer a call that nothing depends on
 CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
 

@@ -21,8 +21,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 
-_THREAD_SECONDS = 10.0
-"""Time for which a call waits until a thread can be started for it."""
+_THREAD_SECONDS = 10.0  # time for which a call waits until a thread can be started for it
 _RETRY_SECONDS = 0.1
 
 

@@ -22,17 +22,13 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
 _T = TypeVar("_T")
 
-LINES_A_SECOND = 20
-"""Number of a program's lines that are logged in a second."""
-LONGEST_LINE = 1_000
-"""Number of bytes of a line that are logged."""
-TAIL_BYTES = 4_096
-"""Number of bytes of a child's last words that are kept."""
+LINES_A_SECOND = 20  # number of a program's lines that are logged in a second
+LONGEST_LINE = 1_000  # number of bytes of a line that are logged
+TAIL_BYTES = 4_096  # number of bytes of a child's last words that are kept
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 
-_running: "set[Child]" = set()
-"""Children whose groups have not been ended."""
+_running: "set[Child]" = set()  # children whose groups have not been ended
 os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
 
 
@@ -250,8 +246,7 @@ class ForeignLines:
     def __init__(self, logger: logging.Logger, name: str) -> None:
         self._logger = logger
         self._name = name
-        self._begun = b""
-        """Beginning of the line that has not ended."""
+        self._begun = b""  # beginning of the line that has not ended
         self._since = time.monotonic()
         self._logged = 0
         self._left_out = 0

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from turnwise.errors import DeadlineError, TrajectoryError
 
-_LATE_SECONDS = 1.0
-"""Lateness of a timer that shows that the event loop was held up."""
+_LATE_SECONDS = 1.0  # lateness of a timer that shows that the event loop was held up
 
 
 @asynccontextmanager

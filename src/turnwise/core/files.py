@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Errors of file systems that cannot flush a folder."""
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot flush a folder
 
 
 def numbered(folder: Path, kind: str, suffix: str = "") -> list[Path]:

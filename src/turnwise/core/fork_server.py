@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = __file__
-SENDING_SECONDS = 10.0
-"""Deadline for sending a request, in which other clients wait."""
+SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
@@ -55,11 +54,9 @@ _PRELOADED = (
 )
 _NVIDIA = "/dev/nvidiactl"
 _FORKSERVER = "multiprocessing.forkserver"
-_STREAMS = 3
-"""Number of standard streams that come with a request, before its other descriptors."""
+_STREAMS = 3  # number of standard streams that come with a request, before its other descriptors
 _MAX_REQUEST = 2**24
-_LACK_SECONDS = 0.1
-"""Time before the next client is looked at when there is no descriptor for it."""
+_LACK_SECONDS = 0.1  # time before the next client is looked at when there is no descriptor for it
 _SET_PDEATHSIG = 1
 _FROM_RAY = "--language=PYTHON"
 _RAY_CONTEXT = "--serialized-runtime-env-context="
@@ -199,8 +196,7 @@ class ForkServer:
 
 
 _own: ForkServer | None = None
-_connections: list[socket.socket] = []
-"""Connections that stay open because a fork ends with them."""
+_connections: list[socket.socket] = []  # connections that stay open because a fork ends with them
 
 
 def address() -> str | None:

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_LAYOUT = 1
-"""Number of the layout of converted folders; folders of another one are not used."""
+_LAYOUT = 1  # number of the layout of converted folders; folders of another one are not used
 _STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)

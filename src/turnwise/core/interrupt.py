@@ -23,8 +23,7 @@ from turnwise.core.user_code import unreturned_calls
 EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
 """Time for a cancelled run to end; with the killing, everything ends within ten seconds."""
-SAVE_SECONDS = 60.0
-"""Time for a run that was asked to end to save what it has."""
+SAVE_SECONDS = 60.0  # time for a run that was asked to end to save what it has
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -42,8 +41,7 @@ class Ending:
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
     def __init__(self, has_work: Callable[[], bool]) -> None:
-        self.asked = asyncio.Event()
-        """Set once the run is asked to end, and has work."""
+        self.asked = asyncio.Event()  # set once the run is asked to end, and has work
         self._has_work = has_work
         self._done = threading.Event()
 

@@ -2,5 +2,4 @@
 
 from typing import Any
 
-JsonObject = dict[str, Any]
-"""A parsed JSON object; its values are checked where they are used."""
+JsonObject = dict[str, Any]  # a parsed JSON object; its values are checked where they are used

@@ -26,12 +26,10 @@ _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _OURS = logging.getLogger("turnwise")
-_CHATTER = ("vllm", "ray")
-"""Names of the loggers whose lines go only to the file."""
+_CHATTER = ("vllm", "ray")  # names of the loggers whose lines go only to the file
 _on_terminal = False
 """Whether this process is the command line, which prints our lines and others' warnings."""
-_files: list[logging.Handler] = []
-"""Files of the runs that are open."""
+_files: list[logging.Handler] = []  # files of the runs that are open
 _to_program: list[tuple[logging.Logger, logging.Handler]] = []
 """Handlers that print, or pass to the program's, while runs are open."""
 _before: list[tuple[logging.Logger, list[logging.Handler], bool, int]] = []

@@ -32,8 +32,7 @@ _GRACE_SECONDS = 10.0
 """Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
 _LEFT_SECONDS = 5.0
 """Time for the tasks that are left in the event loop to end once the context manager has closed."""
-_LOOK_SECONDS = 0.05
-"""Longest pause between two looks at whether the context manager has closed."""
+_LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context manager has closed
 
 
 class EventLoopThread(Generic[_Opened]):

@@ -37,7 +37,7 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
         raise InputError(f"{purpose} needs {error.name}, which {name} imports") from error
 
 
-def load_object(path: str, key: str) -> Any:
+def load_object(path: str, key: str) -> Foreign:
     """Import `package.module:Name`; InputError names the configuration key and what is missing."""
     module_name, separator, name = path.partition(":")
     if not separator:

@@ -16,12 +16,10 @@ from urllib.request import Request, urlopen
 from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of the names of data files."""
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
-ENVIRONMENT = "environment"
-"""A `data.path` of rows that the environment makes."""
+ENVIRONMENT = "environment"  # a `data.path` of rows that the environment makes
 _NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _SECONDS = 3.0
 _TRUE = ("1", "ON", "YES", "TRUE")

@@ -43,17 +43,14 @@ _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
 _STILL_SECONDS = 1.0
 """Time in which a file no longer grows once the signal's handler has written all stacks."""
-_REPORT_SECONDS = 15.0
-"""Time for a run to write its report."""
+_REPORT_SECONDS = 15.0  # time for a run to write its report
 _PAUSE_SECONDS = 0.05
 _MOST_FRAMES = 100
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
 """The thread that answers, which shows nothing of the process."""
-_PEER = struct.Struct("3i")
-"""Process, user and group at the other end of a socket."""
+_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _STARTED = "started "
-_START_FIELD = 19
-"""Place of a process's start in /proc/PID/stat, after its name."""
+_START_FIELD = 19  # place of a process's start in /proc/PID/stat, after its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +173,7 @@ class _Asked:
         title = " ".join(process.cmdline()).strip()[:80]
         self.name, self.path, self.process = f"{name}: {title}", path, process
         self._size = self._grown = path.stat().st_size
-        self._since = time.monotonic()
-        """Time at which the file had grown to its size."""
+        self._since = time.monotonic()  # time at which the file had grown to its size
         self._answer, self._whole = b"", False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)

@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-MAX_BYTES = 8 << 20
-"""Maximum size of an answer."""
+MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
 """Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
 answer, and a hundred of memory."""
-HEADER = 4
-"""Number of bytes of the length before a frame, big-endian."""
+HEADER = 4  # number of bytes of the length before a frame, big-endian
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
-_SHOWN = 80
-"""Number of characters of a wrong answer, or of a place in it, that a message has."""
+_SHOWN = 80  # number of characters of a wrong answer, or of a place in it, that a message has
 
 
 class AnswerError(Exception):

@@ -37,16 +37,12 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-MAX_STUCK = 256
-"""Maximum number of stuck calls; at this number, no call of user code begins."""
-GRACE_SECONDS = 2.0
-"""Time that a cancelled coroutine of user code has for its clean-up."""
+MAX_STUCK = 256  # maximum number of stuck calls; at this number, no call of user code begins
+GRACE_SECONDS = 2.0  # time that a cancelled coroutine of user code has for its clean-up
 BLOCKED_SECONDS = 10.0
 """Time without beginning a call after which a loop of user code is blocked, and is replaced."""
-STR_SECONDS = 10.0
-"""Deadline of an error's own `__str__`, which is user code."""
-_NAMED = 4
-"""Maximum number of calls that one line names."""
+STR_SECONDS = 10.0  # deadline of an error's own `__str__`, which is user code
+_NAMED = 4  # maximum number of calls that one line names
 _caller: ContextVar[str] = ContextVar("caller", default="")
 """Name of the coroutine of user code that runs in this context; "" outside of user code."""
 
@@ -202,10 +198,8 @@ class Call:
         return f"at {short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-_running: dict[Call, None] = {}
-"""Calls that have not returned."""
-_stuck: dict[Call, None] = {}
-"""Calls that have not returned and were abandoned."""
+_running: dict[Call, None] = {}  # calls that have not returned
+_stuck: dict[Call, None] = {}  # calls that have not returned and were abandoned
 
 
 def _check_stuck(name: str) -> None:

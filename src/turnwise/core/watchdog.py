@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_NAMED = 8
-"""Maximum number of kinds of waits that one line lists."""
-_ASKED_SECONDS = 1.0
-"""Time after which it is noticed that a report is asked for."""
+_NAMED = 8  # maximum number of kinds of waits that one line lists
+_ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
 
 
 class _Progress:
@@ -93,21 +91,17 @@ class Watchdog:
         pause = min(self._seconds, longest)
         while not self._ended.wait(pause):
             if self._run is not None:
-                self._answer(self._run)
+                from turnwise.core import stacks  # for Linux; other systems read runs
+
+                if (request := stacks.report_request(self._run)).exists():
+                    stacks.write_report(self._run, _line(time.monotonic()))
+                    request.unlink(missing_ok=True)
             moved, now = _Progress.moved, time.monotonic()
             left = moved + self._seconds - now
             if left <= 0 and moved != reported:
                 reported = moved
                 self._report(_line(now))
             pause = min(left if left > 0 else self._seconds, longest)
-
-    def _answer(self, run: Path) -> None:
-        """Write the report of the present moment, if another process asks for it."""
-        from turnwise.core import stacks  # for Linux; other systems read runs
-
-        if (request := stacks.report_request(run)).exists():
-            stacks.write_report(run, _line(time.monotonic()))
-            request.unlink(missing_ok=True)
 
 
 def _line(now: float) -> str:

@@ -23,11 +23,9 @@ from turnwise.errors import InputError
 if TYPE_CHECKING:
     from turnwise.internals.vllm import LoRARequest, WeightVersionSpan
 
-POLICY = ""
-"""Name of the model that is trained or served, among the names of adapters."""
+POLICY = ""  # name of the model that is trained or served, among the names of adapters
 WEIGHTS = "adapter_model.safetensors"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks for which vLLM reserves memory."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks for which vLLM reserves memory
 VERSIONS = 4
 """Versions of a trained adapter that an engine holds between updates, the newest included."""
 _SLOTS = 8

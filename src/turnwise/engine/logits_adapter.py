@@ -25,8 +25,7 @@ from turnwise.internals import vllm
 _Step = tuple[str, Callable[..., torch.Tensor], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
 _MOST_FAILURES = 1024
-_failures: dict[str, str] = {}
-"""Reasons of failed requests by their ids, until they are read."""
+_failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
 
 
 def take_failure(request_id: str) -> str:
@@ -82,8 +81,7 @@ class _Row:
         self.failed = False
         self._request_id = request_id
         self._prompt = prompt
-        self._sampled = sampled
-        """vLLM's own list, which grows as tokens are sampled."""
+        self._sampled = sampled  # vLLM's own list, which grows as tokens are sampled
 
     def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
         processed_V = logits_V

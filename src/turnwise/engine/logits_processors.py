@@ -19,8 +19,7 @@ EXTRA_ARG = "turnwise"
 SETTINGS = "turnwise_logits_processors"
 """The key of vLLM's `additional_config` that holds those of every request, and the pattern."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
-MOST = 16
-"""Maximum number of processors in one request."""
+MOST = 16  # maximum number of processors in one request
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 

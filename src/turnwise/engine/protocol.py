@@ -36,8 +36,7 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 
 WEIGHT_BACKEND = "turnwise"
 """Name under which a worker extension registers its loader of weights with vLLM."""
-VLLM_METRICS = "vllm:"
-"""Prefix of the names of vLLM's own statistics."""
+VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
 """Tokens in a chunk, and so the most that are sampled again when an engine dies."""
 
@@ -112,7 +111,7 @@ class Chunk:
     worker: str = field(default="", compare=False)
     """In a scheduler's last chunk, the name of the worker that sampled the last token."""
     experts: bytes = b""
-    """In the last chunk, with `engine.routing_replay`: a row of `trajectory/experts.py` for each id
+    """In the last chunk, with `engine.routing_replay`: a row of `Turn.experts` for each id
     of prompt and completion but the last."""
     stored_tokens: int = 0
     """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""

@@ -20,16 +20,7 @@ from turnwise.engine.vllm_requests import version_of
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
-    from turnwise.internals.vllm import (
-        AsyncLLM,
-        EngineCoreOutput,
-        EngineCoreRequest,
-        IterationStats,
-        OutputProcessorOutput,
-        RequestStateStats,
-        SamplingParams,
-        TokensInput,
-    )
+    from turnwise.internals import vllm
 
 
 class TokenStreams:
@@ -40,15 +31,14 @@ class TokenStreams:
         clock: Notes each output as progress.
     """
 
-    def __init__(self, llm: "AsyncLLM", clock: StallClock) -> None:
+    def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
         from turnwise.internals import vllm  # seconds to import
 
         self._vllm = vllm
         self._llm = weakref.proxy(llm)  # its output processor refers to this object
         self._clock = clock
         self._numbers = itertools.count()
-        self._streams: dict[str, TokenStream] = {}
-        """Unfinished requests by vLLM's internal id."""
+        self._streams: dict[str, TokenStream] = {}  # unfinished requests by vLLM's internal id
         self._outputs = llm.output_processor
         self._process, self._propagate = vllm.divert_outputs(llm, self._receive, self._fail)
         config = llm.vllm_config
@@ -60,7 +50,7 @@ class TokenStreams:
             or self._outputs.tracing_enabled
         )
 
-    def take(self, params: "SamplingParams") -> bool:
+    def take(self, params: "vllm.SamplingParams") -> bool:
         """Return whether a request can do without vLLM's frontend."""
         return (
             self._usable
@@ -71,8 +61,8 @@ class TokenStreams:
 
     async def chunks(
         self,
-        prompt: "TokensInput",
-        params: "SamplingParams",
+        inputs: "vllm.TokensInput",
+        params: "vllm.SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
         watching: Callable[[], AbstractAsyncContextManager[object]],
@@ -87,7 +77,7 @@ class TokenStreams:
             raise self._vllm.EngineDeadError
         request = llm.input_processor.process_inputs(
             request_id,
-            prompt,
+            inputs,
             params,
             supported_tasks=await llm.get_supported_tasks(),
             lora_request=adapter.request if adapter is not None else None,
@@ -132,11 +122,11 @@ class TokenStreams:
 
     def _receive(
         self,
-        outputs: "list[EngineCoreOutput]",
+        outputs: "list[vllm.EngineCoreOutput]",
         timestamp: float | None = None,
-        stats: "IterationStats | None" = None,
+        stats: "vllm.IterationStats | None" = None,
         weight_version: str | None = None,
-    ) -> "OutputProcessorOutput":
+    ) -> "vllm.OutputProcessorOutput":
         """Pass the engine's outputs on, in place of vLLM's `process_outputs`."""
         self._clock.moved()
         others = []
@@ -156,9 +146,9 @@ class TokenStreams:
     def _count(
         self,
         stream: "TokenStream",
-        output: "EngineCoreOutput",
+        output: "vllm.EngineCoreOutput",
         timestamp: float | None,
-        stats: "IterationStats",
+        stats: "vllm.IterationStats",
     ) -> None:
         """Count an output in vLLM's statistics, with the times of all its tokens."""
         times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
@@ -194,7 +184,10 @@ class TokenStream:
     parent_req = None
 
     def __init__(
-        self, request: "EngineCoreRequest", version: int | None, stats: "RequestStateStats | None"
+        self,
+        request: "vllm.EngineCoreRequest",
+        version: int | None,
+        stats: "vllm.RequestStateStats | None",
     ) -> None:
         params, lora = request.sampling_params, request.lora_request
         self.request_id = request.request_id
@@ -221,7 +214,7 @@ class TokenStream:
             raise chunk
         return chunk
 
-    def add(self, output: "EngineCoreOutput", label: str | None) -> None:
+    def add(self, output: "vllm.EngineCoreOutput", label: str | None) -> None:
         """Add an output; a chunk follows once it has enough tokens."""
         token_ids, rows = output.new_token_ids, output.new_logprobs
         logprobs = [] if rows is None else rows.logprobs[:, 0].tolist()

@@ -74,14 +74,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _DEATH_CHECK_SECONDS = 0.5
-_GRACE_SECONDS = 5.0
-"""Time after the workers' own deadlines, whose errors are more specific."""
-_STEP_SECONDS = 5.0
-"""Time after which a health check looks at whether the engine still computes."""
-_LOOK_SECONDS = 2.0
-"""Time in which an engine that computes uses a tenth of a core at the least."""
-_SLEEP_TAGS = {"weights", "kv_cache"}
-"""vLLM's tags of the parts whose memory sleep frees."""
+_GRACE_SECONDS = 5.0  # time after the workers' own deadlines, whose errors are more specific
+_STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
+_LOOK_SECONDS = 2.0  # time in which an engine that computes uses a tenth of a core at the least
+_SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
 """Errors that workers reply with, by their names."""
 
@@ -124,22 +120,19 @@ class VllmEngine:
         self.name = name
         self._vllm = vllm
         self._allowed = engine.logits_processors_allowed
-        self._loaded: set[str] = set()
-        """Names of requests' logits processors that were imported."""
+        self._loaded: set[str] = set()  # names of requests' logits processors that were imported
         self._timeout = engine.request_timeout
         self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
         self._adapters = AdapterTable(adapters.trained)
-        self._unloaded = dict(adapters.paths)
-        """Paths of adapters that are not loaded yet, by name."""
+        self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = False
-        """Whether all adapters are loaded, and choices are captured."""
+        self._ready = False  # whether all adapters are loaded, and choices are captured
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
         if model.adapter is not None and POLICY not in adapters.paths:

@@ -12,15 +12,10 @@ from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Finis
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
-    from turnwise.internals.vllm import (
-        FlatLogprobs,
-        RequestOutput,
-        SamplingParams,
-        WeightVersionSpan,
-    )
+    from turnwise.internals import vllm
 
 
-def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
+def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":
     """Return vLLM's parameters of a request that is streamed; vLLM's own are completed in place."""
     from turnwise.internals import vllm  # seconds to import
 
@@ -55,8 +50,8 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
 
 
 def make_chunk(
-    output: "RequestOutput",
-    labels: Iterable["WeightVersionSpan"],
+    output: "vllm.RequestOutput",
+    labels: Iterable["vllm.WeightVersionSpan"],
     start: int,
     first_token_age: float | None = None,
 ) -> Chunk:
@@ -112,7 +107,7 @@ def make_chunk(
     )
 
 
-def _alternatives(flat: "FlatLogprobs") -> Alternatives:
+def _alternatives(flat: "vllm.FlatLogprobs") -> Alternatives:
     """Return what vLLM gives for each position; nothing for the first of a prompt."""
     ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
     bounds = zip(flat.start_indices, flat.end_indices, strict=True)

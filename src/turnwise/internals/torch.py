@@ -18,8 +18,7 @@ _FIRST_GROUP = 1_000_000
 """Number of the first group: torch names groups by counting them, and a name may exist only once
 in a process."""
 _Registry: TypeAlias = Any  # dictionaries of types that are private to torch
-Groups: TypeAlias = c10d._World
-"""All process groups of a program."""
+Groups: TypeAlias = c10d._World  # all process groups of a program
 
 
 class OwnGroups(c10d._World):

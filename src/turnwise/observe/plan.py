@@ -22,12 +22,10 @@ from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_worker import GPU_MEMORY
 from turnwise.serving.placement import gpu_share
-from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import micro_batch_tokens
-from turnwise.training.loading import POLICY, dtype_of, learning_dtype, shared_roles
+from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
 from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
-from turnwise.training.rank import missing_model
-from turnwise.training.rounding import PART, PART_BYTES
+from turnwise.training.optimizer import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
 _PASSING = "activations and gathered layers"
@@ -44,7 +42,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
         if torch.cuda.is_available():
             return cls(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1])
         return cls(0, psutil.virtual_memory().total)
@@ -108,8 +105,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory and the actors of a run."""
-
     rank: Holding
     engine: Holding
     """One device of an engine."""
@@ -131,31 +126,26 @@ class Plan:
         return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
 
     @property
+    def excess(self) -> float:
+        """By how much it does not fit, in bytes."""
+        over = sum(max(0, load.bytes - load.limit) for load in self.loads)
+        return over + max(0.0, 1 - self.contexts)
+
+    @property
     def possible(self) -> bool:
         """Whether it can run at all."""
         return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
-    """Return the tokens of a trajectory that are expected: a prompt and one whole answer.
-
-    Args:
-        prompt_tokens: Length of a prompt; None takes a quarter of `model.max_length`.
-    """
+    """Return the tokens of a trajectory that are expected: a prompt (None: a quarter of
+    `model.max_length`) and one whole answer."""
     longest = config.model.max_length
     prompt = longest // 4 if prompt_tokens is None else prompt_tokens
     return min(longest, prompt + config.sampling.max_tokens)
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    """Compute the plan of a training run.
-
-    Args:
-        prompt_tokens: See `expected_length`.
-
-    Raises:
-        InputError: when the model's configuration cannot be read, or traced.
-    """
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
@@ -178,24 +168,24 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
-    changes: list[str] = []
-    tree = config.model_dump()
+    changes: dict[str, str] = {}
     for key, values in _alternatives(config, machine.gpus > 0):
         for text in values:
-            changed = _changed(tree, key, text)
-            if changed is None:
-                break
-            now = Config.model_validate(tree)
-            try:
-                plan, before = make_plan(changed, machine), make_plan(now, machine)
+            tree = config.model_dump()
+            apply_override(tree, f"{key}={text}")
+            if key == "engine.tensor_parallel_size" and config.training.colocated:
+                tree["serving"]["workers"] = max(1, config.training.ranks // int(text))
+            try:  # a value may not be allowed, and such a layout may need more GPUs
+                changed = parse_config(tree, optional=("environment", "data.path"))
+                plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
-                break  # such a layout needs more GPUs
-            if _excess(plan) >= _excess(before):
+                break
+            if plan.excess >= before.excess:
                 break  # it does not help
-            changes = [*(c for c in changes if not c.startswith(f"{key}=")), f"{key}={text}"]
-            tree = changed.model_dump()
+            changes.pop(key, None)  # a milder one
+            config, changes[key] = changed, text
             if plan.fits:
-                return changes
+                return [f"{key}={text}" for key, text in changes.items()]
     return None
 
 
@@ -212,38 +202,13 @@ def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]
     yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
-def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
-    """Return the configuration with another value; None where that is not allowed."""
-    changed = Config.model_validate(tree).model_dump()
-    apply_override(changed, f"{key}={text}")
-    if key == "engine.tensor_parallel_size" and changed["training"]["colocated"]:
-        changed["serving"]["workers"] = max(1, changed["training"]["ranks"] // int(text))
-    try:
-        return parse_config(changed, optional=("environment", "data.path"))
-    except InputError:
-        return None
-
-
-def _excess(plan: Plan) -> float:
-    """Return by how much a plan does not fit, in bytes."""
-    over = sum(max(0, load.bytes - load.limit) for load in plan.loads)
-    return over + max(0.0, 1 - plan.contexts)
-
-
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
-    """Return what a rank of the trainer holds.
-
-    Args:
-        length: Expected tokens of a trajectory.
-    """
     training, model = config.training, config.model
     ranks, width = training.ranks, _width(config)
-    needed = make_algorithm(config.algorithm).advantage.value_model
-    reference = None if missing_model(config.algorithm, "reference") else config.algorithm.kl.model
-    value = needed.model if needed else None
-    roles = shared_roles(config, reference, value)
-    size, kept = model_size(config, roles=roles), learning_dtype(config, POLICY).itemsize
-    held = {part: all_ // ranks for part, all_ in held_bytes(config, reference, value).items()}
+    beside = models_beside(config)
+    roles = shared_roles(config, beside)
+    size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
+    held = {part: all_ // ranks for part, all_ in held_bytes(config, beside).items()}
     fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)
@@ -281,7 +246,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
 
 def _width(config: Config) -> int:
     """Return the bytes of a number in forward passes."""
-    return dtype_of(config, POLICY).itemsize
+    return dtype_of(config).itemsize
 
 
 def _engine(config: Config, shape: PretrainedConfig) -> Holding:
@@ -344,11 +309,8 @@ def _loads(
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a training run ask Ray for.
-
-    Args:
-        share: GPUs of each rank and of each device of an engine, at most 1.
-    """
+    """Yield what the actors of a training run ask Ray for; each rank and device of an engine has
+    this share of a GPU."""
     training, serving, size = config.training, config.serving, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:
@@ -364,15 +326,7 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run, and the changes with which it would fit if it does not.
-
-    Args:
-        gpus: Number of GPUs; None takes this machine's.
-        gpu_memory: Memory of a GPU in GiB; None takes that of this machine's.
-
-    Raises:
-        InputError: when there are GPUs of an unknown size.
-    """
+    """Print the plan of a run, and the changes with which it would fit if it does not."""
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:

@@ -35,12 +35,7 @@ _ENGINE_SECONDS = 5.0
 
 
 class StepCollector(Collector):
-    """Metrics of the steps that a run has completed.
-
-    Args:
-        rows: Lines of metrics.jsonl, in a list that grows.
-        skipped: Number of the first lines that an earlier program wrote.
-    """
+    """Metrics of the steps that a run has completed."""
 
     def __init__(self, rows: Sequence[JsonObject], skipped: int = 0) -> None:
         self._rows, self._seen = rows, skipped
@@ -82,13 +77,7 @@ async def serving_metrics(
 ) -> AsyncIterator[int | None]:
     """Serve a run's metrics during an `async with` block; the value is the port.
 
-    Args:
-        port: 0 picks a free one; None serves nothing.
-        rows: Lines of metrics.jsonl; those that are there already are not counted.
-        in_flight: Returns the number of groups in flight.
-
-    Raises:
-        InputError: when the port is taken.
+    Port 0 picks a free one, and None serves nothing. Rows that are there already are not counted.
     """
     if port is None:
         yield None

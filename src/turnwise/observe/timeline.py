@@ -25,14 +25,7 @@ _MICROSECONDS = 1e6
 
 
 def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
-    """Write the times of the turns of trajectories, a line for each trajectory.
-
-    Args:
-        new: Whether the file is begun, or gets further lines.
-
-    Raises:
-        TurnwiseError: when the file cannot be written.
-    """
+    """Write the times of the turns of trajectories, a line for each trajectory."""
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w" if new else "a") as file:
@@ -40,20 +33,7 @@ def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool =
 
 
 def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = False) -> int:
-    """Write the timeline of a step.
-
-    Args:
-        run: The run folder.
-        step: None is the last one.
-        target: The JSON file to write.
-        heldout: Whether the evaluation's turns are wanted.
-
-    Returns:
-        The number of turns in it.
-
-    Raises:
-        InputError: when the run has no times of the step, or the file cannot be written.
-    """
+    """Write the timeline of a step."""
     source = trajectory_file(run, step, heldout)
     times = source.parent.parent / TIMELINE / source.name
     if not times.is_file():
@@ -73,7 +53,6 @@ def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = Fa
 def _events(
     trajectories: Sequence[Trajectory], calls: Sequence[Sequence[TurnTimes]]
 ) -> Iterator[JsonObject]:
-    """Yield the events, with times from the first request on."""
     began = min((turn.asked for turns in calls for turn in turns), default=0.0)
 
     def span(
@@ -91,14 +70,8 @@ def _events(
         for times in turns:
             number, first, worker = times.turn, times.first_token, times.worker
             turn = trajectory.turns[number] if number < len(trajectory.turns) else None
-            tokens = (
-                {}
-                if turn is None
-                else {
-                    "prompt": turn.path_length - len(turn.completion_token_ids),
-                    "sampled": len(turn.completion_token_ids),
-                }
-            )
+            sampled = 0 if turn is None else len(turn.completion_token_ids)
+            tokens = {"prompt": turn.path_length - sampled, "sampled": sampled} if turn else {}
             begun, shown = times.asked, {"turn": number, "worker": worker}
             if times.queued:
                 begun += times.queued
@@ -129,5 +102,4 @@ def _events(
 
 
 def _name(kind: str, place: tuple[int, int], name: str) -> JsonObject:
-    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": kind, "pid": place[0], "tid": place[1], "args": {"name": name}}

@@ -42,16 +42,11 @@ _COLUMNS = ["problem", "reward", "status", "conversation"]
 
 
 class Trackers:
-    """One run's metrics, written one step at a time.
+    """One run's metrics, written one step at a time; trackers get the configuration without its API
+    key.
 
-    Args:
-        folder: The run's folder, which exists.
-        config: Configuration of the run, which names the trackers; they get it without its API key.
-        after_step: Step being resumed from, or None. Later metrics are removed, or hidden where a
-            tracker cannot delete.
-
-    Raises:
-        InputError: when a tracker is not installed or does not start; no other is left open.
+    Later metrics than `after_step`, from which a run is resumed, are removed, or hidden where a
+    tracker cannot delete.
     """
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
@@ -69,11 +64,10 @@ class Trackers:
         else:
             self._trackers["TensorBoard"] = TensorBoard(folder, after_step)
         for name in config.trackers:
+            start = partial(_TRACKERS[name], folder, config, after_step is not None)
             try:
                 self._trackers[name] = call_and_wait(
-                    partial(_TRACKERS[name], folder, config, after_step is not None),
-                    name=f"the tracker {name}",
-                    seconds=_START_SECONDS,
+                    start, name=f"the tracker {name}", seconds=_START_SECONDS
                 )
             except Exception as error:
                 self.close()
@@ -84,9 +78,6 @@ class Trackers:
 
         A nested dictionary is written as `key/name`. Values that are not numbers (None, a text) go
         only to metrics.jsonl, where NaN and infinity become null.
-
-        Raises:
-            TurnwiseError: when metrics.jsonl cannot be written.
         """
         metrics = {name: _finite(value) for name, value in metrics.items()}
         self.rows.append(metrics)
@@ -97,7 +88,6 @@ class Trackers:
         self._each(lambda tracker: tracker.write(step, values))
 
     def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
-        """Write conversations of a step, as text, to every tracker."""
         rows = [
             {
                 "problem": f"{trajectory.problem_id} #{trajectory.sample_index}",
@@ -110,16 +100,14 @@ class Trackers:
         self._each(lambda tracker: tracker.write_samples(step, rows))
 
     def close(self) -> None:
-        """Close every tracker."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, do: "Callable[[Tracker], None]") -> None:
         """Call every tracker; one that fails is reported, and gets no more calls."""
         for name, tracker in list(self._trackers.items()):
+            who = f"the tracker {name}"
             try:
-                call_and_wait(
-                    partial(do, tracker), name=f"the tracker {name}", seconds=_CALL_SECONDS
-                )
+                call_and_wait(partial(do, tracker), name=who, seconds=_CALL_SECONDS)
             except Exception as error:
                 del self._trackers[name]
                 why = f"{type(error).__name__}: {error}"
@@ -132,9 +120,7 @@ class Tracker(Protocol):
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        """Write conversations, each with `problem`, `reward`, `status` and `conversation`."""
-        ...
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -178,7 +164,7 @@ class _Logged:
 
 
 def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
-    wandb = importlib.import_module("wandb")
+    wandb, kept = importlib.import_module("wandb"), folder / "wandb_run"
     run = wandb.init(
         project=config.project,
         entity=config.entity,
@@ -186,19 +172,23 @@ def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
         name=config.name,
         dir=str(folder),
         config=masked(config),
-        id=_known_run(folder, "wandb") if resumed else None,
+        id=kept.read_text() if resumed and kept.exists() else None,
         resume="allow",
         settings=wandb.Settings(console="off"),
     )
-    _remember_run(folder, "wandb", run.id)
+    kept.write_text(run.id)
     return _Logged(wandb, run)
 
 
 def _trackio(folder: Path, config: Config, resumed: bool) -> "Tracker":
     trackio = importlib.import_module("trackio")
-    resume = "allow" if resumed else "never"
-    made = {"project": config.project, "name": config.name, "config": masked(config)}
-    return _Logged(trackio, trackio.init(**made, resume=resume))
+    run = trackio.init(
+        project=config.project,
+        name=config.name,
+        config=masked(config),
+        resume="allow" if resumed else "never",
+    )
+    return _Logged(trackio, run)
 
 
 class Mlflow:
@@ -208,25 +198,23 @@ class Mlflow:
     def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
         self._mlflow = importlib.import_module("mlflow")
         self._client = self._mlflow.MlflowClient()
-        known = _known_run(folder, "mlflow") if resumed else None
-        if known is None:
-            experiment = self._client.get_experiment_by_name(config.project)
-            number = experiment.experiment_id if experiment else None
-            number = number or self._client.create_experiment(config.project)
-            tags = dict.fromkeys(config.tags, "")
-            run = self._client.create_run(number, run_name=config.name, tags=tags)
-            self._run_id: str = run.info.run_id
-            self._client.log_dict(self._run_id, masked(config), "config.json")
-            _remember_run(folder, "mlflow", self._run_id)
-        else:
-            self._run_id = known
-            self._client.update_run(known, status="RUNNING")
+        kept = folder / "mlflow_run"
+        if resumed and kept.exists():
+            self._run_id = kept.read_text()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(config.project)
+        number = experiment.experiment_id if experiment else None
+        number = number or self._client.create_experiment(config.project)
+        tags = dict.fromkeys(config.tags, "")
+        run = self._client.create_run(number, run_name=config.name, tags=tags)
+        self._run_id = str(run.info.run_id)
+        self._client.log_dict(self._run_id, masked(config), "config.json")
+        kept.write_text(self._run_id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        now = int(time.time() * 1000)
-        metrics = [
-            self._mlflow.entities.Metric(name, value, now, step) for name, value in values.items()
-        ]
+        now, make = int(time.time() * 1000), self._mlflow.entities.Metric
+        metrics = [make(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def write_samples(self, step: int, rows: list[JsonObject]) -> None:
@@ -279,13 +267,3 @@ def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float
             yield from _numbers(value, f"{name}/")
         elif isinstance(value, int | float):
             yield name, float(value)
-
-
-def _remember_run(folder: Path, tracker: str, run_id: str) -> None:
-    (folder / f"{tracker}_run").write_text(run_id)
-
-
-def _known_run(folder: Path, tracker: str) -> str | None:
-    """Return the tracker's own id of the resumed run, or None."""
-    path = folder / f"{tracker}_run"
-    return path.read_text() if path.exists() else None

@@ -10,48 +10,38 @@ trajectories, under ChatLearn's names. Together they make a training step:
     metrics = trainer.train_step(outputs)
 
 In a step the trainer computes log-probs and values from the same models itself; `ref_logprobs` and
-`old_values` are only for the program.
+`old_values` are only for the program. `iteration` is the caller's count, for overrides.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from turnwise.compat.chatlearn.model_file import Settings, model_settings
+from turnwise.compat.chatlearn.model_file import model_settings
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs
 from turnwise.pipeline.pipeline import Module
 from turnwise.rollouts import Group
 from turnwise.training.model import ModelName
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Trajectory
 
 
 class CompanionModule(Module):
     """A model beside the policy; the base class of the modules in this file.
 
     Args:
-        name: Its name in the pipeline's file; unique among the modules of a pipeline.
-        model_file: The model's YAML file (see `role_file`), if the pipeline's file does not
-            name it.
-
-    Raises:
-        InputError: when the file cannot be read or has an unknown key.
+        name: Its name in the pipeline's file.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
+            file does not name it.
     """
 
     role: ClassVar[str] = ""
     """The model's role in a pipeline's file."""
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
-        super().__init__(name)
-        self._settings: Settings = (
-            {} if model_file is None else model_settings(name, self.role, model_file)
-        )
-
-    @property
-    def settings(self) -> Settings:
-        """Values for the configuration, from the module's file."""
-        return self._settings
+        given = None if model_file is None else model_settings(name, self.role, model_file)
+        super().__init__(name, given)
 
 
 class _TokenModule(CompanionModule):
@@ -61,11 +51,7 @@ class _TokenModule(CompanionModule):
     _output: ClassVar[str]
 
     def setup(self) -> None:
-        """Check that the trainer has such a model.
-
-        Raises:
-            InputError: when it has none, naming the key that adds it.
-        """
+        """Check that the trainer has such a model."""
         self.pipeline.check_model(self._model)
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
@@ -74,16 +60,21 @@ class _TokenModule(CompanionModule):
         Args:
             data: `all_tokens`, for each sequence its T ids; and `loss_mask`, for each T times 1
                 (a token to be scored) or 0; without it all but the first tokens are scored.
-            iteration: The caller's count; for overrides.
 
         Returns:
             A list with T floats for each sequence, 0.0 where a token is not scored.
-
-        Raises:
-            InputError: when `data` has no tokens, or the lengths of its lists differ.
-            TrainerError, DeadlineError: naming the process that failed.
         """
-        tokens, masks = _tokens(self.name, data)
+        if data.get("all_tokens") is None:
+            raise InputError(
+                f"{self.name} needs all_tokens, which the forward_step of a policy returns"
+            )
+        tokens = [list(map(int, ids)) for ids in data["all_tokens"]]
+        masks = data.get("loss_mask")
+        if masks is None:
+            masks = [[int(place > 0) for place in range(len(ids))] for ids in tokens]
+        masks = [list(map(int, mask)) for mask in masks]
+        if list(map(len, masks)) != list(map(len, tokens)):
+            raise InputError(f"{self.name}: loss_mask must have a number for each of all_tokens")
         return {self._output: self.pipeline.score(self._model, tokens, masks)}
 
 
@@ -93,11 +84,9 @@ class ReferenceModule(_TokenModule):
     `forward_step` returns `ref_logprobs`: for each sequence T log-probs under `sampling`.
 
     Example:
-        policy = VLLMModule("policy", "policy.yaml")
         reference = ReferenceModule("reference", "reference.yaml")
         with Pipeline("config.yaml", policy, reference) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            logprobs = reference.forward_step(outputs)["ref_logprobs"]
+            logprobs = reference.forward_step(policy.forward_step(problems))["ref_logprobs"]
     """
 
     role = "reference"
@@ -112,10 +101,9 @@ class ValueModule(_TokenModule):
     before each token.
 
     Example:
-        policy, value = VLLMModule("policy"), ValueModule("value", "value.yaml")
+        value = ValueModule("value", "value.yaml")
         with Pipeline("ppo.yaml", policy, value) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            values = value.forward_step(outputs)["old_values"]
+            values = value.forward_step(policy.forward_step(problems))["old_values"]
     """
 
     role = "value"
@@ -127,40 +115,47 @@ class RewardModule(CompanionModule):
     """A reward model or function: the entry of `rollout.rewards` with this module's name.
 
     Example:
-        policy, reward = VLLMModule("policy"), RewardModule("reward", "reward.yaml")
+        reward = RewardModule("reward", "reward.yaml")
         with Pipeline("config.yaml", policy, reward) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            outputs |= reward.forward_step(outputs)
-            pipeline.train(outputs)
+            outputs = policy.forward_step(problems)
+            pipeline.train(outputs | reward.forward_step(outputs))
     """
 
     role = "reward"
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
-        """Return the rewards of trajectories, without their weight.
+        """Return `rewards`, a float for each trajectory, without their weight.
 
         Args:
             data: The outputs of a policy's `forward_step` (`trajectories`, or `groups` of them), or
                 `messages`, the messages of each trajectory, which only reward models accept.
-            iteration: The caller's count; for overrides.
-
-        Returns:
-            `rewards`, a float for each.
 
         Raises:
-            InputError: when `data` has neither, or there is no such reward.
             TrajectoryError: naming the trajectory that has no reward, and why.
         """
-        return {"rewards": self.pipeline.judge(self.name, _judged(self.name, data))}
+        if "trajectories" in data:
+            judged = list(data["trajectories"])
+        elif "groups" in data:
+            groups: Sequence[Group] = data["groups"]
+            judged = [trajectory for group in groups for trajectory in group.trajectories]
+        elif "messages" in data:
+            judged = []
+            for number, messages in enumerate(data["messages"]):
+                judged.append(Trajectory(f"{self.name}:{number}", number))
+                judged[-1].messages = list(messages)
+        else:
+            raise InputError(
+                f"{self.name} needs trajectories, which the forward_step of a policy returns"
+            )
+        return {"rewards": self.pipeline.judge(self.name, judged)}
 
 
 class TrainerModule(CompanionModule):
     """The trainer of the policy, and of PPO's value model.
 
     Example:
-        policy, trainer = VLLMModule("policy"), TrainerModule("ppo_policy", "ppo_policy.yaml")
+        trainer = TrainerModule("ppo_policy", "ppo_policy.yaml")
         with Pipeline("config.yaml", policy, trainer) as pipeline:
-            problems = policy.build_dataset(pipeline.rows())
             for iteration in range(100):
                 metrics = trainer.train_step(policy.forward_step(problems), iteration)
     """
@@ -168,49 +163,6 @@ class TrainerModule(CompanionModule):
     role = "ppo_policy"
 
     def train_step(self, data: Data | Sequence[Data], iteration: int = 0) -> JsonObject:
-        """Train on outputs of a policy's `forward_step`, and update the engines.
-
-        Args:
-            data: One dictionary of outputs, or several.
-            iteration: The caller's count; for overrides.
-
-        Returns:
-            The step's metrics, as `Pipeline.train` returns them.
-
-        Raises:
-            InputError, ExactnessError, StepError, TrainerError, WeightUpdateError, DeadlineError:
-                as `Pipeline.train` does.
-        """
+        """Train on one dictionary of a policy's outputs or several; see `Pipeline.train`."""
         each = [data] if isinstance(data, Mapping) else list(data)
         return self.pipeline.train(*(dict(outputs) for outputs in each))
-
-
-def _tokens(name: str, data: Data) -> tuple[list[list[int]], list[list[int]]]:
-    tokens = data.get("all_tokens")
-    if tokens is None:
-        raise InputError(f"{name} needs all_tokens, which the forward_step of a policy returns")
-    tokens = [list(map(int, ids)) for ids in tokens]
-    masks = data.get("loss_mask")
-    if masks is None:
-        masks = [[int(place > 0) for place in range(len(ids))] for ids in tokens]
-    masks = [list(map(int, mask)) for mask in masks]
-    if list(map(len, masks)) != list(map(len, tokens)):
-        raise InputError(f"{name}: loss_mask must have a number for each of all_tokens")
-    return tokens, masks
-
-
-def _judged(name: str, data: Data) -> list[Trajectory]:
-    if "trajectories" in data:
-        return list(data["trajectories"])
-    if "groups" in data:
-        groups: Sequence[Group] = data["groups"]
-        return [trajectory for group in groups for trajectory in group.trajectories]
-    if "messages" in data:
-        return [_said(name, number, each) for number, each in enumerate(data["messages"])]
-    raise InputError(f"{name} needs trajectories, which the forward_step of a policy returns")
-
-
-def _said(name: str, number: int, messages: Sequence[Message]) -> Trajectory:
-    trajectory = Trajectory(f"{name}:{number}", number)
-    trajectory.messages = list(messages)
-    return trajectory

@@ -21,22 +21,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model_args, read_model_file
+from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model
 from turnwise.config import SamplingConfig
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.conversation import (
+from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
+from turnwise.pipeline.pipeline import Module, Pipeline
+from turnwise.pipeline.prompts import (
     Conversation,
     ConversationProblem,
+    ProblemBuilder,
+    Prompt,
+    PromptFields,
     PromptLoop,
     TokenProblem,
 )
-from turnwise.pipeline.dataset import ProblemBuilder, Prompt, PromptFields
-from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
-from turnwise.pipeline.pipeline import Module, Pipeline
-from turnwise.pipeline.provided_model import ProvidedModel
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
 from turnwise.trajectory import ChatTemplate
@@ -50,11 +53,8 @@ class VLLMModule(Module):
 
     Args:
         name: Appears in errors and requests' names; unique among the modules of a pipeline.
-        model_file: The model's YAML file (see `model_file`). It becomes part of the pipeline's
-            configuration, above the pipeline's own file and below its overrides.
-
-    Raises:
-        InputError: when the file cannot be read or has an unknown key.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`). It becomes part of
+            the pipeline's configuration, above its own file and below its overrides.
 
     Example:
         class Policy(VLLMModule):
@@ -72,18 +72,19 @@ class VLLMModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._given: Settings = {} if model_file is None else read_model_file(model_file)
-        self._args = {} if model_file is None else read_model_args(model_file)
+        self._args: Settings = {}
+        if model_file is not None:
+            self._settings, self._args = read_model(model_file)
         self._numbers = itertools.count(1)
 
     @property
     def settings(self) -> Settings:
         """Values for the configuration: those of the module's file, and its own model's."""
-        return self._given | self._own_model.settings
+        return self._settings | self._provided[0]
 
     @cached_property
-    def _own_model(self) -> ProvidedModel:
-        return ProvidedModel(self.name, self.model_provider(), self._given.get("model.tokenizer"))
+    def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
+        return _saved(self.name, self.model_provider(), self._settings.get("model.tokenizer"))
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
@@ -93,10 +94,7 @@ class VLLMModule(Module):
 
     @property
     def model_args(self) -> Settings:
-        """The configuration under ChatLearn's names, and its file's other flat keys.
-
-        `num_inference_per_prompt` is 1: `n` holds it.
-        """
+        """The configuration under ChatLearn's names, and its file's other flat keys."""
         return args_of(self.config, self._args)
 
     @property
@@ -131,20 +129,15 @@ class VLLMModule(Module):
         return True
 
     def setup(self) -> None:
-        """Load what sampling needs; called once, inside the running pipeline.
-
-        Whatever an override does not load is loaded at its first use.
-        """
+        """Load what sampling needs; an override may leave that to the first use."""
         _ = self.generator, self.tokenizer, self.runner.tool_parser
 
     def model_provider(self) -> object:
-        """Define the model; called once, before anything starts.
+        """Return the model that engines and trainer load; called once, before anything starts.
 
-        Returns:
-            A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or
-            its configuration, for random weights; or None, as here, for the model of `model.path`.
-            Engines and trainer both load it, with the tokenizer that it was saved with, or that
-            of the module's file.
+        A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or its
+        configuration, for random weights; or None, as here, for the model of `model.path`. Its
+        tokenizer is that of the module's file, or the one that it was saved with.
         """
         return None
 
@@ -153,16 +146,11 @@ class VLLMModule(Module):
         return self.pipeline.generator
 
     def load_checkpoint(self, iteration: int | str | Path) -> None:
-        """Resume from a pipeline's checkpoint: weights, optimizer and version.
-
-        The engines get the weights. May be called in `setup` and at any later time.
+        """Resume from a pipeline's checkpoint, in `setup` or later; see `Pipeline.load`.
 
         Args:
             iteration: A folder that `save` wrote, or a number, for checkpoints/step-NNNN in the
                 run's folder.
-
-        Raises:
-            InputError: when it is no whole checkpoint, or one of another model.
         """
         self.pipeline.load(self._checkpoint(iteration))
 
@@ -171,8 +159,8 @@ class VLLMModule(Module):
         return self.pipeline.save(self._checkpoint(iteration))
 
     def _checkpoint(self, iteration: int | str | Path) -> Path:
-        run = Path(self.config.output_dir, self.config.name)
         if isinstance(iteration, int):
+            run = Path(self.config.output_dir, self.config.name)
             return checkpoint.folder_of(run, iteration)
         return Path(iteration)
 
@@ -193,8 +181,7 @@ class VLLMModule(Module):
         Raises:
             InputError: naming the prompt that is empty or cannot be used.
         """
-        name = f"{self.name}-eval" if is_eval else self.name
-        builder = self._builder(name, is_eval)
+        builder = self._builder(f"{self.name}-eval" if is_eval else self.name, is_eval)
         problems = builder.build(train_prompts)
         rows = [problem for problem in problems if not isinstance(problem, ConversationProblem)]
         kept = {problem.id for problem in self.runner.within_prompt_limit(rows)}
@@ -202,11 +189,8 @@ class VLLMModule(Module):
         return [p for p in problems if isinstance(p, ConversationProblem) or p.id in kept]
 
     def longest_prompt(self, is_eval: bool = False) -> int:
-        """Return the maximum number of tokens of a prompt.
-
-        It is `data.max_prompt_tokens`, or the space that `sampling.max_tokens` leaves in the
-        context (all but one token if it leaves none).
-        """
+        """Return `data.max_prompt_tokens`, or the tokens that `sampling.max_tokens` leaves in the
+        context (all but one if it leaves none)."""
         room, own = self.config.model.max_length, self.config.data.max_prompt_tokens
         if own is not None:
             return min(own, room - 1)
@@ -214,11 +198,7 @@ class VLLMModule(Module):
         return left if left > 0 else room - 1
 
     def begin(self, item: Problem, sampling: SamplingConfig) -> "Future[Group]":
-        """Begin `sampling.n` trajectories of one problem; return a future of its group.
-
-        Raises:
-            InputError: when `build_dataset` did not make it.
-        """
+        """Begin `sampling.n` trajectories of one problem; return a future of its group."""
         if not isinstance(item, Problem):
             raise InputError(f"{self.name} got {repr(item)[:80]}, which build_dataset did not make")
         runner = self.conversations if isinstance(item, ConversationProblem) else self.runner
@@ -233,10 +213,7 @@ class VLLMModule(Module):
         return self.pipeline.submit(run)
 
     def _add_request(self, data: Batch, is_eval: bool = False) -> "list[Future[Group]]":
-        """Begin the trajectories of all problems; return a future of each group.
-
-        Mappings with token ids and their text go through `_add_request_internal`.
-        """
+        """Begin the trajectories of all problems; return a future of each group."""
         ids, text = self._fields.token_ids, self._fields.text
         if isinstance(data, Mapping):
             return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
@@ -258,15 +235,8 @@ class VLLMModule(Module):
         prompt_token_id_list: Sequence[Sequence[int]],
         is_eval: bool = False,
     ) -> "list[Future[Group]]":
-        """Begin the trajectories of prompts given as token ids.
-
-        Args:
-            prompt_list: Their texts, which appear only in outputs; None means the decoded ids.
-            prompt_token_id_list: The prompts as the engine gets them, cut to `longest_prompt`.
-
-        Raises:
-            InputError: naming the prompt that is empty, or when the number of texts differs.
-        """
+        """Begin the trajectories of token ids, cut to `longest_prompt`; their texts appear only in
+        outputs, and None means the decoded ids."""
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
                 f"{self.name} got {len(prompt_list)} texts and token ids of "
@@ -334,34 +304,19 @@ class VLLMModule(Module):
         }
 
     def forward_step(self, data: Batch, iteration: int = 0) -> Outputs:
-        """Answer all problems under `sampling`.
+        """Answer all problems under `sampling`; return what `decode_internal` does.
 
         Args:
             iteration: The caller's count; for overrides.
-
-        Returns:
-            The dictionary of `decode_internal`, with `groups`, which a pipeline trains on.
-
-        Raises:
-            DeadlineError, StepError: as `generate_vllm` does.
         """
-        return self._forward(data, is_eval=False)
+        return self.decode_internal(self.generate_vllm(data, False))
 
     def eval_forward(self, data: Batch, iteration: int = 0) -> Outputs:
         """Answer all problems under `eval.sampling`; otherwise as `forward_step`."""
-        return self._forward(data, is_eval=True)
-
-    def _forward(self, data: Batch, is_eval: bool) -> Outputs:
-        return self.decode_internal(self.generate_vllm(data, is_eval))
+        return self.decode_internal(self.generate_vllm(data, True))
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
-        """Return the groups of requests.
-
-        Each trajectory may take `rollout.trajectory_timeout` seconds.
-
-        Raises:
-            DeadlineError: when they are not done in time; all of them are cancelled.
-        """
+        """Return the groups of requests, each trajectory within `rollout.trajectory_timeout`."""
         rollout = self.config.rollout
         trajectories = len(requests) * max(self.config.sampling.n, self.config.eval.sampling.n)
         rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
@@ -379,3 +334,32 @@ class VLLMModule(Module):
     def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
         limit = self.longest_prompt(is_eval)
         return ProblemBuilder(name, self.config, self.template, self._fields, limit)
+
+
+def _saved(
+    name: str, model: Foreign, tokenizer: str | None
+) -> tuple[Settings, TemporaryDirectory[str] | None]:
+    """Return the settings of a model that `model_provider` returned, and its temporary folder."""
+    if model is None:
+        return {}, None
+    if isinstance(model, str | Path):
+        return {"model.path": str(model)}, None
+    if not hasattr(model, "save_pretrained"):
+        raise InputError(
+            f"{name}: model_provider returns a model's folder or name, a model of transformers "
+            f"or its configuration, not {repr(model)[:80]}; override generator_provider to "
+            "replace the sampler"
+        )
+    tokenizer = tokenizer or getattr(model, "name_or_path", "")
+    if not tokenizer:
+        raise InputError(
+            f"{name}: the model of model_provider has no tokenizer; name one in the module's "
+            "file (tokenizer)"
+        )
+    if not hasattr(model, "state_dict"):  # a configuration: random weights
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(model)
+    folder = TemporaryDirectory(prefix="turnwise-model-")
+    model.save_pretrained(folder.name)
+    return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder

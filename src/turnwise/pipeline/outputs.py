@@ -6,7 +6,8 @@ tools' answers and templates included, so that prompt and completion together ar
 sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled, as in vLLM.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import groupby
@@ -14,7 +15,7 @@ from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
-from turnwise.trajectory import Branch, ChatTemplate, Trajectory
+from turnwise.trajectory import MAX_REWARD, Branch, ChatTemplate, Trajectory
 
 Outputs = dict[str, Any]
 """Lists with an entry for each trajectory, by their names: the outputs of a `forward_step`."""
@@ -41,28 +42,16 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The natural log of the probability."""
         return float(self)
 
     @property
     def decoded_token(self) -> str:
-        """The token's text."""
         return self._template.decode_all([self._token_id])
 
 
 @dataclass(frozen=True, eq=False)
 class CompletionOutput:
-    """One trajectory after its first prompt: `T` tokens.
-
-    Example:
-        for output in policy.generate_vllm(problems):
-            for completion in output.outputs:
-                logprobs = [
-                    known[token].logprob
-                    for known, token in zip(completion.logprobs, completion.token_ids)
-                ]
-                print(completion.text, sum(logprobs) / len(logprobs))
-    """
+    """One trajectory after its first prompt: `T` tokens."""
 
     trajectory: Trajectory
     branch: Branch
@@ -80,7 +69,6 @@ class CompletionOutput:
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """All `T` ids."""
         return self.branch.token_ids[self.prompt_length :]
 
     @cached_property
@@ -96,7 +84,6 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Sum of the log-probs of the sampled tokens."""
         return sum(self.branch.logprobs)
 
     @property
@@ -121,12 +108,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, eq=False)
 class RequestOutput:
-    """One prompt and its completions.
-
-    Example:
-        (output,) = policy.generate_vllm(policy.build_dataset(["What is 3 + 4?"]))
-        print(output.prompt, [completion.text for completion in output.outputs])
-    """
+    """One prompt and its completions."""
 
     request_id: str
     """Number of the request in its batch, from 0."""
@@ -159,31 +141,24 @@ def request_outputs(
 
     A group is one output, or several if the environment's problem varies: one for each run of
     consecutive trajectories with the same prompt.
-
-    Args:
-        stop: Strings that end a turn, `sampling.stop`.
     """
     outputs = []
     for number, group in enumerate(groups):
-        done = [_completion(trajectory, template, stop) for trajectory in group.trajectories]
-        parts = [(ids, list(same)) for ids, same in groupby(done, _prompt)] or [([], [])]
-        for ids, completions in parts:
+        done: list[tuple[list[int], CompletionOutput]] = []
+        for trajectory in group.trajectories:
+            branch = (trajectory.branches() or [_NO_TURNS])[-1]
+            mask = branch.response_mask
+            length = mask.index(1) if 1 in mask else len(branch.token_ids)
+            completion = CompletionOutput(trajectory, branch, length, template, stop)
+            done.append((branch.token_ids[:length], completion))
+        parts = [
+            (ids, [completion for _, completion in same])
+            for ids, same in groupby(done, lambda pair: pair[0])
+        ]
+        for ids, completions in parts or [([], [])]:
             text = template.decode_all(ids) if group.prompt is None else group.prompt
             outputs.append(RequestOutput(str(number), text, ids, completions, group, template))
     return outputs
-
-
-def _completion(
-    trajectory: Trajectory, template: ChatTemplate, stop: Sequence[str]
-) -> CompletionOutput:
-    branch = (trajectory.branches() or [_NO_TURNS])[-1]
-    mask = branch.response_mask
-    length = mask.index(1) if 1 in mask else len(branch.token_ids)
-    return CompletionOutput(trajectory, branch, length, template, stop)
-
-
-def _prompt(completion: CompletionOutput) -> list[int]:
-    return completion.branch.token_ids[: completion.prompt_length]
 
 
 def _by_token(
@@ -198,22 +173,67 @@ def _by_token(
 def keeping_groups(
     decode: Callable[[Sequence[RequestOutput]], Outputs], name: str
 ) -> Callable[[Sequence[RequestOutput]], Outputs]:
-    """Wrap a `decode_internal` so that its outputs have `groups`.
-
-    Args:
-        name: The module's, for errors.
-    """
+    """Wrap the `decode_internal` of the module `name` so that its outputs have `groups`."""
 
     @wraps(decode)
     def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
         decoded = decode(batched_outputs)
         if not isinstance(decoded, dict):
             raise InputError(f"{name}: decode_internal must return a dictionary")
-        return {"groups": _groups(batched_outputs), **decoded}
+        groups = {id(output.group): output.group for output in batched_outputs}  # each once
+        return {"groups": list(groups.values()), **decoded}
 
     return decode_and_keep
 
 
-def _groups(outputs: Sequence[RequestOutput]) -> list[Group]:
-    """Return each group once, in the outputs' order."""
-    return list({id(output.group): output.group for output in outputs}.values())
+def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
+    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`.
+
+    `rewards` is one finite number for each trajectory; for a game, a dictionary with one for each
+    player.
+    """
+    groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
+        raise InputError("train takes what forward_step returned: a dictionary with its groups")
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = outputs.get("rewards")
+    if rewards is None:
+        return list(groups)
+    if not isinstance(rewards, Iterable):
+        raise InputError(f"rewards must be a list of numbers, not {rewards!r}")
+    given = list(rewards)
+    if len(given) != len(trajectories) or not all(map(_is_reward, trajectories, given)):
+        raise InputError(
+            f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
+            f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
+        )
+    for trajectory, reward in zip(trajectories, given, strict=True):
+        players = trajectory.player_rewards
+        if isinstance(reward, Mapping):
+            trajectory.player_rewards = {player: _number(reward[player]) for player in players}
+            reward = sum(trajectory.player_rewards.values()) / len(players)
+        elif players and _number(reward) != trajectory.reward:
+            names = ", ".join(players)
+            raise InputError(
+                f"rewards: {reward!r} is one number for a game, whose players are compared each "
+                f"with itself: give a dictionary with a number for each of {names}"
+            )
+        trajectory.reward = _number(reward)
+    return list(groups)
+
+
+def _is_reward(trajectory: Trajectory, reward: object) -> bool:
+    """Return whether a reward is a number within the limit, or one for each player."""
+    if not isinstance(reward, Mapping):
+        return abs(_number(reward)) <= MAX_REWARD
+    if not trajectory.player_rewards or reward.keys() != trajectory.player_rewards.keys():
+        return False
+    return all(abs(_number(value)) <= MAX_REWARD for value in reward.values())
+
+
+def _number(value: object) -> float:
+    """Return a reward as a float, NaN where it is not a number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan

@@ -1,56 +1,66 @@
 """A pipeline: engines and trainer behind plain calls, for as long as a `with` block lasts.
 
 Everything runs in a separate thread. Every call waits with a deadline and raises the errors of that
-thread; leaving the block, also by Ctrl-C, ends all processes that it started. Whenever a call
-returns, the engines have the trainer's weights.
+thread: `TrainerError`, `WeightUpdateError` and `DeadlineError` name who failed. Leaving the block,
+also by Ctrl-C, ends all processes that it started. Whenever a call returns, the engines have the
+trainer's weights.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
-from turnwise.compat.chatlearn.model_file import Settings
-from turnwise.config import Config
+from turnwise.compat.chatlearn.model_file import REWARDS, Settings
+from turnwise.compat.chatlearn.pipeline_file import (
+    CONVERSATION,
+    is_pipeline_file,
+    read_pipeline_file,
+)
+from turnwise.config import Config, load_config, make_config
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
-from turnwise.core.watchdog import Watchdog
+from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.merged_config import merge_config, merge_settings, resolve_config
-from turnwise.pipeline.running import Progress, RunningPipeline, open_pipeline, rewarded_groups
-from turnwise.rollouts import Runner
+from turnwise.observe.metrics import StepMetrics, mean
+from turnwise.pipeline.outputs import rewarded_groups
+from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
+from turnwise.run.runtime import Runtime, open_runtime
+from turnwise.run.step import TrainingStep
 from turnwise.training import checkpoint
+from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
-from turnwise.training.rank import missing_model
+from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _STOP_SECONDS = 60.0
-_NOT_RUNNING = "the pipeline does not run: use it inside its with block"
+_DEFAULTS: Settings = {"environment": CONVERSATION}
+_OPTIONAL = ("data.path",)
+"""Keys that a configuration may omit, because the program provides the prompts."""
 
 
 class Module:
-    """A model of a pipeline; the base class of all modules.
+    """A model of a pipeline, with a name that is unique there; the base class of all modules."""
 
-    Args:
-        name: Appears in errors; unique among the modules of a pipeline.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: Settings | None = None) -> None:
         self.name = name
+        self._settings = settings or {}
         self._pipeline: Pipeline | None = None
 
     @property
     def settings(self) -> Settings:
         """Values that the module needs in the configuration, by dotted key."""
-        return {}
+        return self._settings
 
     def join(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, which calls this before `setup`."""
@@ -61,11 +71,7 @@ class Module:
 
     @property
     def pipeline(self) -> "Pipeline":
-        """The running pipeline.
-
-        Raises:
-            InputError: when the module is not in a running pipeline.
-        """
+        """The running pipeline."""
         if self._pipeline is None:
             raise InputError(
                 f"the module {self.name} is in no running pipeline: give it to Pipeline(...) and "
@@ -77,6 +83,98 @@ class Module:
     def config(self) -> Config:
         """The pipeline's configuration, this module's file included."""
         return self.pipeline.config
+
+
+@dataclass(slots=True)
+class PipelineProgress:
+    """The state of a pipeline's training, as checkpoints keep it."""
+
+    iteration: int = 0
+    """Number of training steps so far, those before a resumed checkpoint included."""
+    exactness: ExactnessReport = field(default_factory=ExactnessReport)
+    """Audit of everything trained so far."""
+    state: JsonObject = field(default_factory=dict)
+    """The program's own values, from the checkpoint that was loaded last."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPipeline:
+    """An open runtime, and training steps on it; all of it runs on the pipeline's event loop."""
+
+    config: Config
+    runtime: Runtime
+    trainer: TrainerGroup
+    step: TrainingStep
+    progress: PipelineProgress
+
+    async def train(self, groups: Sequence[Group]) -> JsonObject:
+        dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
+        made = await self.step.make_samples(groups)
+        self.progress.exactness += made.report
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics = StepMetrics(
+            reward_mean=mean([t.reward or 0.0 for t in trajectories]),
+            trajectories=len(trajectories),
+            dropped=dict(sorted(dropped.items())),
+            sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        )
+        metrics.add_samples(made)
+        training = self.config.training
+        if self.progress.iteration == training.steps and training.lr_schedule == "linear":
+            logger.warning(
+                "training.lr_schedule linear ended with step %d (training.steps), and the program "
+                "goes on: the learning rate stays at its last value",
+                training.steps,
+            )
+        metrics.add(await self.step.learn(made))
+        self.progress.iteration += 1
+        metrics.add(await self.step.update_weights())
+        return metrics.to_json()
+
+    async def save(self, folder: Path, state: Mapping[str, object]) -> None:
+        loop = {
+            "step": self.progress.iteration,
+            "exactness": self.progress.exactness.to_dict(),
+            "versions": self.step.versions.state(),
+            "program": dict(state),
+        }
+        with waiting(f"the trainer to save {folder}"):
+            place = await run_in_thread(checkpoint.begin, folder)
+            await self.trainer.save(place)
+            await run_in_thread(checkpoint.write_loop, folder, loop)
+            await run_in_thread(checkpoint.commit, folder)
+
+    async def load(self, folder: Path) -> int:
+        with waiting(f"the trainer to load {folder}"):
+            loop = await run_in_thread(checkpoint.read_loop, folder)
+            version = await self.trainer.load(folder)
+        self.step.versions.restore(loop.get("versions"), version)
+        await self.step.update_weights()
+        self.progress.iteration = loop["step"]
+        self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])
+        self.progress.state = loop.get("program", {})
+        return version
+
+
+@asynccontextmanager
+async def open_pipeline(
+    config: Config, folder: Path, progress: PipelineProgress, resume: Path | None
+) -> AsyncIterator[RunningPipeline]:
+    """Start the engines and the trainer, and bring its weights to the engines."""
+    # Modules check theirs when they build them.
+    async with open_runtime(config, None, folder=folder) as runtime:
+        trainer = runtime.policy
+        assert trainer is not None
+        async with task_group() as tasks:
+            watching = tasks.create_task(trainer.watch())
+            step = TrainingStep(config, runtime)
+            running = RunningPipeline(config, runtime, trainer, step, progress)
+            if resume is None:
+                await step.update_weights()
+            else:
+                await running.load(resume)
+            yield running
+            watching.cancel()
 
 
 class Pipeline:
@@ -119,11 +217,10 @@ class Pipeline:
         self._modules: list[Module] = []
         self._thread: EventLoopThread[RunningPipeline] | None = None
         self._opened: RunningPipeline | None = None
-        self._progress = Progress()
+        self._progress = PipelineProgress()
         for module in modules:
-            self._check_name(module)
-            self._modules.append(module)
-        self.config = merge_config(config, self._modules, self._overrides)
+            self._modules = self._with(module)
+        self.config = self._shared(self._modules)
 
     @property
     def iteration(self) -> int:
@@ -147,18 +244,48 @@ class Pipeline:
             InputError: when its name is taken, or its model file contradicts another's or, in a
                 running pipeline, changes anything.
         """
-        self._check_name(module)
-        modules = [*self._modules, module]
+        modules = self._with(module)
         if self._opened is None:
-            self.config = merge_config(self._given, modules, self._overrides)
-        elif resolve_config(self._given, merge_settings(modules), self._overrides) != self.config:
+            self.config = self._shared(modules)
+        elif self._resolved(_settings_of(modules)) != self.config:
             raise InputError(
                 f"the model file of {module.name} changes the configuration, and the pipeline "
                 "runs already: give the module to Pipeline(...)"
             )
         self._modules = modules
         if self._opened is not None:
-            self._set_up(module)
+            module.join(self)
+            module.setup()
+
+    def _with(self, module: Module) -> list[Module]:
+        if any(module.name == other.name for other in self._modules):
+            raise InputError(f"the pipeline has a module {module.name} already")
+        return [*self._modules, module]
+
+    def _shared(self, modules: Sequence[Module]) -> Config:
+        """Return the given configuration under the modules' settings under the overrides."""
+        settings = _settings_of(modules)
+        config = self._resolved(settings)
+        for module in modules:
+            for key, value in module.settings.items():
+                if key == REWARDS or value == settings[key]:
+                    continue
+                # Different values may mean the same (top_k -1 and 0), or an override decides.
+                if self._resolved(settings | {key: value}) != config:
+                    raise InputError(
+                        f"the model file of {module.name} contradicts that of a module after it: "
+                        f"{key} is {value!r} and {settings[key]!r}; the modules of a pipeline "
+                        "share one model and its engines"
+                    )
+        return config
+
+    def _resolved(self, settings: Settings) -> Config:
+        given, overrides = self._given, self._overrides
+        if isinstance(given, Config):
+            return make_config(given.model_dump(), overrides, _DEFAULTS, settings, _OPTIONAL)
+        if is_pipeline_file(given):
+            return read_pipeline_file(given, overrides, settings).config
+        return load_config(given, overrides, _DEFAULTS, settings, _OPTIONAL)
 
     def __enter__(self) -> Self:
         """Start the engines and the trainer, send its weights, and set up the modules."""
@@ -177,28 +304,20 @@ class Pipeline:
                 config.engine.start_timeout + config.training.step_timeout + self._update_seconds
             )
             for module in self._modules:
-                self._set_up(module)
+                module.join(self)
+                module.setup()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._thread is not None
         self._opened = None
         self._thread.leave(_STOP_SECONDS, error)
 
     def rows(self, is_eval: bool = False) -> list[JsonObject]:
-        """Return the rows of `data.path`, or of `data.eval_path`, for a module's `build_dataset`.
-
-        Raises:
-            InputError: when they cannot be read.
-        """
+        """Return the rows of `data.path` or `data.eval_path`, for a module's `build_dataset`."""
         problems = load_heldout(self.config) if is_eval else load_training(self.config)
         return [problem.row for problem in problems]
 
@@ -216,7 +335,6 @@ class Pipeline:
             InputError: when the outputs hold no groups, or other than one reward a trajectory.
             ExactnessError: when a token is not as it was sampled; nothing is trained then.
             StepError: when most trajectories failed.
-            TrainerError, WeightUpdateError, DeadlineError: naming who failed.
         """
         groups = [group for each in outputs for group in rewarded_groups(each)]
         seconds = self.config.training.step_timeout + self._update_seconds
@@ -234,10 +352,6 @@ class Pipeline:
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: its log-prob under
             `sampling`, or, of the value model, the return that it expects before the token.
-
-        Raises:
-            InputError: when the trainer has no such model.
-            TrainerError, DeadlineError: naming who failed.
         """
         self.check_model(name)
         seconds = self.config.training.step_timeout
@@ -246,11 +360,7 @@ class Pipeline:
         )
 
     def check_model(self, name: ModelName) -> None:
-        """Check that the trainer has a model.
-
-        Raises:
-            InputError: when it has none, naming the key that adds it.
-        """
+        """Raise an `InputError` if the trainer has no such model, naming the key that adds it."""
         if why := missing_model(self.config.algorithm, name):
             raise InputError(why)
 
@@ -262,21 +372,21 @@ class Pipeline:
             TrajectoryError: naming what gave no reward, and why.
         """
         seconds = self.config.rollout.trajectory_timeout + self.config.engine.start_timeout
+        rewards = self.runner.rewards
         return self._call(
-            lambda: self._running.score(name, trajectories), seconds, f"the rewards of {name}"
+            lambda: together(rewards.score(name, t) for t in trajectories),
+            seconds,
+            f"the rewards of {name}",
         )
 
     def load(self, folder: str | Path) -> int:
         """Resume from a checkpoint that `save` or `turnwise train` wrote; the engines are updated.
 
-        Restores the model, the optimizer, `iteration`, `exactness` and `state`.
-
-        Returns:
-            The weight version of the checkpoint.
+        Restores the model, the optimizer, `iteration`, `exactness` and `state`; returns the
+        checkpoint's weight version.
 
         Raises:
             InputError: when it is not whole, or does not fit this model.
-            TrainerError, WeightUpdateError, DeadlineError: naming who failed.
         """
         place = _whole(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
@@ -285,14 +395,11 @@ class Pipeline:
     def save(self, folder: str | Path, state: Mapping[str, object] | None = None) -> Path:
         """Write a checkpoint: the model in Hugging Face's format, and state/ to resume from.
 
-        It appears whole or not at all.
+        It appears whole or not at all. Returns the folder's absolute path.
 
         Args:
             state: Plain values of the program's own, such as `ProblemStream.state()`; a pipeline
                 that loads the checkpoint has them as its `state`.
-
-        Returns:
-            The folder's absolute path.
 
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
@@ -328,16 +435,13 @@ class Pipeline:
     def wait(
         self, requests: "Sequence[Future[_Result]]", seconds: float, who: str
     ) -> list[_Result]:
-        """Return the results of submitted calls.
+        """Return the results of submitted calls; all are cancelled if the wait ends early."""
 
-        If the wait ends early (by an error in one of them, the deadline or Ctrl-C), all of them are
-        cancelled.
+        async def gathered() -> list[_Result]:
+            return await asyncio.gather(*map(asyncio.wrap_future, requests))
 
-        Raises:
-            DeadlineError: naming `who`.
-        """
         try:
-            return self._call(lambda: _all(requests), seconds, who)
+            return self._call(gathered, seconds, who)
         finally:
             for request in requests:
                 request.cancel()
@@ -345,27 +449,19 @@ class Pipeline:
     @property
     def _running(self) -> RunningPipeline:
         if self._opened is None:
-            raise InputError(_NOT_RUNNING)
+            raise InputError("the pipeline does not run: use it inside its with block")
         return self._opened
 
     @property
     def _running_thread(self) -> EventLoopThread[RunningPipeline]:
-        if self._thread is None or self._opened is None:
-            raise InputError(_NOT_RUNNING)
+        _ = self._running
+        assert self._thread is not None
         return self._thread
 
     @property
     def _update_seconds(self) -> float:
         """Deadline of a weight update, including time for a worker to restart."""
         return 2 * self.config.weights.update_timeout + self.config.engine.start_timeout
-
-    def _check_name(self, module: Module) -> None:
-        if any(module.name == other.name for other in self._modules):
-            raise InputError(f"the pipeline has a module {module.name} already")
-
-    def _set_up(self, module: Module) -> None:
-        module.join(self)
-        module.setup()
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         async def watched() -> _Result:
@@ -375,17 +471,19 @@ class Pipeline:
         return self._running_thread.call(watched, seconds, who)
 
 
-def _whole(folder: str | Path) -> Path:
-    """Return a checkpoint's absolute path.
+def _settings_of(modules: Sequence[Module]) -> Settings:
+    """Return all modules' settings, a later module's over an earlier one's; rewards add up."""
+    settings: Settings = {}
+    rewards: list[object] = []
+    for module in modules:
+        settings |= module.settings
+        rewards += [r for r in module.settings.get(REWARDS, []) if r not in rewards]
+    return settings | {REWARDS: rewards} if rewards else settings
 
-    Raises:
-        InputError: when there is none, or it is not whole.
-    """
+
+def _whole(folder: str | Path) -> Path:
+    """Return the absolute path of a whole checkpoint."""
     place = Path(folder).expanduser().resolve()
     if flaw := checkpoint.incomplete_reason(place):
         raise InputError(f"{place} is no checkpoint to resume from: {flaw}")
     return place
-
-
-async def _all(requests: "Sequence[Future[_Result]]") -> list[_Result]:
-    return await asyncio.gather(*map(asyncio.wrap_future, requests))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import cast, get_type_hints
 
 import turnwise.tools
-from turnwise.config.tools import ToolConfig
+from turnwise.config import ToolConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import load_object

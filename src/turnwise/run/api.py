@@ -24,8 +24,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
 from turnwise.run import commands
-from turnwise.run.commands import TrainingResult
-from turnwise.run.inputs import ProgramInputs
+from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -89,17 +88,15 @@ def train(
     """
     arguments = {"model.path": _text(model), "training.steps": steps}
     inputs, values, optional = _inputs(environment, data, eval_data, arguments)
-    console = Console(quiet=not progress)
-    if resume is not None:
-        if config is not None:
-            raise InputError("resume uses the configuration of the run: omit config")
-        run, settings = Path(resume), _settings(keys, values)
-        resolved = commands.config_of_run(run, settings=settings, optional=optional)
-        return run_command(
-            lambda: commands.resume(run, resolved, console, inputs), "the training run"
-        )
-    resolved = _resolve(config, _settings(keys, values), optional)
-    return run_command(lambda: commands.train(resolved, console, None, inputs), "the training run")
+    settings, console = _settings(keys, values), Console(quiet=not progress)
+    name = "the training run"
+    if resume is None:
+        resolved = _resolve(config, settings, optional)
+        return run_command(lambda: commands.train(resolved, console, None, inputs), name)
+    if config is not None:
+        raise InputError("resume uses the configuration of the run: omit config")
+    saved = commands.config_of_run(Path(resume), settings=settings, optional=optional)
+    return run_command(lambda: commands.resume(Path(resume), saved, console, inputs), name)
 
 
 def evaluate(
@@ -211,31 +208,30 @@ def serve(
     resolved = _resolve(config, settings, ("environment", "data.path"))
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
-    try:
+    with _left(thread):
         yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
-    except BaseException as error:
-        thread.leave(_STOP_SECONDS, error)
-        raise
-    thread.leave(_STOP_SECONDS, None)
 
 
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
     """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
     started.
-
-    Example:
-        run_command(lambda: commands.train(config, Console()), "the training run")
     """
     thread = EventLoopThread(nullcontext[None], name)
     with exit_on_sigterm():
         thread.start(_START_SECONDS)
-        try:
-            result = thread.call(work, NO_DEADLINE, name)
-        except BaseException as error:
-            thread.leave(_STOP_SECONDS, error)
-            raise
-        thread.leave(_STOP_SECONDS, None)
-    return result
+        with _left(thread):
+            return thread.call(work, NO_DEADLINE, name)
+
+
+@contextmanager
+def _left(thread: "EventLoopThread[_Result]") -> Iterator[None]:
+    """Leave a thread's event loop after a `with` block."""
+    try:
+        yield
+    except BaseException as error:
+        thread.leave(_STOP_SECONDS, error)
+        raise
+    thread.leave(_STOP_SECONDS, None)
 
 
 def _inputs(
@@ -261,19 +257,12 @@ def _inputs(
     factory: EnvironmentType | None = None
     if isinstance(environment, str):
         settings["environment"] = environment
-    elif environment is not None:
-        factory = cast(
-            "EnvironmentType", environment
-        )  # checked when it makes the first environment
-        settings["environment"] = _name(environment)
+    elif environment is not None:  # it is checked when it makes the first environment
+        factory = cast("EnvironmentType", environment)
+        name = getattr(environment, "__qualname__", type(environment).__qualname__)
+        settings["environment"] = f"{getattr(environment, '__module__', '__main__')}:{name}"
     inputs = ProgramInputs(factory, rows["data.path"], rows["data.eval_path"])
     return inputs, settings, optional
-
-
-def _name(environment: object) -> str:
-    """Return `module:name` of a class or function."""
-    name = getattr(environment, "__qualname__", type(environment).__qualname__)
-    return f"{getattr(environment, '__module__', '__main__')}:{name}"
 
 
 def _text(path: str | Path | None) -> str | None:
@@ -282,25 +271,21 @@ def _text(path: str | Path | None) -> str | None:
 
 def _settings(keys: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Return keyword arguments as values by dotted key; `values` take precedence."""
-    return dict(_flat(keys, "")) | dict(values)
 
+    def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+        for key, value in values.items():
+            if isinstance(value, Mapping) and prefix + key in _SECTIONS:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, str(value) if isinstance(value, Path) else value
 
-def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and prefix + key in _SECTIONS:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, _text(value) if isinstance(value, Path) else value
+    return dict(flat(keys, "")) | dict(values)
 
 
 def _resolve(
     config: ConfigSource, settings: Mapping[str, object], optional: Sequence[str]
 ) -> Config:
-    """Return the configuration with the values by dotted key applied.
-
-    Raises:
-        InputError: with one sentence for each mistake.
-    """
+    """Return the configuration with the values by dotted key applied."""
     if isinstance(config, str | Path):
         return load_config(config, settings=settings, optional=optional)
     tree = config.model_dump() if isinstance(config, Config) else dict(config or {})

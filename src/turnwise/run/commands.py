@@ -1,52 +1,51 @@
-"""The commands as coroutines: train, resume, evaluate, rollout, serve.
+"""The commands as coroutines: train, resume, evaluate, rollout, serve; and export.
 
 The command line and `turnwise.run.api`, the plain calls for programs, share them. Each command
-checks its inputs before it imports anything slow.
+checks its inputs, which are the configuration's or a program's objects, before it imports anything
+slow.
 """
 
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from turnwise.config import Config, SamplingConfig, check_unchanged, load_config, needed_keys
+from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.core.sources import check_model
+from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.core.user_code import call_user_code
+from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError, TrainerError
-from turnwise.run.inputs import (
-    FROM_CONFIG,
-    ProgramInputs,
-    all_problems,
-    check_sources,
-    heldout_problems,
-    in_time,
-    training_problems,
-)
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 if TYPE_CHECKING:
+    from turnwise.rollouts.environment import EnvironmentType
     from turnwise.rollouts.evaluation import Evaluation
     from turnwise.rollouts.group import Group
     from turnwise.rollouts.problems import Problem
     from turnwise.rollouts.producer import RunGroup
     from turnwise.run.display import Display
     from turnwise.run.run_dir import Resume, RunDir
+    from turnwise.run.runtime import Runtime
     from turnwise.serving.openai.server import OpenAIServer
 
     OnGroup = Callable[[Group], None]
     """Called with each group of a command, also one that was not run."""
 
-_T = TypeVar("_T")
 _LOADING = "importing libraries and reading the data"
+_LOAD_SECONDS = 6 * 3600.0
+"""Deadline for opening the data, which may be a download of hours."""
 _PROVIDED = (*needed_keys(), "data.eval_path")
 """Keys whose values a program may have provided as objects."""
 
@@ -80,8 +79,86 @@ class TrainingResult:
 
 
 def run_folder(config: Config) -> Path:
-    """Return the folder of a configuration's run."""
     return Path(config.output_dir, config.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInputs:
+    """Objects that a program passes instead of configuration keys; None uses the key."""
+
+    environment: "EnvironmentType | None" = None
+    """Makes an environment from a row; replaces `environment`."""
+    rows: Sequence[JsonObject] | None = None
+    """Training rows; replace data.path."""
+    eval_rows: Sequence[JsonObject] | None = None
+    """Held-out rows; replace data.eval_path."""
+
+    def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
+        """Return the paths of the rows that the configuration names."""
+        found: list[str | None] = []
+        for part in config.parts().values():
+            found.append(part.data.path if self.rows is None else None)
+            found.append(part.data.eval_path if heldout and self.eval_rows is None else None)
+        return [path for path in found if path is not None]
+
+    def environment_for(self, config: Config) -> "EnvironmentType | None":
+        """Return `environment` with the configuration's `environment_args`; None if it is None."""
+        from turnwise.rollouts.environment import with_arguments
+
+        if self.environment is None:
+            return None
+        return with_arguments(self.environment, config.environment_args)
+
+
+FROM_CONFIG = ProgramInputs()
+"""Inputs that leave everything to the configuration."""
+
+
+def check_sources(config: Config, *data: str | None) -> None:
+    """Check that the model and data can exist, before anything slow is imported."""
+    for path in filter(None, data):
+        check_data(path)
+    check_model(config.model.path)
+    if config.model.tokenizer is not None:
+        check_tokenizer(config.model.tokenizer)
+    EngineAdapters.of(config)
+
+
+def all_problems(
+    config: Config, inputs: ProgramInputs
+) -> "tuple[Sequence[Problem], Sequence[Problem]]":
+    """Return training problems, and held-out ones if there are any."""
+    measured = [name for name, part in config.parts().items() if part.data.eval_path is not None]
+    heldout: Sequence[Problem] = []
+    if inputs.eval_rows is not None or measured:
+        heldout = heldout_problems(config.only(measured), inputs)
+    return training_problems(config, inputs), heldout
+
+
+def training_problems(
+    config: Config, inputs: ProgramInputs, *, heldout: bool = False
+) -> "Sequence[Problem]":
+    """Return the problems to train on, or those to evaluate on."""
+    own = (inputs.environment, inputs.rows, inputs.eval_rows)
+    if config.environments and any(each is not None for each in own):
+        raise InputError(
+            "environments has its own environments and rows, and the program gives one too: leave "
+            "out environment, data and eval_data, or environments"
+        )
+    from turnwise.rollouts.data import checked_rows, load_heldout, load_training
+    from turnwise.rollouts.problems import Problems
+
+    data, rows = config.data, inputs.eval_rows if heldout else inputs.rows
+    if rows is None:
+        load = load_heldout if heldout else load_training
+        return load(config, inputs.environment_for(config))
+    name, limit = ("eval_data", data.eval_limit) if heldout else ("data", data.limit)
+    return Problems(name, checked_rows(rows, name, limit))
+
+
+def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
+    """Return the problems to evaluate on; raise as `training_problems` does."""
+    return training_problems(config, inputs, heldout=True)
 
 
 async def train(
@@ -90,12 +167,7 @@ async def train(
     resume: "Resume | None" = None,
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
-    """Train to the last step, with up to `training.restarts` restarts after the trainer dies.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        TurnwiseError: naming what failed.
-    """
+    """Train to the last step, with up to `training.restarts` restarts after the trainer dies."""
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
@@ -103,13 +175,17 @@ async def train(
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume
 
-            problems, heldout = await in_time(all_problems, config, inputs)
+            problems, heldout = await call_user_code(
+                all_problems, config, inputs, name="the data", seconds=_LOAD_SECONDS
+            )
         for attempt in itertools.count():
             folder = await run_in_thread(RunDir, config, resume)
             if not attempt:
                 stack.enter_context(logs.open_logs(config))
+            for flaw in [] if resume is None else resume.flaws:
+                display.warn(f"a newer checkpoint is incomplete ({flaw}) and is skipped")
             if resume is not None:
-                _report_resume(resume, display)
+                display.warn(f"continuing from {resume.checkpoint}")
             try:
                 exactness = await _attempt(
                     config, problems, heldout, folder, display, resume, inputs
@@ -128,19 +204,32 @@ async def train(
     return TrainingResult(folder.path, list(folder.rows), exactness)
 
 
+async def _attempt(
+    config: Config,
+    problems: "Sequence[Problem]",
+    heldout: "Sequence[Problem]",
+    folder: "RunDir",
+    display: "Display",
+    resume: "Resume | None",
+    inputs: ProgramInputs,
+) -> ExactnessReport:
+    """Start everything and train to the end of the run, or to the first failure."""
+    from turnwise.observe.prometheus import serving_metrics
+    from turnwise.run.trainer import TrainingLoop
+
+    async with _opened(config, inputs, problems, display, folder.path) as runtime:
+        loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
+        scheduler = runtime.manager.scheduler
+        host, port = config.serving.host, config.metrics.port
+        async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
+            await loop.run()
+        return loop.exactness
+
+
 async def resume(
     run: Path, config: Config, console: Console, inputs: ProgramInputs = FROM_CONFIG
 ) -> TrainingResult:
-    """Continue training from the newest complete checkpoint of a run.
-
-    Args:
-        config: The run's, as `config_of_run` returns it.
-
-    Raises:
-        InputError: when the run has no complete checkpoint, has already finished, or changes what
-            cannot change.
-        TurnwiseError: naming what failed.
-    """
+    """Continue training from the newest complete checkpoint of a run."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
@@ -168,11 +257,7 @@ def config_of_run(
     settings: Mapping[str, object] | None = None,
     optional: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a run with changes, even if its folder has been moved.
-
-    Raises:
-        InputError: when there is no run in the folder, or the changes are invalid.
-    """
+    """Return the configuration of a run with changes, even if its folder has been moved."""
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     home = {"output_dir": str(run.resolve().parent), "name": run.resolve().name}
@@ -192,10 +277,6 @@ async def evaluate(
     """Evaluate the model on held-out rows; trajectories go to eval.jsonl in the run folder.
 
     Finished groups are in the file at once, so that an early end loses none of them.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
     paths = []
     if inputs.eval_rows is None:
@@ -206,20 +287,19 @@ async def evaluate(
                     f"{key}.eval_path or {key}.path must be set: there are no rows to evaluate"
                 )
             paths.append(path)
-    sampling, show = config.eval.sampling, "evaluate"
     async with _playing(
-        config, console, inputs, paths, heldout_problems, sampling, show
-    ) as playing:
+        config, console, inputs, paths, heldout_problems, config.eval.sampling, "evaluate"
+    ) as (run_group, problems, display):
         from turnwise.observe.timeline import TIMELINE
         from turnwise.rollouts.evaluation import evaluate as evaluate_problems
-        from turnwise.run.group_log import GroupLog
+        from turnwise.run.run_dir import GroupLog
 
         folder, name = run_folder(config), "eval.jsonl"
         return await evaluate_problems(
-            playing.run_group,
-            playing.problems,
+            run_group,
+            problems,
             config,
-            on_group=playing.on_group(on_group),
+            on_group=_advancing(display, on_group),
             kept=GroupLog(folder / name, folder / TIMELINE / name),
         )
 
@@ -233,53 +313,27 @@ async def rollout(
 ) -> tuple[Sequence[Trajectory], Counter[str]]:
     """Sample the groups of all training rows, as in training.
 
-    Args:
-        output: A JSON Lines file for the trajectories, which has finished groups at once; None
-            keeps them in memory.
-
-    Returns:
-        The trajectories in the rows' order, and the number of failed ones by reason.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+    Finished groups are in the file `output` at once; None keeps them in memory. Returns the
+    trajectories in the rows' order, and the number of failed ones by reason.
     """
-    paths, sampling = inputs.paths(config, heldout=False), config.sampling
+    paths = inputs.paths(config, heldout=False)
     async with _playing(
-        config, console, inputs, paths, training_problems, sampling, "rollout"
-    ) as playing:
+        config, console, inputs, paths, training_problems, config.sampling, "rollout"
+    ) as (run_group, problems, display):
         from turnwise.rollouts.evaluation import KeptInMemory, groups_at_once, run_groups
-        from turnwise.run.group_log import GroupLog
+        from turnwise.run.run_dir import GroupLog
 
         kept = KeptInMemory() if output is None else GroupLog(output)
         outcomes = await run_groups(
-            playing.run_group,
-            playing.problems,
+            run_group,
+            problems,
             "rollout",
             kept.keep,
-            playing.on_group(on_group),
-            at_once=groups_at_once(config, sampling.n),
+            _advancing(display, on_group),
+            at_once=groups_at_once(config, config.sampling.n),
             row_seconds=config.rollout.environment_timeout,
         )
     return kept.trajectories, outcomes.check(config.rollout.max_failed_fraction, "rollouts")
-
-
-@dataclass(frozen=True, slots=True)
-class _Playing:
-    """The means to play the problems of a command."""
-
-    run_group: "RunGroup"
-    problems: "Sequence[Problem]"
-    display: "Display"
-
-    def on_group(self, also: "OnGroup") -> "OnGroup":
-        """Return a function that advances the display, and passes the group on."""
-
-        def advance(group: "Group") -> None:
-            self.display.advance()
-            also(group)
-
-        return advance
 
 
 @asynccontextmanager
@@ -287,41 +341,57 @@ async def _playing(
     config: Config,
     console: Console,
     inputs: ProgramInputs,
-    paths: Sequence[str | None],
+    paths: Sequence[str],
     load: "Callable[[Config, ProgramInputs], Sequence[Problem]]",
     sampling: SamplingConfig,
     phase: str,
-) -> AsyncIterator[_Playing]:
-    """Read the rows and start the engines, without a trainer.
-
-    Args:
-        paths: Of the rows, which are checked before anything slow.
-        phase: Name of the phase, for display.
-    """
+) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Display]]":
+    """Check the rows' paths, read the rows and start the engines, without a trainer."""
     check_sources(config, *paths)
     with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
-            from turnwise.rollouts.problems import first_of_each
-            from turnwise.run.runtime import open_runtime
-
-            problems = await in_time(load, config, inputs)
-        async with open_runtime(
-            config,
-            first_of_each(problems),
-            progress=display,
-            environment=inputs.environment_for(config),
-        ) as runtime:
+            problems = await call_user_code(
+                load, config, inputs, name="the data", seconds=_LOAD_SECONDS
+            )
+            opened = _opened(config, inputs, problems, display)
+        async with opened as runtime:
             display.phase(phase, len(problems))
-            yield _Playing(runtime.group_runner(sampling), problems, display)
+            yield runtime.group_runner(sampling), problems, display
+
+
+def _advancing(display: "Display", also: "OnGroup") -> "OnGroup":
+    """Return a function that advances the display, and passes the group on."""
+
+    def advance(group: "Group") -> None:
+        display.advance()
+        also(group)
+
+    return advance
+
+
+def _opened(
+    config: Config,
+    inputs: ProgramInputs,
+    problems: "Sequence[Problem]",
+    display: "Display",
+    folder: Path | None = None,
+) -> "AbstractAsyncContextManager[Runtime]":
+    """Return the runtime of a command; with the run's folder it has a trainer."""
+    from turnwise.rollouts.problems import first_of_each
+    from turnwise.run.runtime import open_runtime
+
+    return open_runtime(
+        config,
+        first_of_each(problems),
+        folder=folder,
+        progress=display,
+        environment=inputs.environment_for(config),
+    )
 
 
 @asynccontextmanager
 async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer"]:
-    """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-    """
+    """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block."""
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
     async with AsyncExitStack() as stack:
@@ -334,40 +404,35 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
         yield server
 
 
-async def _attempt(
-    config: Config,
-    problems: "Sequence[Problem]",
-    heldout: "Sequence[Problem]",
-    folder: "RunDir",
-    display: "Display",
-    resume: "Resume | None",
-    inputs: ProgramInputs,
-) -> ExactnessReport:
-    """Start everything and train to the end of the run, or to the first failure."""
-    from turnwise.observe.prometheus import serving_metrics
-    from turnwise.rollouts.problems import first_of_each
-    from turnwise.run.runtime import open_runtime
-    from turnwise.run.trainer import TrainingLoop
+def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
+    """Write what a run has trained to a folder, which is returned: the model, or with LoRA the
+    adapter.
 
-    async with open_runtime(
-        config,
-        first_of_each(problems),
-        folder=folder.path,
-        progress=display,
-        environment=inputs.environment_for(config),
-    ) as runtime:
-        loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
-        scheduler = runtime.manager.scheduler
-        host, port = config.serving.host, config.metrics.port
-        async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
-            await loop.run()
-        return loop.exactness
+    The run may be the folder of a checkpoint. `output`, which must not exist, is `export` by
+    default, or `merged` where the adapter is added to its model.
+    """
+    chosen = run
+    if (run / "state").is_dir():
+        run = run.resolve().parents[1]
+        if why := checkpoint.incomplete_reason(chosen):
+            raise InputError(f"{chosen} is no whole checkpoint: {why}")
+    config = config_of_run(run)
+    if chosen == run:
+        chosen, _ = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
+    output = output or run / ("merged" if merged else "export")
+    if output.exists():
+        raise InputError(f"{output} exists: name another folder with --output")
+    from transformers.utils.logging import disable_progress_bar
 
+    from turnwise.training.export import merge_adapter
 
-def _report_resume(resume: "Resume", display: "Display") -> None:
-    for flaw in resume.flaws:
-        display.warn(f"a newer checkpoint is incomplete ({flaw}) and is skipped")
-    display.warn(f"continuing from {resume.checkpoint}")
+    disable_progress_bar()
+    if merged and (chosen / ADAPTER_CONFIG).exists():
+        merge_adapter(chosen, output, config)
+        return output
+    with checkpoint.translate_disk_full(output):
+        shutil.copytree(chosen, output, ignore=shutil.ignore_patterns("state"))
+    return output
 
 
 def _display(config: Config, console: Console, steps: int = 0) -> "Display":

@@ -1,10 +1,10 @@
-"""Display of a run's progress: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a run, for observers, and its display: a live table on a terminal, else lines."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -23,19 +23,45 @@ _QUIET_STEP_SECONDS = 60.0
 """The same after the first step."""
 
 
-class Display:
-    """Shows the start, phases and steps; a context manager.
+_Result = TypeVar("_Result")
 
-    Args:
-        name: Name of the run.
-        steps: Number of training steps; 0 without training.
-        success_reward: Smallest reward of a trajectory that counts as correct.
 
-    Example:
-        with Display("run", 100, Console(), 1.0) as display:
-            display.phase("rollout", total=16)
-            display.advance()
-    """
+class Progress:
+    """An observer of a run; this one shows nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Show a part of the start ("starting Ray") while it lasts; several may overlap."""
+        return nullcontext()
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """Begin a phase of `total` parts; 0 if they cannot be counted."""
+
+    def advance(self) -> None:
+        """Mark one part of the phase as done."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show the metrics of a completed step, or (step 0) of the first evaluation."""
+
+    def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
+        """Show conversations of the step, by a label such as "best"."""
+
+    def warn(self, text: str) -> None:
+        """Show an urgent message; may be called from any thread."""
+
+
+SILENT = Progress()
+
+
+async def show_part(
+    progress: Progress, name: str, work: Callable[[], Awaitable[_Result]]
+) -> _Result:
+    """Run a part of the start and show it while it lasts."""
+    with progress.part(name):
+        return await work()
+
+
+class Display(Progress):
+    """Shows the start, phases and steps of a run (0 steps: without training); a context manager."""
 
     def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:
         self._name = name
@@ -66,22 +92,12 @@ class Display:
             threading.Thread(target=self._beat, daemon=True, name="turnwise-display").start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._live.stop()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Show a part of the start for the length of a `with` block; others may run beside it.
-
-        Args:
-            name: Name of the part, such as "starting Ray".
-        """
         began = self._parts[name] = time.perf_counter()
         self._print(f"{name} ...")
         try:
@@ -107,13 +123,11 @@ class Display:
         self._print(self._line(metrics))
 
     def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
-        """Print conversations of the step, by their label."""
         for label, trajectories in samples.items():
             for trajectory in trajectories:
                 self._console.print(conversation(trajectory, label), end="", soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning at once."""
         self._print(text, style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
@@ -130,14 +144,10 @@ class Display:
                 return
             now = time.perf_counter()
             if now - self._printed >= quiet:
-                self._print(f"{now - self._started:.0f} s: {self._now(now)}")
-
-    def _now(self, now: float) -> str:
-        """Return the current activity and its duration, as text."""
-        parts = sorted(list(self._parts.items()), key=lambda part: part[1])
-        if parts:
-            return ", ".join(f"{name} ({now - began:.0f} s)" for name, began in parts)
-        return f"{self._phase}{self._progress} ({now - self._phase_began:.0f} s)"
+                parts = sorted(list(self._parts.items()), key=lambda part: part[1])
+                parts = parts or [(f"{self._phase}{self._progress}", self._phase_began)]
+                said = ", ".join(f"{name} ({now - began:.0f} s)" for name, began in parts)
+                self._print(f"{now - self._started:.0f} s: {said}")
 
     @property
     def _progress(self) -> str:
@@ -171,16 +181,14 @@ class Display:
         if self._first_step is None or not self._steps_here:
             return ""
         each = (time.perf_counter() - self._first_step) / self._steps_here
-        seconds = each * (self._steps - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        return _clock(each * (self._steps - step))
 
     def _table(self) -> Table:
-        elapsed = int(time.perf_counter() - self._started)
         table = Table(title=f"turnwise · {self._name}", title_justify="left")
         last = self._last
         columns = {
             "now": "\n".join(list(self._parts)) or f"{self._phase}{self._progress}",
-            "elapsed": f"{elapsed // 60}:{elapsed % 60:02d}",
+            "elapsed": _clock(time.perf_counter() - self._started),
         }
         if self._steps:
             columns |= {
@@ -196,6 +204,10 @@ class Display:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())
         return table
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:

@@ -19,7 +19,7 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
 from turnwise.rollouts.loops import import_chat_scheduler
-from turnwise.run.progress import SILENT, Progress, show_part
+from turnwise.run.display import SILENT, Progress, show_part
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
@@ -47,14 +47,7 @@ _FrontType = TypeVar("_FrontType", bound=_Front)
 
 @asynccontextmanager
 async def open_server(config: Config, progress: Progress = SILENT) -> AsyncIterator["OpenAIServer"]:
-    """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit.
-
-    Args:
-        progress: Shown what is started.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-    """
+    """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit."""
     if config.engine.metrics is None:
         engine = config.engine.model_copy(update={"metrics": True})
         config = config.model_copy(update={"engine": engine})
@@ -81,14 +74,7 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
 async def open_manager(
     config: Config, progress: Progress = SILENT
 ) -> AsyncIterator[AsyncLLMServerManager]:
-    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`.
-
-    Args:
-        progress: Shown what is started.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-    """
+    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`."""
 
     async def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
         scheduler = await import_chat_scheduler(config)
@@ -106,12 +92,7 @@ async def _open_fleet(
     name: str,
     prepare: Callable[[], Awaitable[Callable[[AsyncLLMServerManager], _FrontType]]],
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
-    """Start the workers and the front end concurrently.
-
-    Args:
-        name: Name of the front end's start, for display.
-        prepare: Imports the front end's modules, and returns the function that creates it.
-    """
+    """Start the workers and the front end concurrently; `prepare` imports what the latter needs."""
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
@@ -151,7 +132,6 @@ def begin_imports(config: Config) -> None:
 
 
 def starting_engines(config: Config) -> str:
-    """Return the name of the engines' start, for display."""
     return f"starting {count_of(config.serving.workers, 'engine')}"
 
 
@@ -165,10 +145,8 @@ def make_manager(
 ) -> AsyncLLMServerManager:
     """Return a manager of `serving.workers` workers, which are not yet started.
 
-    Args:
-        share: Number of GPUs, at most 1, for each device of an engine.
-        hosts: Handles of the `WorkerHost`s that hold the workers' models, by name: one for each
-            device of an engine. None: workers run in their own processes.
+    Each device of an engine gets this share of a GPU, or the `WorkerHost` among the hosts, which
+    holds its model.
     """
     return AsyncLLMServerManager(
         WorkerStarter(config, share, hosts),

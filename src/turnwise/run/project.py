@@ -8,7 +8,6 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -23,64 +22,40 @@ _NAME = re.compile(r"[\w][\w.-]*")
 _ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """The values of config.yaml that depend on the size of the model."""
-
-    model_keys: str
-    max_tokens: int
-    steps: int
-    learning_rate: str
-    training_keys: str = ""
-
-
-_SMALL = _Settings("  max_length: 512", 64, 10, "0.0003", "  updates_per_step: 2")
-_LARGE = _Settings("  max_length: 2048", 512, 100, "0.000001")
-_QWEN = _Settings(
-    "  max_length: 2048\n  template_args: {enable_thinking: false}", 512, 100, "0.000001"
-)
+_KEYS = ("model_keys", "max_tokens", "steps", "learning_rate", "training_keys")
+"""Values of config.yaml that depend on the size of the model."""
+_SMALL = ("  max_length: 512", "64", "10", "0.0003", "  updates_per_step: 2")
+_LARGE = ("  max_length: 2048", "512", "100", "0.000001", "")
+_QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:])
 
 
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
-    """Write a project's files into a new folder.
+    """Write a project's files into a new folder, whose name becomes the run's; return their paths.
 
-    Args:
-        folder: A folder that does not exist, or is empty; its name becomes the run's.
-        model: Folder or Hugging Face name; None is the demo's model in a clone, else `HUB_MODEL`.
-
-    Returns:
-        The paths of the files.
-
-    Raises:
-        InputError: when the folder has files, its name cannot name a run, or it cannot be written.
-
-    Example:
-        make_project(Path("weather"), model="Qwen/Qwen3-0.6B")
+    Without a model it is the demo's in a clone, and else `HUB_MODEL`.
     """
     name = folder.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(f"{name!r} cannot name a project: use letters, digits, _, - and .")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose another name")
-    demo = _demo()
+    here = Path.cwd()
+    clones = (root / _DEMO for root in (here, *here.parents, Path(__file__).parents[3]))
+    demo = next((each.resolve() for each in clones if (each / "config.json").is_file()), None)
     if model is None:
         model = str(demo) if demo is not None else HUB_MODEL
     elif Path(model).expanduser().is_dir():  # config.yaml is read in the project's folder
         model = str(Path(model).expanduser().resolve())
     files = {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in _rows())}
     settings = _SMALL if model == str(demo) else _QWEN if "Qwen3" in model else _LARGE
-    values = {
-        "name": name,
-        "model": model,
-        "model_keys": settings.model_keys,
-        "max_tokens": str(settings.max_tokens),
-        "steps": str(settings.steps),
-        "learning_rate": settings.learning_rate,
-        "training_keys": settings.training_keys,
-    }
+    values = {"name": name, "model": model} | dict(zip(_KEYS, settings, strict=True))
     for template in sorted(_TEMPLATES.glob("*.txt")):
-        quoted = template.name == "config.yaml.txt"
-        files[template.stem] = _filled(template.read_text(encoding="utf-8"), values, quoted)
+        text = template.read_text(encoding="utf-8")
+        for key, value in values.items():
+            if template.stem == "config.yaml" and key in ("name", "model"):
+                value = yaml.safe_dump(value, width=1_000_000).removesuffix("\n...\n").strip()
+            text = text.replace(f"{{{key}}}", value)
+        files[template.stem] = text.rstrip("\n") + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
@@ -88,24 +63,6 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
     except OSError as error:
         raise InputError(f"the project {folder} cannot be written: {error}") from error
     return [folder / file for file in sorted(files)]
-
-
-def _demo() -> Path | None:
-    """Return the demo's model of the clone in or from which this runs; None without a clone."""
-    here = Path.cwd()
-    for root in (here, *here.parents, Path(__file__).parents[3]):
-        if (root / _DEMO / "config.json").is_file():
-            return (root / _DEMO).resolve()
-    return None
-
-
-def _filled(text: str, values: dict[str, str], quoted: bool) -> str:
-    """Return a template with its values; names and paths as YAML writes them if `quoted`."""
-    for key, value in values.items():
-        if quoted and key in ("name", "model"):
-            value = yaml.safe_dump(value, width=1_000_000).removesuffix("\n...\n").strip()
-        text = text.replace(f"{{{key}}}", value)
-    return text.rstrip("\n") + "\n"
 
 
 def _rows() -> Iterator[dict[str, str | int]]:

@@ -12,6 +12,7 @@ runs/NAME/
   reward.png                      reward and held-out accuracy against step
 """
 
+import asyncio
 import importlib.util
 import json
 import logging
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config, has_secrets
+from turnwise.core.aio import run_in_thread
 from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
@@ -28,10 +30,11 @@ from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.metrics import StepMetrics
 from turnwise.observe.timeline import TIMELINE, write_times
 from turnwise.observe.trackers import Trackers
-from turnwise.run.group_log import GroupLog
+from turnwise.rollouts.group import Group, turn_times
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
+from turnwise.trajectory.trajectory import TrajectoryLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,11 +57,7 @@ class Resume:
 
 
 def find_resume(run: Path) -> Resume:
-    """Return the newest complete checkpoint of a run.
-
-    Raises:
-        InputError: when there is no such run, or it has none.
-    """
+    """Return the newest complete checkpoint of a run."""
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     folder, flaws = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
@@ -105,22 +104,44 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
     return figure
 
 
-class RunDir:
-    """Writes one run's files.
+class GroupLog:
+    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them.
 
-    Args:
-        resume: Checkpoint from which an earlier run in this folder is resumed; later output of that
-            run is overwritten. None starts a run.
+    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
+    """
+
+    def __init__(self, path: Path, times: Path | None = None) -> None:
+        self.trajectories = TrajectoryLog(path)
+        self._times = times
+        self._lock = asyncio.Lock()
+        self._begun = False
+
+    async def keep(self, place: int, group: Group) -> None:
+        """Append a finished group, also if the caller is cancelled meanwhile."""
+
+        def append() -> None:
+            self.trajectories.append(place, group.trajectories)
+            if self._times is not None:
+                write_times(self._times, turn_times([group]), new=not self._begun)
+            self._begun = True
+
+        async def write() -> None:
+            async with self._lock:  # both files have the same order
+                await run_in_thread(append)
+
+        writing = asyncio.ensure_future(write())
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
+
+
+class RunDir:
+    """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
+    overwritten.
 
     Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
-
-    Raises:
-        InputError: when the folder already holds a run that is not resumed, or cannot be written.
-
-    Example:
-        folder = RunDir(config)
-        folder.write_step(metrics)
-        folder.close()
     """
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:
@@ -143,21 +164,17 @@ class RunDir:
         self._trackers = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_step(self, metrics: StepMetrics) -> None:
-        """Write one step's metrics to metrics.jsonl, TensorBoard and the trackers."""
         self._trackers.write(metrics.to_json())
 
     def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
-        """Write conversations of a step, as text, to TensorBoard and the trackers."""
         self._trackers.write_samples(step, samples)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """Write the trajectories that a step trained on."""
         folder = self.path / "trajectories"
         write_jsonl(folder / f"step-{step:04d}.jsonl", trajectories)
         self._prune(folder, "step", ".jsonl")
 
     def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        """Write the times of each trajectory's turns."""
         write_times(self.path / TIMELINE / f"step-{step:04d}.jsonl", calls)
         self._prune(self.path / TIMELINE, "step", ".jsonl")
 
@@ -170,17 +187,12 @@ class RunDir:
         return GroupLog(*(folder / name for folder in folders))
 
     def write_token_values(self, step: int, columns: Columns) -> None:
-        """Write the values of a step's trained tokens."""
         folder = self.path / "training"
         write_columns(folder / f"step-{step:04d}.safetensors", columns)
         self._prune(folder, "step", ".safetensors")
 
     def _prune(self, folder: Path, kind: str, suffix: str, room: int = 0) -> None:
-        """Remove the files of the oldest steps, if only some are kept.
-
-        Args:
-            room: Number of files that are still to come.
-        """
+        """Remove the files of the oldest steps, if only some are kept; `room` are still to come."""
         if self._keep_steps is not None:
             files = numbered(folder, kind, suffix)
             for path in files[: max(0, len(files) + room - self._keep_steps)]:
@@ -193,49 +205,36 @@ class RunDir:
 
     def begin_checkpoint(self, step: int) -> Path:
         """Return the folder that a step's checkpoint is written to until it is whole."""
-        return checkpoint.begin(self._checkpoint(step))
+        return checkpoint.begin(checkpoint.folder_of(self.path, step).resolve())
 
     def commit_checkpoint(self, step: int, state: JsonObject) -> None:
         """Complete a checkpoint with the loop's state; remove older ones, except the best."""
-        folder = self._checkpoint(step)
+        folder = checkpoint.folder_of(self.path, step).resolve()
         checkpoint.write_loop(folder, state)
         checkpoint.commit(folder)
-        checkpoint.prune(folder.parent, self._keep_last, self._best(folder.parent), step)
-
-    def _checkpoint(self, step: int) -> Path:
-        return checkpoint.folder_of(self.path, step).resolve()
-
-    def _best(self, checkpoints: Path) -> int | None:
-        """Return the step of the checkpoint with the best held-out accuracy, the newest if tied."""
-        saved = {number_of(folder) for folder in checkpoint.list_checkpoints(checkpoints)}
+        saved = {number_of(each) for each in checkpoint.list_checkpoints(folder.parent)}
         measured = [
             (row["accuracy_heldout"], row["step"])
             for row in self._trackers.rows
             if row["accuracy_heldout"] is not None and row["step"] in saved
         ]
-        return max(measured)[1] if measured else None
+        best = max(measured)[1] if measured else None  # the newest if tied
+        checkpoint.prune(folder.parent, self._keep_last, best, step)
 
     @property
     def rows(self) -> Sequence[JsonObject]:
         """Metrics of every step so far, including those before a resume."""
         return self._trackers.rows
 
-    @property
-    def picture(self) -> Path:
-        return self.path / "reward.png"
-
     def draw(self) -> None:
-        """Draw reward, and held-out accuracy where it was measured, against the step.
-
-        Raises:
-            TurnwiseError: when the picture cannot be written.
-        """
+        """Draw reward, and held-out accuracy where it was measured, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return
         figure = make_figure(self.path.name, self._trackers.rows, self._success_reward)
-        with translate_unwritable(self.picture):
-            figure.savefig(self.picture, dpi=120)
+        picture = self.path / "reward.png"
+        with translate_unwritable(picture):
+            figure.savefig(picture, dpi=120)
 
     def close(self) -> None:
         self._trackers.close()

@@ -5,13 +5,10 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-from ray.actor import ActorHandle as RayActor
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
@@ -27,6 +24,7 @@ from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
+from turnwise.run.display import SILENT, Progress, show_part
 from turnwise.run.fleet import (
     FRONTS,
     begin_imports,
@@ -35,15 +33,12 @@ from turnwise.run.fleet import (
     ray_running,
     starting_engines,
 )
-from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
-from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.samples import check_group_size
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.transport import find_transport
-
-_TRAINER = "starting the trainer"
 
 
 @dataclass(slots=True)
@@ -87,32 +82,16 @@ async def open_runtime(
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
     Args:
-        first: A problem of the run, or one of each environment, which are checked before anything
-            is started; None if the problems are not known yet.
+        first: A problem of each environment, which is checked before anything is started; None if
+            the problems are not known yet.
         folder: Run folder for training; None starts no trainer.
-        progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-
-    Example:
-        async with open_runtime(config, problems[0]) as runtime:
-            run_group = runtime.group_runner(config.sampling)
-            groups = await run_groups(run_group, problems, "rollout")
     """
-    training = folder is not None
-    if training:
+    if training := folder is not None:
         _check_trainable(config)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        make = partial(Runner, config, environment=environment)
-        runner = await import_user_code(
-            *(_make_runner, make, config, first, training),
-            config=config,
-            what="the environment, loop, rewards and tools",
-        )
-        await import_chat_scheduler(config)
+        runner = await _load_runner(config, first, environment, training)
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
         stack.callback(parser.cancel)
@@ -120,17 +99,12 @@ async def open_runtime(
         share = gpu_share(config, gpus, training=training)
         policy: TrainerGroup | None = None
 
-        async def start_policy() -> None:
+        async def start_policy() -> TrainerGroup | None:
             nonlocal policy
             if folder is not None and policy is None:
-                policy = await show_part(
-                    progress, _TRAINER, lambda: TrainerGroup.start(config, folder, num_gpus=share)
-                )
-
-        async def start_processes() -> None:
-            if processes is not None:
-                name = f"starting {config.rollout.processes} rollout processes"
-                await show_part(progress, name, processes.start)
+                with progress.part("starting the trainer"):
+                    policy = await TrainerGroup.start(config, folder, num_gpus=share)
+            return policy
 
         async def start_rewards() -> None:
             count = sum(1 for part in config.rollout.rewards if part.model)
@@ -143,17 +117,20 @@ async def open_runtime(
                 await policy.close()
 
         stack.push_async_callback(close_policy)
-        if config.training.colocated:
-            await start_policy()  # engines run in its processes
-        manager = make_manager(config, share, _hosts(config, policy))
+        hosts = None
+        if config.training.colocated and (trainer := await start_policy()) is not None:
+            hosts = trainer.actors  # engines run in its processes
+        manager = make_manager(config, share, hosts)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
-        if config.rollout.processes > 1:
+        if (count := config.rollout.processes) > 1:
             processes = RolloutProcesses(config, manager.scheduler, environment)
             stack.push_async_callback(processes.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
-            starting.create_task(start_processes())
+            if processes is not None:
+                name = f"starting {count} rollout processes"
+                starting.create_task(show_part(progress, name, processes.start))
             starting.create_task(start_rewards())
             starting.create_task(start_policy())
             await asyncio.shield(parser)
@@ -176,25 +153,24 @@ def _check_trainable(config: Config) -> None:
         )
 
 
-def _make_runner(
-    make: Callable[..., Runner],
+async def _load_runner(
     config: Config,
     first: Problem | Sequence[Problem] | None,
+    environment: EnvironmentType | None,
     training: bool,
 ) -> Runner:
-    """Make the runner, and check the first problems, the algorithm and the transport, to find most
-    mistakes before anything is started. Imports and calls user code."""
-    runner = make(load_tokenizer(config))
-    for problem in [first] if isinstance(first, Problem) else first or ():
-        runner.check(problem)
-    if training:
-        check_group_size(config, make_algorithm(config.algorithm))
-        find_transport(config.weights.transport)
+    """Make the runner, and check what can be checked before anything is started."""
+
+    def make() -> Runner:  # imports and calls user code
+        runner = Runner(config, load_tokenizer(config), environment=environment)
+        for problem in [first] if isinstance(first, Problem) else first or ():
+            runner.check(problem)
+        if training:
+            check_group_size(config, make_algorithm(config.algorithm))
+            find_transport(config.weights.transport)
+        return runner
+
+    what = "the environment, loop, rewards and tools"
+    runner = await import_user_code(make, config=config, what=what)
+    await import_chat_scheduler(config)
     return runner
-
-
-def _hosts(config: Config, policy: TrainerGroup | None) -> Mapping[str, RayActor] | None:
-    """Return the trainer's processes that host engines, by name; None if engines have their own."""
-    if policy is None or not config.training.colocated:
-        return None
-    return policy.actors

@@ -1,58 +1,41 @@
-"""The trainer's half of a step: minimise the loss on samples, and update the engines' weights.
+"""The trainer's half of a step: samples of groups, the loss on them, and the engines' new weights.
 
 The training loop and pipelines share it; each decides where groups come from and what to write.
 """
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import Config
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import ExactnessError
+from turnwise.rollouts import Group
 from turnwise.run.runtime import Runtime
+from turnwise.training.algorithms import make_algorithm
 from turnwise.training.sample import Sample
-from turnwise.training.staleness import RecentVersions
-from turnwise.trajectory import ExactnessReport
+from turnwise.training.samples import RecentVersions, SampleBatch, make_samples
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from turnwise.training.model import ModelName
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-
-
-def check_exactness(report: ExactnessReport, config: Config) -> None:
-    """Raise if a token is not exact, unless `exactness` is `warn`.
-
-    Raises:
-        ExactnessError: naming the first token that differs from the sampled one.
-    """
-    if report.first_violation is not None and config.exactness == "stop":
-        raise ExactnessError(
-            f"{report.violations} violations of exactness; the first: "
-            f"{report.first_violation}; set exactness=warn to train anyway"
-        )
+_T = TypeVar("_T")
 
 
 class TrainingStep:
-    """Trains the policy of a runtime, and keeps its engines on the trainer's weights.
-
-    Args:
-        runtime: A runtime with a trainer.
-
-    Example:
-        step = TrainingStep(config, runtime)
-        metrics = await step.train(samples)
-        await step.update_weights()
-    """
+    """Trains the policy of a runtime, and keeps its engines on the trainer's weights."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
         self.versions = RecentVersions(config)
-        """Versions of the last steps; the caller notes the end of each."""
+        """Versions of the last steps."""
+        self.algorithm = make_algorithm(config.algorithm)
         self._config = config
         self._manager = runtime.manager
         self._policy = runtime.policy
@@ -63,6 +46,47 @@ class TrainingStep:
             self._policy.offload if config.training.offload else None,
             config.weights.canary_tolerance or _TOLERANCE[config.model.dtype],
         )
+
+    async def make_samples(
+        self, groups: Sequence[Group], discarded: Iterable[tuple[str, Group]] = ()
+    ) -> SampleBatch:
+        """Return a step's samples: rewards -> advantages -> samples, each token audited.
+
+        Args:
+            discarded: Groups that are only accounted for, each after the reason.
+        """
+        version, oldest = self._policy.version, self.versions.oldest
+        batch = await self.by_algorithm(
+            make_samples, groups, self._config, version, self.algorithm, oldest
+        )
+        for reason, group in discarded:
+            await run_in_thread(batch.drop, group.trajectories, reason)
+        return batch
+
+    async def by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """Call a function that calls the algorithm, which may be the user's own class."""
+        seconds, key = self._config.training.step_timeout, "training.step_timeout"
+        name = f"the advantage {self._config.algorithm.advantage.name}"
+        value: _T = await call_user_code(function, *arguments, name=name, seconds=seconds, key=key)
+        return value
+
+    async def learn(self, batch: SampleBatch) -> JsonObject:
+        """Train on a step's samples, if there are any, which ends the step; return the trainer's
+        metrics.
+
+        Raises:
+            ExactnessError: naming the first token that differs from the sampled one, unless
+                `exactness` is `warn`; nothing is trained then.
+        """
+        report = batch.report
+        if report.first_violation is not None and self._config.exactness == "stop":
+            raise ExactnessError(
+                f"{report.violations} violations of exactness; the first: "
+                f"{report.first_violation}; set exactness=warn to train anyway"
+            )
+        metrics = await self.train(batch.samples) if batch.samples else {}
+        self.versions.step_ended(self._policy.version)
+        return metrics
 
     async def train(self, samples: Sequence[Sample]) -> JsonObject:
         """Minimise the loss on one or more samples; return the trainer's metrics.

@@ -27,12 +27,8 @@ def columns_of(
     trajectories: Sequence[Trajectory],
     version: int,
 ) -> Columns:
-    """Return the values of a step's trained tokens.
-
-    Args:
-        origins: The trajectory of each sample, by the sample's `id`.
-        trajectories: Those of the step's file, in its order.
-        version: Weight version at the start of the step.
+    """Return the values of a step's trained tokens; each sample's trajectory is found by its `id`,
+    and numbered as in the step's file. `version` is that of the weights at the start of the step.
     """
     numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
     parts: list[Columns] = []
@@ -55,11 +51,7 @@ def columns_of(
 
 
 def write_columns(path: Path, columns: Columns) -> None:
-    """Write columns; the file appears whole or not at all.
-
-    Raises:
-        TurnwiseError: when it cannot be written.
-    """
+    """Write columns; the file appears whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,8 @@ alternate, which is synchronous training; there is no separate loop for it.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
@@ -23,38 +22,21 @@ from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
-from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failures
+from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
-from turnwise.run.progress import Progress
+from turnwise.run.display import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
-from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.run.step import TrainingStep
 from turnwise.run.token_values import columns_of
-from turnwise.training.advantages import compute_advantages, gives_signal
-from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import SampleBatch, samples_of
+from turnwise.training.samples import SampleBatch, gives_signal
 from turnwise.trajectory import ExactnessReport, Trajectory
-
-_T = TypeVar("_T")
 
 
 class TrainingLoop:
-    """Trains the policy; see the module's docstring.
-
-    Args:
-        runtime: A runtime with a trainer.
-        problems: Problems to train on, in the order of `make_stream`.
-        heldout: Problems to evaluate on; may be empty.
-        folder: Folder that everything is written to.
-        progress: Shown each phase and step.
-        resume: Checkpoint to resume from; None starts a new run.
-
-    Example:
-        async with open_runtime(config, problems[0], folder=folder.path) as runtime:
-            await TrainingLoop(config, runtime, problems, [], folder, SILENT).run()
-    """
+    """Trains the policy; see the module's docstring."""
 
     def __init__(
         self,
@@ -73,16 +55,15 @@ class TrainingLoop:
         self._folder = folder
         self._progress = progress
         self._resume = resume
-        self._algorithm = make_algorithm(config.algorithm)
+        self._step = step = TrainingStep(config, runtime)
         self._producer = GroupProducer(
             config,
             runtime.group_runner(config.sampling),
             make_stream(config, problems),
-            self._gives_signal,
+            lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
-        self._step = TrainingStep(config, runtime)
         self._alarms = Alarms(config)
         for row in folder.rows:  # of the run that is resumed
             self._alarms.add(row)
@@ -179,8 +160,7 @@ class TrainingLoop:
             metrics = self._describe(step, batch)
             await self._learn(batch, metrics)
             metrics.add(await self._update_weights())
-            evaluation = await self._evaluate(step)
-            metrics.add_evaluation(evaluation)
+            metrics.add_evaluation(await self._evaluate(step))
             await self._write_trajectories(step, batch)
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
@@ -196,17 +176,6 @@ class TrainingLoop:
             if self._reached or self._ending.asked.is_set():
                 break
             await self._producer.advance(step)
-
-    async def _gives_signal(self, group: Group) -> bool:
-        """Return whether a group can train anything."""
-        return await self._by_algorithm(gives_signal, group, self._config, self._algorithm)
-
-    async def _by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function that calls the algorithm, which may be the user's own class."""
-        seconds, key = self._config.training.step_timeout, "training.step_timeout"
-        name = f"the advantage {self._config.algorithm.advantage.name}"
-        value: _T = await call_user_code(function, *arguments, name=name, seconds=seconds, key=key)
-        return value
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -228,31 +197,20 @@ class TrainingLoop:
         Raises:
             ExactnessError: when a token differs from the sampled one; nothing is trained then.
         """
-        config, algorithm, version = self._config, self._algorithm, self._policy.version
-        oldest = self._step.versions.oldest
-        advantages = await self._by_algorithm(
-            compute_advantages, batch.groups, config, oldest, algorithm
-        )
-        samples = await self._by_algorithm(samples_of, advantages, config, oldest, algorithm)
-        for reason, group in batch.discarded:
-            await run_in_thread(samples.drop, group.trajectories, reason)
+        version = self._policy.version
+        samples = await self._step.make_samples(batch.groups, batch.discarded)
         self.exactness += samples.report
         await run_in_thread(self._folder.write_exactness, self.exactness)
-        check_exactness(samples.report, config)
         metrics.add_samples(samples)
         if samples.samples:
             self._progress.phase("train")
-            with self._timed("train"):
-                metrics.add(await self._step.train(samples.samples))
+        with self._timed("train"):
+            metrics.add(await self._step.learn(samples))
+        if samples.samples:
             await self._write_token_values(metrics.step, batch, samples, version)
-        self._step.versions.step_ended(self._policy.version)
 
     async def _update_weights(self) -> JsonObject:
-        """Transfer the new weights to the engines, which sample the next trajectories.
-
-        Raises:
-            WeightUpdateError, DeadlineError: when they did not arrive.
-        """
+        """Transfer the new weights to the engines, which sample the next trajectories."""
         self._progress.phase("update weights")
         with self._timed("weights"):
             return await self._step.update_weights()
@@ -297,11 +255,7 @@ class TrainingLoop:
         await self._report(metrics)
 
     def _describe(self, step: int, batch: Batch) -> StepMetrics:
-        """Return a step's metrics, with those of its rollouts filled in.
-
-        Raises:
-            StepError: when too many of them failed.
-        """
+        """Return a step's metrics, with those of its rollouts filled in."""
         failed = self._config.rollout.max_failed_fraction
         metrics = StepMetrics(step=step)
         metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))

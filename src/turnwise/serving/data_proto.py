@@ -42,9 +42,7 @@ class DataProto:
 
     def row(self, index: int) -> "DataProto":
         """Return one row's columns, as a batch of one."""
-        columns = {
-            name: column[index : index + 1] for name, column in self.non_tensor_batch.items()
-        }
+        columns = {name: each[index : index + 1] for name, each in self.non_tensor_batch.items()}
         return DataProto(None, columns, dict(self.meta_info))
 
     @classmethod
@@ -73,9 +71,6 @@ class DataProto:
             padded on the left; responses, response_mask (1 on sampled tokens), rollout_log_probs
             and weight_versions [N, R], padded on the right; input_ids, attention_mask and
             position_ids [N, P + R].
-
-        Raises:
-            InputError: when no token was sampled in the trajectories.
         """
         import torch  # a second to import
 

@@ -1,37 +1,85 @@
 """The tools `python` and `shell`: the model's code in a sandbox of its trajectory.
 
 The first call starts the interpreter. Whatever the code does, a call returns a text in time and the
-sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md.
+sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md. What the
+sandbox sends is untrusted. It is read without blocking and kept up to a limit; it decides nothing
+but the text for the model and when the call ends, and no later than its deadline.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import secrets
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import IO, Literal, TypedDict, Unpack
 
+from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.aio import run_in_thread
+from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
-from turnwise.tools.sandbox.backends import Backend, Limits
-from turnwise.tools.sandbox.session import Session, choose
+from turnwise.errors import InputError
+from turnwise.tools.sandbox import keeper
+from turnwise.tools.sandbox.backends import MISSING, Backend, known_architecture, specify
 from turnwise.tools.tool import Tool
 
-Sandbox = Literal["auto", "sandlock", "bubblewrap", "none"]
+_ABOUT = {
+    "python": (
+        "Run Python code. Variables and files stay from call to call. Returns what the code prints "
+        "and the value of its last expression, or the error. There is no network.",
+        "code",
+        "Python code.",
+    ),
+    "shell": (
+        "Run a bash command. The working directory, variables and files stay from call to call. "
+        "Returns its output, and the exit code unless it is 0. There is no network.",
+        "command",
+        "A bash command.",
+    ),
+}
+"""Description of each tool, and name and description of its argument."""
+GRACE_SECONDS = 2.0
+"""Time between the interruption of code that is late, inside the sandbox, and its end."""
+_START_SECONDS = 60.0
+_END_SECONDS = 10.0
+_MAX_CODE = 1 << 20
+_MAX_OUTPUT = 8000
+"""Bytes of one call's output that are kept, half of them from its end."""
+_KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/nonexistent",
+}
+_choosing = threading.Lock()
 
-_PYTHON = (
-    "Run Python code. Variables and files stay from call to call. Returns what the code prints and "
-    "the value of its last expression, or the error. There is no network."
-)
-_SHELL = (
-    "Run a bash command. The working directory, variables and files stay from call to call. "
-    "Returns its output, and the exit code unless it is 0. There is no network."
-)
+
+class CodeOptions(TypedDict, total=False):
+    """Options of `python` and `shell`, with the meanings and defaults of `CodeToolConfig`."""
+
+    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"]
+    timeout: float
+    memory: int
+    disk: int
+    processes: int
+    interpreter: str | None
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens a toolset of its own, with a sandbox of its own."""
+    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox."""
 
-    def __init__(self, name: Literal["python", "shell"], sandbox: Sandbox, limits: Limits) -> None:
-        self._name = name
-        self._sandbox = sandbox
-        self._limits = limits
+    def __init__(self, name: Literal["python", "shell"], options: CodeOptions) -> None:
+        self.name = name
+        self.limits = CodeToolConfig(**options)
 
     def choose(self) -> Backend:
         """Return the backend that this tool uses on this machine.
@@ -39,44 +87,36 @@ class CodeTool:
         Raises:
             InputError: when none works; it says what to install.
         """
-        return choose(self._sandbox, self._limits.interpreter)
+        return choose(self.limits.sandbox, self.limits.interpreter)
 
     def toolset(self) -> "CodeToolset":
         """Return the toolset of one trajectory; nothing is started before its first call."""
-        return CodeToolset(self, self._name, self._limits)
+        return CodeToolset(self)
 
 
 class CodeToolset:
     """One trajectory's `python` or `shell`."""
 
-    def __init__(self, tool: CodeTool, name: Literal["python", "shell"], limits: Limits) -> None:
+    def __init__(self, tool: CodeTool) -> None:
         self._tool = tool
-        self._name = name
-        self._limits = limits
         self._session: Session | None = None
 
-    async def open(self) -> Sequence[Tool]:
-        """Choose the sandbox and return the tool.
-
-        Raises:
-            InputError: when no sandbox works on this machine; it says what to install.
-        """
-        backend = await run_in_thread(self._tool.choose)
-        self._session = session = Session(backend, self._limits, shell=self._name == "shell")
-        argument = "code" if self._name == "python" else "command"
-        description = "Python code." if self._name == "python" else "A bash command."
+    async def open(self) -> list[Tool]:
+        """Choose the sandbox and return the tool; raises what `CodeTool.choose` does."""
+        backend, name = await run_in_thread(self._tool.choose), self._tool.name
+        self._session = session = Session(backend, self._tool.limits, shell=name == "shell")
+        about, argument, description = _ABOUT[name]
         parameters: JsonObject = {
             "type": "object",
             "properties": {argument: {"type": "string", "description": description}},
             "required": [argument],
             "additionalProperties": False,
         }
-        about = _PYTHON if self._name == "python" else _SHELL
 
         def call(arguments: JsonObject) -> str:
             return session.run(arguments[argument])
 
-        return [Tool(self._name, about, parameters, call, in_order=True)]
+        return [Tool(name, about, parameters, call, in_order=True)]
 
     async def close(self) -> None:
         """End the sandbox and all its processes."""
@@ -84,27 +124,8 @@ class CodeToolset:
             await run_in_thread(self._session.close)
 
 
-def python(
-    *,
-    sandbox: Sandbox = "auto",
-    timeout: float = 10.0,
-    memory: int = 512,
-    disk: int = 64,
-    processes: int = 32,
-    interpreter: str | None = None,
-) -> CodeTool:
+def python(**options: Unpack[CodeOptions]) -> CodeTool:
     """Make the tool `python(code)`, a Python session for each trajectory.
-
-    Args:
-        sandbox: `auto` uses sandlock if it works, or else bubblewrap; `none` runs the code with all
-            rights of this process's user.
-        timeout: Seconds for one call, after which the code is interrupted; shorter than
-            `rollout.tool_timeout`.
-        memory: MiB of memory, of each process and of all together.
-        disk: MiB of files.
-        processes: Largest number of processes and threads.
-        interpreter: Python's executable, for the packages of its environment, whose folder becomes
-            readable; None offers Python's own modules.
 
     Example:
         class Arithmetic(turnwise.Environment):
@@ -112,22 +133,11 @@ def python(
                 self.problem = row["question"]
                 self.tools = [turnwise.tools.python(timeout=5.0)]
     """
-    return CodeTool("python", sandbox, Limits(timeout, memory, disk, processes, interpreter))
+    return CodeTool("python", options)
 
 
-def shell(
-    *,
-    sandbox: Sandbox = "auto",
-    timeout: float = 10.0,
-    memory: int = 512,
-    disk: int = 64,
-    processes: int = 32,
-    interpreter: str | None = None,
-) -> CodeTool:
+def shell(**options: Unpack[CodeOptions]) -> CodeTool:
     """Make the tool `shell(command)`, a bash session for each trajectory.
-
-    Args:
-        sandbox: As for `python`, like the other arguments; `interpreter` is the shell's `python3`.
 
     Example:
         class Files(turnwise.Environment):
@@ -135,4 +145,239 @@ def shell(
                 self.problem = row["task"]
                 self.tools = [turnwise.tools.shell(memory=1024)]
     """
-    return CodeTool("shell", sandbox, Limits(timeout, memory, disk, processes, interpreter))
+    return CodeTool("shell", options)
+
+
+@lru_cache
+def choose(wanted: str, interpreter: str | None = None) -> Backend:
+    """Return the first backend that works on this machine, tried by running code in it.
+
+    Args:
+        wanted: `auto` for sandlock or else bubblewrap, or a backend's name.
+
+    Raises:
+        InputError: when none works; it says what to install.
+    """
+    if wanted == "none":
+        return "none"
+    tried = []
+    names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+    with _choosing:
+        for name in names:
+            if wanted in ("auto", name):
+                if not (reason := _unusable(name, interpreter)):
+                    return name
+                tried.append(f"{name}: {reason}")
+    if not tried:
+        raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
+    raise InputError(f"{MISSING} ({'; '.join(tried)})")
+
+
+def _unusable(backend: Backend, interpreter: str | None) -> str:
+    """Return why a backend cannot be used here; "" if it can."""
+    if not known_architecture():
+        return "not available on this architecture"
+    sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
+    if (sandlock if backend == "sandlock" else bwrap) is None:
+        return "not installed"
+    session = Session(backend, CodeToolConfig(interpreter=interpreter))
+    try:
+        answer = session.run("6 * 7")
+    except InputError as error:
+        return str(error)
+    finally:
+        session.close()
+    return "" if answer == "42" else f"answered {answer[:200]!r}"
+
+
+class Session:
+    """One interpreter, started by the first call and again after it ended."""
+
+    def __init__(self, backend: Backend, limits: CodeToolConfig, *, shell: bool = False) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._shell = shell
+        self._calls = threading.Lock()
+        self._process: _Process | None = None
+        self._closed = threading.Event()
+
+    def run(self, code: str) -> str:
+        """Run code and return what the model reads: output and value, or the error.
+
+        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter.
+
+        Raises:
+            InputError: when no interpreter starts.
+        """
+        seconds = self._limits.timeout
+        if len(code) > _MAX_CODE:
+            return f"[the code is longer than {_MAX_CODE} characters]"
+        if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
+            return "[the call before has not ended]"
+        try:
+            process, nonce = self._running(), secrets.token_hex(16)
+            code = code.encode("utf-8", "replace").decode()  # without lone surrogates
+            line = json.dumps({"nonce": nonce, "code": code, "seconds": seconds}) + "\n"
+            waits = seconds + GRACE_SECONDS
+            outcome, text = process.exchange(line.encode(), nonce.encode(), waits)
+            if outcome != "answered":
+                self._process = None
+                status = process.stop()
+                if status == keeper.OVER_MEMORY:
+                    why = f"stopped: more than {self._limits.memory} MiB of memory"
+                elif status == keeper.OVER_DISK:
+                    why = f"stopped: more than {self._limits.disk} MiB of files, or too many"
+                else:
+                    late = outcome == "late"
+                    why = f"stopped after {seconds:g} s" if late else "the interpreter ended"
+                text += ("\n" if text else "") + f"[{why}; variables and files are lost]"
+            return text or "[no output]"
+        finally:
+            self._calls.release()
+
+    def close(self) -> None:
+        """End the interpreter and all its processes, also during a call."""
+        self._closed.set()
+        process = self._process
+        if process is None:
+            return
+        process.cut()
+        if self._calls.acquire(timeout=_END_SECONDS):
+            try:
+                process.stop()
+                self._process = None
+            finally:
+                self._calls.release()
+
+    def _running(self) -> "_Process":
+        if self._closed.is_set():
+            raise InputError("the sandbox is closed")
+        if self._process is None:
+            self._process = _Process(self._backend, self._limits, self._shell)
+            if self._closed.is_set():  # meanwhile: `close` may have seen no process
+                self._process.cut()
+            outcome, text = self._process.exchange(b"", b"ready", _START_SECONDS)
+            if outcome != "answered":
+                complaint = text or self._process.complaint or outcome
+                self._process.stop()
+                self._process = None
+                raise InputError(f"{self._backend} did not start: {complaint}")
+        return self._process
+
+
+class _Process:
+    """A keeper with its sandbox, and the pipes to it."""
+
+    def __init__(self, backend: Backend, limits: CodeToolConfig, shell: bool) -> None:
+        self.complaint = ""
+        """The last that came in place of an answer: why a sandbox does not start."""
+        lifeline, end = os.pipe()
+        self._lifeline: IO[bytes] = open(end, "wb", 0)  # noqa: SIM115
+        try:
+            spec = specify(backend, limits, shell=shell, lifeline=lifeline)
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(lifeline,),
+                env=_KEEPERS_ENVIRONMENT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            os.close(lifeline)
+        streams = self._keeper.stdin, self._keeper.stdout, self._keeper.stderr
+        self._pipes = [pipe for pipe in streams if pipe]
+        self._requests, self._output, self._answers = (pipe.fileno() for pipe in self._pipes)
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+
+    def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
+        """Send a request and read until its answer.
+
+        Returns:
+            "answered", "ended" or "late", and the output, of which the middle may be left out.
+        """
+        ends, said, outcome = time.monotonic() + seconds, b"", ""
+        output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        poll.register(self._output, select.POLLIN)
+        if request:
+            poll.register(self._requests, select.POLLOUT)
+
+        def keep(part: bytes) -> None:
+            nonlocal left_out
+            output.extend(part)
+            excess = max(0, len(output) - _MAX_OUTPUT)
+            del output[half : half + excess]
+            left_out += excess
+
+        while not outcome and (left := ends - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                if fd == self._requests:
+                    try:
+                        request = request[os.write(fd, request) :]
+                    except BlockingIOError:
+                        continue
+                    except BrokenPipeError:
+                        request = b""
+                    if not request:
+                        poll.unregister(fd)
+                elif (part := _read(fd)) is None:
+                    continue
+                elif fd == self._output:
+                    keep(part)
+                    if not part:
+                        poll.unregister(fd)
+                else:
+                    said += part
+                    self.complaint = said[-1000:].decode("utf-8", "replace").strip()
+                    if answer in said or not part:
+                        outcome = "answered" if answer in said else "ended"
+                        break
+                    said = said[-1000:]
+        if outcome:
+            for part in self._written():
+                keep(part)
+        if left_out:
+            output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
+        return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
+
+    def _written(self) -> Iterator[bytes]:
+        """Yield the output that has been written already."""
+        waiting = bytearray(struct.calcsize("i"))
+        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
+        left = struct.unpack("i", waiting)[0]
+        while left > 0 and (part := _read(self._output)):
+            yield part
+            left -= len(part)
+
+    def cut(self) -> None:
+        """Let the keeper end its sandbox; thread-safe."""
+        self._lifeline.close()
+
+    def stop(self) -> int | None:
+        """End everything and return the keeper's exit code; None if it had to be killed."""
+        self.cut()
+        try:
+            return self._keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill_group(self._keeper.pid, reaped=False)
+            self._keeper.wait(_END_SECONDS)
+            return None
+        finally:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def _read(fd: int) -> bytes | None:
+    """Return what can be read, b"" at the end, None if nothing can."""
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return None

@@ -40,8 +40,6 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
 
 
 def _from_openai_agents(tool: Foreign, context: object) -> Tool:
-    """Return a `FunctionTool`."""
-
     def call(arguments: JsonObject) -> object:
         text = json.dumps(arguments)
         kind = import_module("agents.tool_context").ToolContext
@@ -54,7 +52,6 @@ def _from_openai_agents(tool: Foreign, context: object) -> Tool:
 
 
 def _from_pydantic_ai(tool: Foreign, context: object) -> Tool:
-    """Return pydantic-ai's `Tool`."""
     schema = tool.function_schema
 
     def call(arguments: JsonObject) -> object:
@@ -91,7 +88,6 @@ def _takes_context(function: Callable[..., object]) -> bool:
 
 
 def _from_langchain(tool: Foreign, _: object) -> Tool:
-    """Return a `BaseTool`, such as `@tool` makes."""
     calling = import_module("langchain_core.utils.function_calling")
     function = calling.convert_to_openai_tool(tool)["function"]
     plain = getattr(tool, "func", None) is not None and getattr(tool, "coroutine", None) is None
@@ -100,7 +96,6 @@ def _from_langchain(tool: Foreign, _: object) -> Tool:
 
 
 def _from_smolagents(tool: Foreign, _: object) -> Tool:
-    """Return smolagents' `Tool`."""
     function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
     return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
 

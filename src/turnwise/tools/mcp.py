@@ -1,27 +1,59 @@
 """MCP servers as toolsets: `MCPServer`, in an environment's `tools` or in `rollout.tools`.
 
 Each trajectory has its own connection, unless the server is shared. All connections live on one
-event loop in a thread of their own, so that neither user code nor the training loop holds them up.
-A call that fails with its connection is an error of that call; the next call connects again.
-Servers and their answers are not trusted: names, schemas and sizes are checked.
+event loop in a separate thread, so that neither user code nor the training loop holds them up.
+There is one pool of connections for each configuration in a process, whoever made the `MCPServer`,
+and it lists the server's tools once. A call that fails with its connection is an error of that
+call; the next call connects again. Servers and their answers are not trusted: names, schemas and
+sizes are checked.
 """
 
 import asyncio
+import os
 import re
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pydantic import ValidationError
 
 from turnwise.config import McpConfig
+from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
-from turnwise.tools.mcp_connection import Connection, Listed, McpError
-from turnwise.tools.mcp_pool import Line, Pool, on_mcp_loop, pool_of
-from turnwise.tools.tool import Tool
+from turnwise.core.optional import optional
+from turnwise.errors import DeadlineError, InputError, TurnwiseError
+from turnwise.tools.tool import McpError, Tool
 
+if TYPE_CHECKING:
+    from turnwise.tools.mcp_connection import Connection
+
+_T = TypeVar("_T")
+_Listed: TypeAlias = Sequence[tuple[str, str, JsonObject]]
+"""Name, description and parameters of the tools that a server lists."""
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
+IDLE_SECONDS = 600.0
+"""Time without a trajectory after which warm and shared connections end."""
+_MAX_POOLS = 1000
+"""Number of pools above which unused ones are forgotten."""
+_STARTING = 2 * (os.cpu_count() or 1)
+"""Maximum number of servers that start at the same time."""
+
+
+class McpOptions(TypedDict, total=False):
+    """Options of `MCPServer`; `McpConfig` describes them."""
+
+    env: Mapping[str, str] | None
+    cwd: str | None
+    url: str | None
+    headers: Mapping[str, str] | None
+    session_header: str | None
+    shared: bool
+    warm: int
+    tools: Sequence[str] | None
+    prefix: str
+    start_timeout: float | None
 
 
 class MCPServer:
@@ -30,17 +62,8 @@ class MCPServer:
     Args:
         command: Program to start, which speaks MCP over its standard input and output.
         args: Its arguments.
-        env: Its environment variables besides PATH, HOME and the like; `${NAME}` stands for a
-            variable of this process.
-        cwd: Its working directory.
-        url: URL of a running server, in place of a command (streamable HTTP).
-        headers: HTTP headers for the URL; `${NAME}` stands for a variable of this process.
-        session_header: Name of an HTTP header with its own value for each trajectory.
-        shared: Whether all trajectories use one process or MCP session.
-        warm: Number of processes that are started before a trajectory needs them.
-        tools: Names of the tools to offer; None offers all.
-        prefix: Text before each tool's name.
-        start_timeout: Deadline in seconds for the server to start and list its tools.
+        **options: The other keys of an entry `mcp` of `rollout.tools`, such as `url`, `env`,
+            `tools` and `shared`, with the same defaults.
 
     Raises:
         InputError: when the arguments contradict each other.
@@ -55,33 +78,13 @@ class MCPServer:
         self,
         command: str | None = None,
         args: Sequence[str] = (),
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        url: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        session_header: str | None = None,
-        shared: bool = False,
-        warm: int = 0,
-        tools: Sequence[str] | None = None,
-        prefix: str = "",
-        start_timeout: float | None = 60.0,
+        **options: Unpack[McpOptions],
     ) -> None:
+        given = {"command": command, "args": args, **options}
+        # No deadline for the start is None; all else that is None has its default.
+        keys = {k: v for k, v in given.items() if v is not None or k == "start_timeout"}
         try:
-            self.config = McpConfig(
-                command=command,
-                args=list(args),
-                env=dict(env or {}),
-                cwd=cwd,
-                url=url,
-                headers=dict(headers or {}),
-                session_header=session_header,
-                shared=shared,
-                warm=warm,
-                tools=None if tools is None else list(tools),
-                prefix=prefix,
-                start_timeout=start_timeout,  # type: ignore[arg-type]  # None sets no deadline
-            )
+            self.config = McpConfig.model_validate(keys)
         except ValidationError as error:
             mistakes = (e["msg"].removeprefix("Value error, ") for e in error.errors())
             raise InputError(f"MCPServer: {'; '.join(mistakes)}") from None
@@ -100,7 +103,7 @@ class MCPServer:
     async def close(self) -> None:
         """End the connections that no trajectory has open; otherwise they end when unused for
         `IDLE_SECONDS`, or at exit."""
-        await on_mcp_loop(pool_of(self.config).drain())
+        await _on_loop(pool_of(self.config).drain())
 
 
 class McpToolset:
@@ -120,58 +123,261 @@ class McpToolset:
             DeadlineError: when it does not do so in time.
             InputError: when an environment variable is missing.
         """
-        self._pool = pool_of(self._config)
-        listed = await on_mcp_loop(self._open(self._pool))
-        return [self._tool(tool) for tool in _offered(self._config, listed)]
+        self._pool = pool = pool_of(self._config)
 
-    async def _open(self, pool: Pool) -> Sequence[Listed]:
-        self._line = pool.join(self._session)
-        return await pool.listed(await self._line.connection())
+        async def listed() -> _Listed:
+            self._line = pool.join(self._session)
+            return await pool.listed(await self._line.connection())
 
-    def _tool(self, listed: Listed) -> Tool:
-        name = self._config.prefix + listed.name
-        return Tool(name, listed.description, listed.parameters, partial(self._call, listed.name))
+        prefix, tools = self._config.prefix, _offered(self._config, await _on_loop(listed()))
+        return [
+            Tool(prefix + name, description, parameters, partial(self._call, name))
+            for name, description, parameters in tools
+        ]
 
     async def _call(self, name: str, arguments: JsonObject) -> str:
-        line = self._line
-        if line is None:
-            raise McpError(f"{Connection.name_of(self._config)} is closed")
-        return await on_mcp_loop(line.call(name, arguments, self._session))
+        if self._line is None:
+            raise McpError(f"{_name_of(self._config)} is closed")
+        return await _on_loop(self._line.call(name, arguments, self._session))
 
     async def close(self) -> None:
         """Disconnect, and end the process of a command; takes a few seconds at most."""
-        if self._pool is not None:
-            await asyncio.shield(on_mcp_loop(self._close(self._pool)))
+        if (pool := self._pool) is None:
+            return
 
-    async def _close(self, pool: Pool) -> None:
-        # On the loop: only there is it known whether a cancelled `open` had begun.
-        line, self._line = self._line, None
-        if line is not None:
-            await pool.leave(line)
+        async def leave() -> None:  # on the loop, which knows whether a cancelled `open` had begun
+            line, self._line = self._line, None
+            if line is not None:
+                await pool.leave(line)
+
+        await asyncio.shield(_on_loop(leave()))
 
 
-def _offered(config: McpConfig, listed: Sequence[Listed]) -> list[Listed]:
+def _name_of(config: McpConfig) -> str:
+    """Return a server's name in errors."""
+    if config.url:
+        return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
+    return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
+
+
+def _offered(config: McpConfig, listed: _Listed) -> _Listed:
     """Return the tools to offer.
 
     Raises:
         McpError: when the server lists an invalid or a repeated name, or not all allowed tools.
     """
-    tools: dict[str, Listed] = {}
+    server, tools = _name_of(config), dict[str, tuple[str, str, JsonObject]]()
     for tool in listed:
-        if config.tools is not None and tool.name not in config.tools:
+        if config.tools is not None and tool[0] not in config.tools:
             continue
-        if not _NAME.fullmatch(config.prefix + tool.name):
-            raise McpError(
-                f"{Connection.name_of(config)} lists a tool with the invalid name "
-                f"{config.prefix + tool.name!r:.80}"
-            )
-        if tool.name in tools:
-            raise McpError(f"{Connection.name_of(config)} lists two tools named {tool.name}")
-        tools[tool.name] = tool
-    missing = [name for name in config.tools or () if name not in tools]
-    if missing:
-        names = ", ".join(repr(tool.name)[:80] for tool in listed[:20]) or "none"
-        raise McpError(
-            f"{Connection.name_of(config)} has no tool {', '.join(missing)}; it has: {names}"
-        )
+        name = config.prefix + tool[0]
+        if not _NAME.fullmatch(name):
+            raise McpError(f"{server} lists a tool with the invalid name {name!r:.80}")
+        if tool[0] in tools:
+            raise McpError(f"{server} lists two tools named {tool[0]}")
+        tools[tool[0]] = tool
+    if missing := [name for name in config.tools or () if name not in tools]:
+        names = ", ".join(repr(name)[:80] for name, *_ in listed[:20]) or "none"
+        raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
     return [tools[name] for name in config.tools] if config.tools else list(tools.values())
+
+
+class Line:
+    """A connection, opened by `make`, that is replaced after it has failed."""
+
+    def __init__(self, make: "Callable[[], Awaitable[Connection]]") -> None:
+        self._make = make
+        self._connection: Connection | None = None
+        self._opening: asyncio.Task[Connection] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.users = 0
+        """Number of trajectories that have it open."""
+
+    async def connection(self) -> "Connection":
+        """Return the connection, or a new one if that cannot be used.
+
+        A start continues when the call that needs it is late or cancelled: the next finds it done.
+
+        Raises:
+            TurnwiseError: as `Connection.open` does.
+        """
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> "Connection":
+        if self._connection is not None and not await self._connection.usable():
+            await self._drop()
+        if self._connection is None:
+            self._connection = await self._make()
+        return self._connection
+
+    async def call(self, name: str, arguments: JsonObject, session: str) -> str:
+        """Call a tool; see `Connection.call`."""
+        try:
+            connection = await self.connection()
+        except DeadlineError as error:  # not the call's own deadline
+            raise McpError(str(error)) from None
+        return await connection.call(name, arguments, session)
+
+    async def close(self) -> None:
+        """End the connection, or its start."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled():
+                opening.exception()  # the call that needed it has reported it
+        await self._drop()
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._ending = asyncio.create_task(connection.close())
+        if self._ending is not None:
+            await asyncio.shield(self._ending)  # it ends also if this start is cancelled
+
+
+class Pool:
+    """All connections with one configuration: warm ones, and one that is shared."""
+
+    def __init__(self, config: McpConfig) -> None:
+        self._config = config
+        self._warm: list[Connection] = []
+        self._filling = self._users = 0
+        self._idle: asyncio.TimerHandle | None = None
+        self._shared = Line(lambda: self._connect("shared"))
+        self._listed: _Listed | None = None
+        self._listing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def unused(self) -> bool:
+        """Whether it has no connections, and no trajectory that needs one."""
+        return not self._users and not self._warm and self._idle is None
+
+    def join(self, session: str) -> Line:
+        """Return the connection of a trajectory, opened with its first use."""
+        line = self._shared if self._config.shared else Line(lambda: self._take(session))
+        line.users += 1
+        self._users += 1
+        self._stay()
+        return line
+
+    async def leave(self, line: Line) -> None:
+        """End a trajectory's use of its connection."""
+        line.users -= 1
+        self._users -= 1
+        if not self._users and self._idle is None:
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(IDLE_SECONDS, lambda: self._spawn(self.drain()))
+        if line is not self._shared:
+            await line.close()
+
+    async def listed(self, connection: "Connection") -> _Listed:
+        """Return the server's tools, which are asked for once.
+
+        Raises:
+            McpError: as `Connection.list_tools` does.
+            DeadlineError: when it does not answer within `start_timeout`.
+        """
+        async with self._listing:
+            if self._listed is None:
+                missed = f"{_name_of(self._config)} did not list tools"
+                async with deadline(self._config.start_timeout, missed):
+                    self._listed = await connection.list_tools()
+            return self._listed
+
+    async def drain(self) -> None:
+        """End the connections that no trajectory has open."""
+        self._stay()
+        warm, self._warm = self._warm, []
+        closing = [connection.close() for connection in warm]
+        if not self._shared.users:
+            closing.append(self._shared.close())
+        await asyncio.gather(*closing)
+
+    def _stay(self) -> None:
+        """Forget the end that was planned for an unused pool."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    async def _take(self, session: str) -> "Connection":
+        """Return a warm connection, or open one; keeps `warm` of them ready."""
+        while self._warm:
+            connection = self._warm.pop(0)
+            if await connection.usable():
+                self._fill()
+                return connection
+            await connection.close()
+        self._fill()
+        return await self._connect(session)
+
+    def _fill(self) -> None:
+        async def warm_up() -> None:
+            try:
+                connection = await self._connect("warm")
+            except TurnwiseError:
+                return  # a trajectory will meet the same error, and report it
+            finally:
+                self._filling -= 1
+            if self._users:
+                self._warm.append(connection)
+            else:
+                await connection.close()
+
+        for _ in range(self._config.warm - len(self._warm) - self._filling):
+            self._filling += 1
+            self._spawn(warm_up())
+
+    async def _connect(self, session: str) -> "Connection":
+        optional("mcp", "mcp", "an MCP server")
+        from turnwise.tools.mcp_connection import Connection  # a second to import
+
+        connection = Connection(_name_of(self._config), self._config, session)
+        async with _the_loop().starting:
+            await connection.open()
+        return connection
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Loop:
+    """The loop of all connections, and what lives on it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pools: dict[str, Pool] = {}
+        self.choosing = threading.Lock()
+        self.starting = asyncio.Semaphore(_STARTING)
+        threading.Thread(target=self.loop.run_forever, daemon=True, name="turnwise-mcp").start()
+
+
+_making = threading.Lock()
+_the_only_loop = cache(_Loop)
+
+
+def _the_loop() -> _Loop:
+    with _making:
+        return _the_only_loop()
+
+
+def pool_of(config: McpConfig) -> Pool:
+    """Return the pool of a configuration; callable from any thread."""
+    loop, key = _the_loop(), config.model_dump_json()
+    with loop.choosing:
+        if key not in loop.pools:
+            if len(loop.pools) >= _MAX_POOLS:  # environments whose servers differ in each row
+                for other in [k for k, pool in loop.pools.items() if pool.unused]:
+                    del loop.pools[other]
+            loop.pools[key] = Pool(config)
+        return loop.pools[key]
+
+
+async def _on_loop(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine on the loop of all connections; cancelling this call cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _the_loop().loop))

@@ -1,7 +1,11 @@
 """One connection to an MCP server, from its start to its end, on the loop of all connections.
 
 One task owns the SDK's contexts, which must be entered and left in the same task; calls come from
-others. Importing the SDK takes a second, so that it is imported with the first connection.
+others. The transports have limits that the SDK's own lack: a message has a largest size. From a
+server's process, lines that are no messages are dropped up to a number, and the end of standard
+error is kept for errors. The process and all that it started end with the transport, in a few
+seconds at most. Importing the SDK takes a second, so this module is imported with the first
+connection.
 """
 
 import asyncio
@@ -9,81 +13,70 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import anyio
+import httpx2
+import mcp_types
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp import Client, MCPError
+from mcp.client.stdio import get_default_environment
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
 from pydantic import ValidationError
 
 from turnwise.config import McpConfig
+from turnwise.core.child import Child
 from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import optional
-from turnwise.core.untrusted import MAX_BYTES
+from turnwise.core.untrusted import (
+    IDENTITY,
+    MAX_BYTES,
+    MAX_VALUES,
+    AnswerError,
+    read_line,
+    values_in,
+)
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TurnwiseError, first_line
+from turnwise.tools.tool import McpError
 
 if TYPE_CHECKING:
-    from anyio import CancelScope
-    from mcp import Client
     from mcp.client._transport import TransportStreams
 
-    from turnwise.tools.mcp_transports import ServerProcess
-
+_Received: TypeAlias = SessionMessage | Exception
 _ALIVE_SECONDS = 5.0
 """Time for a server to answer a ping after a call that it did not answer."""
 _CLOSE_SECONDS = 8.0
 """Time for a connection to end; more than its parts take together."""
 _POLITE_SECONDS = 3.0
 """Time for a session to end by itself, before its tasks are cancelled."""
+_CONNECT_SECONDS = 30.0
+_LEAVE_SECONDS = 2.0
+"""Time for a process to end after its standard input is closed."""
+_KILL_SECONDS = 2.0
+"""Time for it to end after SIGTERM, and again after SIGKILL."""
 _LONGEST = 8192
 """Maximum number of characters of a server's error."""
+_MAX_UNASKED = 10_000
+"""Maximum number of lines between two answers: notifications, and lines that are no messages."""
 _MAX_PAGES = 100
 _MAX_TOOLS = 5_000
 _GONE = ("Session terminated", "Session not found")
 """Errors of a server that has lost our MCP session, for example because it started again."""
 
 
-class McpError(TurnwiseError):
-    """An MCP server that failed, or the error that its tool returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A tool as a server lists it."""
-
-    name: str
-    description: str
-    parameters: JsonObject
-
-
 class Connection:
-    """A connection to one server.
+    """A connection to the server `name`; `session` is the trajectory's, for `session_header`."""
 
-    Args:
-        session: Identifier of the trajectory, for `session_header`.
-    """
-
-    def __init__(self, config: McpConfig, session: str) -> None:
-        self.session = session
-        self._config = config
-        self._process: ServerProcess | None = None
+    def __init__(self, name: str, config: McpConfig, session: str) -> None:
+        self._name, self._session, self._config = name, session, config
+        self._process: _ServerProcess | None = None
         self._owner: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
-        self._scope: CancelScope | None = None
+        self._scope: anyio.CancelScope | None = None
         self._failed = self._doubtful = False
-
-    @staticmethod
-    def name_of(config: McpConfig) -> str:
-        """Return a server's name in errors."""
-        if config.url:
-            return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
-        return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
-
-    @property
-    def name(self) -> str:
-        """The server's name in errors."""
-        return self.name_of(self._config)
 
     async def open(self) -> None:
         """Start and greet the server.
@@ -91,27 +84,31 @@ class Connection:
         Raises:
             McpError: when it does not start, or is no MCP server.
             DeadlineError: when it does not answer within `start_timeout`.
-            InputError: when an environment variable is missing, or the SDK.
+            InputError: when an environment variable is missing.
         """
-        optional("mcp", "mcp", "an MCP server")
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(), name=self.name)
+        self._owner = asyncio.create_task(self._own(), name=self._name)
         either: list[asyncio.Future[Any]] = [self._ready, self._owner]
         try:
-            with waiting(self.name, "MCP server"):
-                async with deadline(self._config.start_timeout, f"{self.name} did not start"):
+            with waiting(self._name, "MCP server"):
+                async with deadline(self._config.start_timeout, f"{self._name} did not start"):
                     await asyncio.wait(either, return_when="FIRST_COMPLETED")
             if not self._ready.done():
-                raise self._start_error()
+                error = None if self._owner.cancelled() else self._owner.exception()
+                while isinstance(error, BaseExceptionGroup):  # of the SDK's task groups
+                    error = error.exceptions[0]
+                if isinstance(error, InputError):
+                    raise error
+                why = (
+                    "it ended" if error is None else f"{type(error).__name__}: {first_line(error)}"
+                )
+                raise McpError(f"{self._name} did not start: {self._end or why}")
         except BaseException:
             await self.close()
             raise
 
     async def _own(self) -> None:
         """Hold the SDK's contexts open, until `close` or until the connection fails."""
-        import anyio
-        from mcp import Client
-
         self._scope = anyio.CancelScope()
         with self._scope:
             # The handshake by which servers of all versions keep a session.
@@ -121,43 +118,28 @@ class Connection:
 
     @asynccontextmanager
     async def _transport(self) -> "AsyncIterator[TransportStreams]":
-        from turnwise.tools.mcp_transports import ServerProcess, http_client
-
         config = self._config
         if config.url is None:
             command = [config.command or "", *config.args]
-            self._process = ServerProcess(command, _expanded(config.env, "env"), config.cwd)
+            self._process = _ServerProcess(command, _expanded(config.env, "env"), config.cwd)
             async with self._process.streams() as streams:
                 yield streams
             return
-        from mcp.client.streamable_http import streamable_http_client
-
         headers = _expanded(config.headers, "headers")
         if config.session_header:
-            headers[config.session_header] = self.session
+            headers[config.session_header] = self._session
         async with (
-            http_client(headers) as client,
+            _http_client(headers) as client,
             streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_BYTES
             ) as streams,
         ):
             yield streams
 
-    def _start_error(self) -> TurnwiseError:
-        assert self._owner is not None
-        error = None if self._owner.cancelled() else self._owner.exception()
-        while isinstance(error, BaseExceptionGroup):  # of the SDK's task groups
-            error = error.exceptions[0]
-        if isinstance(error, InputError):
-            return error
-        why = self._process.why if self._process is not None else ""
-        if not why:
-            why = "it ended" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        return McpError(f"{self.name} did not start: {why}")
-
     @property
-    def _client(self) -> "Client":
-        return self._ready.result()
+    def _end(self) -> str:
+        """Reason of the process's end; "" while it runs, and for a server with a URL."""
+        return self._process.why if self._process is not None else ""
 
     async def usable(self) -> bool:
         """Return whether it can be used; asks the server, if it left a call unanswered."""
@@ -166,8 +148,6 @@ class Connection:
         if self._process is not None and self._process.ended:
             return False
         if self._doubtful:
-            import mcp_types
-
             try:
                 async with deadline(_ALIVE_SECONDS, ""):
                     await self._request(mcp_types.PingRequest(), mcp_types.EmptyResult)
@@ -179,43 +159,34 @@ class Connection:
             return not self._failed
         return True
 
-    async def list_tools(self) -> list[Listed]:
-        """Return all tools that the server lists.
+    async def list_tools(self) -> list[tuple[str, str, JsonObject]]:
+        """Return name, description and parameters of all tools that the server lists.
 
         Raises:
             McpError: when it lists none of that form, or without an end.
         """
-        import mcp_types
-
-        tools: list[Listed] = []
+        tools: list[tuple[str, str, JsonObject]] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
             params = mcp_types.PaginatedRequestParams(cursor=cursor)
             request = mcp_types.ListToolsRequest(params=params)
             page = await self._request(request, mcp_types.ListToolsResult)
-            tools += (self._read(tool) for tool in page.tools)
+            for tool in page.tools:
+                about = f"{self._name} lists the tool {tool.name!r:.80}, whose schema"
+                if tool.input_schema.get("type") != "object":
+                    raise McpError(f"{about} is of no object")
+                if remote := _remote_reference(tool.input_schema):
+                    raise McpError(f"{about} refers to {remote:.80}")
+                tools.append((tool.name, tool.description or "", tool.input_schema))
             cursor = page.next_cursor
             if cursor is None or len(tools) > _MAX_TOOLS:
                 break
         if cursor is not None or len(tools) > _MAX_TOOLS:
-            raise McpError(f"{self.name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
+            raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
         return tools
 
-    def _read(self, tool: Any) -> Listed:
-        """Check one listed tool."""
-        parameters = tool.input_schema
-        if parameters.get("type") != "object":
-            raise McpError(
-                f"{self.name} lists the tool {tool.name!r:.80}, whose schema is of no object"
-            )
-        if remote := _remote_reference(parameters):
-            raise McpError(
-                f"{self.name} lists the tool {tool.name!r:.80}, whose schema refers to {remote:.80}"
-            )
-        return Listed(tool.name, tool.description or "", parameters)
-
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
-        """Call a tool, and return its result as text.
+        """Call a tool, and return its texts, one per line; other parts are named as left out.
 
         Args:
             session: Identifier of the trajectory, which a shared server gets as
@@ -224,28 +195,31 @@ class Connection:
         Raises:
             McpError: when the tool returns an error, or the server fails.
         """
-        import mcp_types
-
         meta: Any = {"turnwise/session": session} if self._config.shared else None
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
         request = mcp_types.CallToolRequest(params=params)
         result = await self._request(request, mcp_types.CallToolResult)
-        text = _text(result)
+        parts: list[str] = []
+        for block in result.content:
+            if block.type == "resource_link":
+                parts.append(f"[link: {block.uri}]")
+            else:
+                holder = block.resource if block.type == "resource" else block
+                parts.append(getattr(holder, "text", f"[{block.type} left out]"))
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(parts)
         if result.is_error:
             raise McpError(text or "the tool failed without a message")
         return text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
         """Send a request, and wait for its answer or the connection's end."""
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
-
         assert self._owner is not None
-        asking = asyncio.ensure_future(self._client.session.send_request(request, kind))
+        asking = asyncio.ensure_future(self._ready.result().session.send_request(request, kind))
         try:
             await asyncio.wait([asking, self._owner], return_when="FIRST_COMPLETED")
             if not asking.done():
-                self._failed = True
                 raise self._lost()
             return asking.result()
         except asyncio.CancelledError:
@@ -254,22 +228,20 @@ class Connection:
         except TurnwiseError:
             raise
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED or error.message in _GONE:
-                self._failed = True
+            if error.code == mcp_types.CONNECTION_CLOSED or error.message in _GONE:
                 raise self._lost(error.message) from error
             raise McpError(error.message[:_LONGEST]) from error
         except ValidationError as error:
-            raise McpError(f"{self.name} gave an invalid answer: {first_line(error)}") from error
+            raise McpError(f"{self._name} gave an invalid answer: {first_line(error)}") from error
         except Exception as error:
-            self._failed = True
             raise self._lost(first_line(error)) from error
         finally:
             asking.cancel()
 
     def _lost(self, message: str = "") -> McpError:
-        why = self._process.why if self._process is not None else ""
-        why = why or f"closed the connection ({message[:_LONGEST] or 'it failed'})"
-        return McpError(f"{self.name} {why}; it can be called again")
+        self._failed = True
+        why = self._end or f"closed the connection ({message[:_LONGEST] or 'it failed'})"
+        return McpError(f"{self._name} {why}; it can be called again")
 
     async def close(self) -> None:
         """End the connection, and the server's process; returns in a few seconds at most."""
@@ -314,24 +286,139 @@ def _remote_reference(schema: object) -> str:
             if found := _remote_reference(value):
                 return found
     elif isinstance(schema, Sequence) and not isinstance(schema, str):
-        for value in schema:
-            if found := _remote_reference(value):
-                return found
+        return next(filter(None, map(_remote_reference, schema)), "")
     return ""
 
 
-def _text(result: Any) -> str:
-    """Return a result's texts, one per line; other parts are named as left out."""
-    parts = []
-    for block in result.content:
-        if block.type == "text":
-            parts.append(block.text)
-        elif block.type == "resource" and hasattr(block.resource, "text"):
-            parts.append(block.resource.text)
-        elif block.type == "resource_link":
-            parts.append(f"[link: {block.uri}]")
-        else:
-            parts.append(f"[{block.type} left out]")
-    if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
+class _ServerProcess:
+    """A server's process; `env` has its variables besides those that are always inherited."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        self._command, self._env, self._cwd = command, env, cwd
+        self._child: Child | None = None
+        self._flooded = ""
+        self.ended = False
+        """Whether it can no longer answer."""
+
+    @property
+    def why(self) -> str:
+        """Reason of its end, with the last line of its standard error; "" while it runs."""
+        if self._child is None or not self.ended:
+            return ""
+        if self._flooded:
+            return self._flooded
+        status = self._child.status
+        how = "closed its output" if status is None else f"ended with status {status}"
+        lines = self._child.last_words.splitlines()
+        return how + (f" ({lines[-1].strip()[:300]})" if lines else "")
+
+    @asynccontextmanager
+    async def streams(
+        self,
+    ) -> AsyncIterator[
+        tuple[MemoryObjectReceiveStream[_Received], MemoryObjectSendStream[SessionMessage]]
+    ]:
+        """Start the process and open its streams of messages; it has ended afterwards.
+
+        Raises:
+            OSError: when it cannot be started.
+        """
+        environment = {**get_default_environment(), **self._env}
+        self._child = child = await Child.start(self._command, environment, cwd=self._cwd)
+        received, reading = anyio.create_memory_object_stream[_Received](0)
+        writing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
+
+        async def read() -> None:
+            async with received:
+                try:
+                    with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                        await self._read(child, received)
+                finally:
+                    self.ended = True
+
+        async def write() -> None:
+            async with to_send:
+                async for message in to_send:
+                    text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    child.stdin.write(text.encode() + b"\n")
+                    await child.stdin.drain()
+
+        tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
+        try:
+            yield reading, writing
+        finally:
+            with anyio.CancelScope(shield=True):
+                self.ended = True
+                await child.end(_KILL_SECONDS, leave=_LEAVE_SECONDS, terminate=_KILL_SECONDS)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=_KILL_SECONDS)
+                for task in tasks:  # a broken pipe, after which there is nothing to write
+                    if task.done() and not task.cancelled():
+                        task.exception()
+                reading.close()
+                writing.close()
+
+    async def _read(self, child: Child, received: MemoryObjectSendStream[_Received]) -> None:
+        unasked = 0
+        while True:
+            try:
+                line = await read_line(child.stdout)
+            except AnswerError as error:
+                self._flooded = str(error)
+                return
+            if not line:
+                await child.exited(1.0)  # its status and its last words explain the end
+                await child.heard(1.0)
+                return
+            message = None
+            if values_in(line) <= MAX_VALUES:
+                with suppress(ValueError):
+                    message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+            answer = isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError)
+            unasked = 0 if answer else unasked + 1
+            if unasked > _MAX_UNASKED:
+                self._flooded = f"sent {_MAX_UNASKED} lines that answer no request"
+                return
+            if message is not None:
+                await received.send(SessionMessage(message))
+
+
+def _http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
+    """Return a client whose JSON answers have at most `MAX_BYTES` bytes.
+
+    It waits for answers without a deadline; calls have their own.
+    """
+
+    async def limit(response: httpx2.Response) -> None:
+        # The SDK limits events itself; streams of them have no end.
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _Limited(response.stream)
+
+    return httpx2.AsyncClient(
+        headers={**IDENTITY, **headers},
+        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
+        event_hooks={"response": [limit]},
+    )
+
+
+class _Limited(httpx2.AsyncByteStream):
+    """A body that fails when it becomes too long."""
+
+    def __init__(self, body: httpx2.AsyncByteStream) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = values = 0
+        async for part in self._body:
+            size += len(part)
+            values += values_in(part)
+            if size > MAX_BYTES or values > MAX_VALUES:
+                raise httpx2.StreamError(
+                    f"a message of more than {MAX_BYTES:,} bytes or {MAX_VALUES:,} values"
+                )
+            yield part
+
+    async def aclose(self) -> None:
+        await self._body.aclose()

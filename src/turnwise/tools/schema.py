@@ -76,7 +76,12 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         InputError: naming the function, and the argument that has no type hint, or whose type is
             none of JSON's.
     """
-    parameters = _parameters_of(function)
+    several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    parameters = tuple(inspect.signature(function).parameters.values())
+    first = parameters[0] if parameters else None
+    if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
+        parameters = parameters[1:]
+    parameters = tuple(p for p in parameters if p.kind not in several)  # what a model can fill
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:
@@ -102,10 +107,17 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     except Exception as error:
         why = _untypable(parameters, hints) or _first_sentence(error)
         raise _refused(function, why) from error
+    tidy = _Tidy(described.get("$defs", {}))
+    properties = tidy.schema(described)["properties"]
+    schema: JsonObject = {"type": "object", "properties": properties}
+    if "required" in described:
+        schema["required"] = described["required"]
+    if not all("description" in each and _is_plain(each) for each in properties.values()):
+        schema["additionalProperties"] = False
     said = {
         "name": function.__name__,
         "description": (read.description or "").strip(),
-        "parameters": _parameters_schema(described),
+        "parameters": tidy.with_definitions(schema),
     }
     if (returned := _returned(hints, read.returns)) is not None:
         said["return"] = returned
@@ -122,16 +134,12 @@ def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
     for mistake in error.errors(include_url=False, include_context=False, include_input=False):
         path = _path(mistake["loc"], given, missing=mistake["type"] == "missing")
         found.setdefault(path, []).append(mistake["msg"])
-    return "; ".join(
-        f"{path}: {_alternatives(messages)}"
-        for path, messages in islice(found.items(), MAX_MISTAKES)
-    )
-
-
-def _alternatives(messages: list[str]) -> str:
-    """Join what each member of a union says of one value."""
-    first, *others = dict.fromkeys(messages)
-    return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    lines = []
+    for path, messages in islice(found.items(), MAX_MISTAKES):
+        first, *others = dict.fromkeys(messages)  # what each member of a union says of one value
+        more = (other.removeprefix("Input should be ") for other in others)
+        lines.append(" or ".join([f"{path}: {first}", *more]))
+    return "; ".join(lines)
 
 
 def _path(location: tuple[int | str, ...], given: Foreign, *, missing: bool) -> str:
@@ -147,16 +155,6 @@ def _path(location: tuple[int | str, ...], given: Foreign, *, missing: bool) -> 
         if inside or (missing and number == len(location) - 1):
             steps.append(str(step))
     return ".".join(steps) or "arguments"
-
-
-def _parameters_of(function: ToolFunction) -> tuple[Parameter, ...]:
-    """Return the parameters that a model can fill."""
-    parameters = list(inspect.signature(function).parameters.values())
-    first = parameters[0] if parameters else None
-    if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
-        del parameters[0]
-    several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return tuple(parameter for parameter in parameters if parameter.kind not in several)
 
 
 def _refused(function: ToolFunction, why: str) -> InputError:
@@ -212,18 +210,6 @@ class _JsonSchema(GenerateJsonSchema):
         return {}
 
 
-def _parameters_schema(described: JsonObject) -> JsonObject:
-    """Return the schema of a function's arguments from that of their model."""
-    tidy = _Tidy(described.get("$defs", {}))
-    properties = tidy.schema(described)["properties"]
-    parameters: JsonObject = {"type": "object", "properties": properties}
-    if "required" in described:
-        parameters["required"] = described["required"]
-    if not all("description" in schema and _is_plain(schema) for schema in properties.values()):
-        parameters["additionalProperties"] = False
-    return tidy.with_definitions(parameters)
-
-
 def _is_plain(schema: JsonObject) -> bool:
     inner = [schema[key] for key in ("items", "additionalProperties") if key in schema]
     return schema.keys() <= _PLAIN_KEYS and all(map(_is_plain, inner))
@@ -251,9 +237,6 @@ class _Tidy:
 
     No titles, no references except to types that contain themselves, `anyOf` for all unions,
     `enum` for all choices, and objects with fields closed.
-
-    Args:
-        definitions: The schemas of `$defs`.
     """
 
     def __init__(self, definitions: JsonObject) -> None:
@@ -261,15 +244,17 @@ class _Tidy:
         self._recursive: dict[str, None] = {}
 
     def schema(self, schema: object, within: tuple[str, ...] = ()) -> Foreign:
-        """Return a schema tidied.
-
-        Args:
-            within: Names of the definitions that contain it.
-        """
+        """Return a schema tidied, which is `within` the definitions of these names."""
         if not isinstance(schema, dict):
             return schema  # true or false
-        if "$ref" in schema:
-            return self._referred(schema, within)
+        if "$ref" in schema:  # what it means, or the reference inside that schema itself
+            name = schema["$ref"].removeprefix("#/$defs/")
+            if name in within:
+                self._recursive[name] = None
+            if name in within or name not in self._definitions:
+                return schema
+            beside = {key: value for key, value in schema.items() if key != "$ref"}
+            return self.schema({**self._definitions[name], **beside}, (*within, name))
         tidy: JsonObject = {}
         for key, value in schema.items():
             match key:
@@ -287,19 +272,18 @@ class _Tidy:
                     tidy[key] = self.schema(value, within)
                 case _:
                     tidy[key] = value
-        return _in_order(_closed(_of_one_type(tidy)))
-
-    def _referred(self, schema: JsonObject, within: tuple[str, ...]) -> JsonObject:
-        """Return the schema that a reference means, or the reference inside that schema itself."""
-        name = schema["$ref"].removeprefix("#/$defs/")
-        if name not in self._definitions:
-            return schema
-        if name in within:
-            self._recursive[name] = None
-            return schema
-        beside = {key: value for key, value in schema.items() if key != "$ref"}
-        meant: JsonObject = self.schema({**self._definitions[name], **beside}, (*within, name))
-        return meant
+        first, *others = tidy.get("prefixItems", [None])
+        if first is not None and all(other == first for other in others) and "items" not in tidy:
+            del tidy["prefixItems"]  # more servers take an array
+            tidy["items"] = first
+        if "properties" in tidy:  # closed, unless its type takes other fields
+            tidy.setdefault("additionalProperties", False)
+        elif tidy.get("additionalProperties") in (True, {}):  # this says nothing
+            del tidy["additionalProperties"]
+        if tidy.get("items") in (True, {}):
+            del tidy["items"]
+        places = {"type": 0, "description": 2, "default": 3}  # as people write it
+        return dict(sorted(tidy.items(), key=lambda item: places.get(item[0], 1)))
 
     def with_definitions(self, schema: JsonObject) -> JsonObject:
         """Return a schema with the definitions that its references need."""
@@ -308,29 +292,3 @@ class _Tidy:
             for name in missing:
                 definitions[name] = self.schema(self._definitions[name], (name,))
         return {**schema, "$defs": definitions} if definitions else schema
-
-
-def _of_one_type(schema: JsonObject) -> JsonObject:
-    """Write a tuple whose items are all alike as an array, which more servers take."""
-    first, *others = schema.get("prefixItems", [None])
-    if first is not None and all(other == first for other in others) and "items" not in schema:
-        del schema["prefixItems"]
-        schema["items"] = first
-    return schema
-
-
-def _closed(schema: JsonObject) -> JsonObject:
-    """Close an object with fields, unless its type takes others; leave out what says nothing."""
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
-    elif schema.get("additionalProperties") in (True, {}):
-        del schema["additionalProperties"]
-    if schema.get("items") in (True, {}):
-        del schema["items"]
-    return schema
-
-
-def _in_order(schema: JsonObject) -> JsonObject:
-    """Return a schema with its type first, as people write it, and description and default last."""
-    places = {"type": 0, "description": 2, "default": 3}
-    return dict(sorted(schema.items(), key=lambda item: places.get(item[0], 1)))

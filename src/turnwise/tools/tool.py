@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import TurnwiseError
 
 ToolFunction = Callable[..., object]
 """A function that the model may call, sync or async, with type hints."""
@@ -41,18 +42,12 @@ class Tool:
     model of it later."""
 
 
+class McpError(TurnwiseError):
+    """An MCP server that failed, or the error that its tool returned."""
+
+
 class Toolset(Protocol):
-    """Tools that are opened with an environment and closed with it, such as an MCP server's.
-
-    Example:
-        class Clock:
-            async def open(self) -> list[Tool]:
-                schema = {"type": "object", "properties": {}}
-                return [Tool("now", "Tell the time.", schema, lambda _: time.ctime())]
-
-            async def close(self) -> None:
-                pass
-    """
+    """Tools that are opened with an environment and closed with it, such as an MCP server's."""
 
     async def open(self) -> Sequence[Tool]:
         """Start what the tools need, and return them."""
@@ -64,13 +59,7 @@ class Toolset(Protocol):
 
 
 class ToolsetFactory(Protocol):
-    """An object, shared by trajectories, that makes a toolset for each of them.
-
-    Example:
-        class Clocks:
-            def toolset(self) -> Toolset:
-                return Clock()
-    """
+    """An object, shared by trajectories, that makes a toolset for each of them."""
 
     def toolset(self) -> Toolset:
         """Return a toolset that is not open yet."""
@@ -81,9 +70,7 @@ class ForeignTool(Protocol):
     """A tool of openai-agents, pydantic-ai, LangChain or smolagents, which is taken as it is."""
 
     @property
-    def name(self) -> str:
-        """Its name, by which the model calls it."""
-        ...
+    def name(self) -> str: ...
 
 
 AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | ForeignTool | Mapping[str, Any]

@@ -11,12 +11,12 @@ import contextlib
 import inspect
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -46,8 +46,7 @@ class ToolResult:
     """The tool's exception, for people and not for the model; None if there was none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Callable:
+class _Callable(NamedTuple):
     """A tool as the toolbox calls it."""
 
     schema: JsonObject
@@ -63,8 +62,7 @@ class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks. Type
-            hints and a docstring describe a function to the model.
+        tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
 
@@ -102,11 +100,11 @@ class Toolbox:
 
         Returns its result; what is raised is cancellation, and a TrajectoryError of the tool.
         """
-        if name not in self._tools:
+        if (tool := self._tools.get(name)) is None:
             names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
-        async with self._turn if self._tools[name].in_order else contextlib.nullcontext():
+        async with self._turn if tool.in_order else contextlib.nullcontext():
             return await self._called(name, arguments_json)
 
     async def _called(self, name: str, arguments_json: str) -> ToolResult:
@@ -143,10 +141,8 @@ class Toolbox:
         """Return an error for the model to read; `unseen` characters of it are already left out."""
         text = f"Error: {text}"
         left_out = max(0, len(text) - self._max_chars) + unseen
-        text = encodable(text[: self._max_chars])
-        if left_out:
-            text += f"\n[{left_out} more characters left out]"
-        return ToolResult(text, outcome, error)
+        more = f"\n[{left_out} more characters left out]" if left_out else ""
+        return ToolResult(encodable(text[: self._max_chars]) + more, outcome, error)
 
 
 def make_toolbox(tools: Sequence[ToolFunction | Tool], rollout: RolloutConfig) -> Toolbox:
@@ -186,17 +182,15 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
 
 def _shown(value: object, longest: int) -> tuple[str, str]:
     """Return a tool's value as text of at most `longest` characters, and the number left out."""
-    if isinstance(value, str):
-        return encodable(value[:longest]), _rest(len(value) - longest)
+    parts: Iterable[str] = [value] if isinstance(value, str) else _JSON.iterencode(value)
     text, length = "", 0
     # In parts: a single call would block the interpreter, and so the event loop, until its end.
-    for part in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(value):
-        if length < longest:
-            text += part[: longest - length]
+    for part in parts:
+        text += part[: max(0, longest - length)]
         length += len(part)
-        if length > longest + _MAX_COUNTED:
+        if length > longest + _MAX_COUNTED and not isinstance(value, str):
             return encodable(text), f"at least {length - longest}"
-    return encodable(text), _rest(length - longest)
+    return encodable(text), str(length - longest) if length > longest else ""
 
 
 def _jsonable(value: object) -> object:
@@ -207,8 +201,7 @@ def _jsonable(value: object) -> object:
     return str(value)
 
 
-def _rest(count: int) -> str:
-    return str(count) if count > 0 else ""
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_jsonable)
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
@@ -223,15 +216,14 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
         )
     schema = function_schema(getattr(tool, "__func__", tool))
 
-    async def call_async(arguments_json: str) -> object:
-        arguments, keywords = schema.read(arguments_json)
-        answer = tool(*arguments, **keywords)
-        assert inspect.isawaitable(answer)
-        return await answer
-
     def call(arguments_json: str) -> object:
         arguments, keywords = schema.read(arguments_json)
         return tool(*arguments, **keywords)
+
+    async def call_async(arguments_json: str) -> object:
+        answer = call(arguments_json)
+        assert inspect.isawaitable(answer)
+        return await answer
 
     asynchronous = inspect.iscoroutinefunction(tool)
     return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
@@ -239,10 +231,7 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
 def _with_schema(tool: Tool) -> _Callable:
     """Return a tool whose arguments are validated against its own JSON schema."""
-    try:
-        validator = _validator(json.dumps(tool.parameters))
-    except InputError as error:
-        raise InputError(f"tool {tool.name}: its parameters are no JSON schema: {error}") from error
+    validator = _validator(json.dumps(tool.parameters), tool.name)
 
     def checked(arguments_json: str) -> object:
         """Validate and call, in a thread: the schema is foreign, and may take its time."""
@@ -261,18 +250,14 @@ def _with_schema(tool: Tool) -> _Callable:
             raise ArgumentsError("; ".join(mistakes))
         return tool.call(arguments)
 
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-    }
-    schema = {"type": "function", "function": function}
+    names = ("name", "description", "parameters")
+    schema = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
     return _Callable(schema, checked, tool.in_order, tool.hidden)
 
 
 @lru_cache(maxsize=4096)
-def _validator(schema: str) -> Any:  # of a module without types
-    """Return a validator of a JSON schema; the same tools are offered to each trajectory."""
+def _validator(schema: str, name: str) -> Any:  # of a module without types
+    """Return a validator of a tool's JSON schema; each trajectory is offered the same tools."""
     import jsonschema  # a tenth of a second, and many runs have functions only
 
     parameters = json.loads(schema)
@@ -282,5 +267,6 @@ def _validator(schema: str) -> Any:  # of a module without types
         )
         kind.check_schema(parameters)
     except jsonschema.SchemaError as error:
-        raise InputError(error.message) from error
+        why = error.message
+        raise InputError(f"tool {name}: its parameters are no JSON schema: {why}") from error
     return kind(parameters)

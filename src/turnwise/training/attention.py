@@ -6,7 +6,7 @@ memory that grows with T, and no work for pairs of tokens in different sequences
 Transformers' other implementations (`training.attention`) compute all sequences at once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -17,30 +17,20 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of
-from turnwise.training.context import Columns
-from turnwise.training.prefixes import SharedPrefixes
+from turnwise.training.batching import Columns
 
-_NAME = "turnwise_packed"
-"""Name of the function in Transformers."""
-_MASK_ROWS = 1024
-"""Queries for which one mask is made, where one is needed."""
+_NAME = "turnwise_packed"  # name of the function in Transformers
+_MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
 
 
 def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
-    """Make a model's layers attend within sequences, if torch's attention computes them.
+    """Make a model's layers attend within sequences, if torch's attention computes them; return
+    whether they do.
 
-    Models with attention of their own (soft caps, for instance) keep it.
-
-    Args:
-        name: `training.attention`: one of Transformers' implementations, in place of all this.
-
-    Returns:
-        Whether they do.
-
-    Raises:
-        InputError: when there is no such implementation, or its package is not installed.
+    Models with attention of their own (soft caps, for instance) keep it, and any with a `name`
+    (`training.attention`) gets Transformers' implementation of this name.
     """
     if name != "auto":
         try:
@@ -48,23 +38,18 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
         except (ImportError, ValueError) as error:
             raise InputError(f"training.attention: {first_line(error)}") from error
         return False
-    texts = model.config.get_text_config()
-    capped = getattr(texts, "attn_logit_softcapping", None)
-    if attention_of(model) == "sdpa" and not capped:
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if not capped:
         set_packed(model, True)
     return is_packed(model)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Return whether a model's layers attend within sequences."""
     return attention_of(model) == _NAME
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
-    """Make a model's layers attend within sequences, or by torch's attention and a mask.
-
-    A model with attention of its own keeps it.
-    """
+    """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if attention_of(model) in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
@@ -101,16 +86,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, as Transformers' layers call it.
 
-    Args:
-        columns: The sequences of a packed row, and the ranks that share it; None: each row is a
-            sequence, and whole.
-        sliding_window: Number of last tokens that a token attends to; None: all.
-
-    Returns:
-        The outputs: [B, T, H, D].
-
-    Raises:
-        InputError: when the model's layers do not pass on the columns.
+    Without `columns`, each row is a sequence, and whole. The outputs are [B, T, H, D].
     """
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")
@@ -120,15 +96,9 @@ def packed_attention(
     if group is not None:
         tensors = [group.heads(tensor) for tensor in tensors]
     causal = getattr(module, "is_causal", True)
-    parts: Iterable[Sequence[torch.Tensor]]
-    if columns is not None and columns.prefixes is not None:
-        parts = _shared(columns.prefixes, *tensors)
-    else:
-        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
-        parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)
-        for query, key, value in parts
+        for query, key, value in _sequences(columns, tensors)
     ]
     out_BHTD = torch.cat(outputs, dim=2)
     if group is not None:
@@ -136,13 +106,19 @@ def packed_attention(
     return out_BHTD.transpose(1, 2).contiguous(), None
 
 
-def _shared(
-    prefixes: SharedPrefixes, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+def _sequences(
+    columns: Columns | None, tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield each sample's own queries, and the keys and values of all its tokens."""
+    """Yield each sequence's queries, keys and values; of samples that share columns, each one's own
+    queries, and the keys and values of all its tokens."""
+    if columns is None or columns.prefixes is None:
+        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
+        yield from zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
+        return
+    prefixes, (query, *others) = columns.prefixes, tensors
     keys, values = (
         torch.split(tensor.index_select(2, prefixes.columns_S), prefixes.lengths, dim=2)
-        for tensor in (key, value)
+        for tensor in others
     )
     for own, *sample in zip(torch.split(query, prefixes.own, dim=2), keys, values, strict=True):
         if own.shape[2]:
@@ -172,13 +148,11 @@ def _attention(
         distance = torch.arange(start, end, device=query.device)[:, None]
         distance = distance - torch.arange(end, device=query.device)
         seen = (distance >= 0) & (distance < (window or length))
-        rows, keys, values = (
-            query[:, :, start - before : end - before],
-            key[:, :, :end],
-            value[:, :, :end],
-        )
+        rows = query[:, :, start - before : end - before]
         outputs.append(
-            scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
+            scaled_dot_product_attention(
+                rows, key[:, :, :end], value[:, :, :end], attn_mask=seen, scale=scale
+            )
         )
     return torch.cat(outputs, dim=2)
 

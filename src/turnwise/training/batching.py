@@ -12,15 +12,19 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from turnwise.config import TrainingConfig
-from turnwise.training.prefixes import SharedPrefixes, common_length, in_order
+from turnwise.training.algorithms import Tokens
+from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
-samples with a common beginning compute it once (`training/prefixes.py`)."""
+samples with a common beginning compute it once (`Columns.shared`)."""
+_Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +64,28 @@ def plan_micro_batches(
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own.
     """
-    computed = _by_trajectory(sample for sample in samples if not sample.counted_only)
-    counted = _by_trajectory(sample for sample in samples if sample.counted_only)
+    computed: dict[int, list[Sample]] = {}
+    counted: dict[int, list[Sample]] = {}
+    for sample in samples:
+        trajectories = counted if sample.counted_only else computed
+        trajectories.setdefault(sample.trajectory, []).append(sample)
     updates = min(updates, len(computed))
     shares: list[list[RankBatches]] = [[] for _ in range(ranks)]
-    for index in range(updates):
-        own = [s for t in computed[index::updates] for s in t]  # spread over the batch
+    for index in range(updates):  # each with trajectories from the whole batch
+        own, others = (
+            [s for trajectory in list(kind.values())[index::updates] for s in trajectory]
+            for kind in (computed, counted)
+        )
         tokens = Counter[int]()
-        for sample in (*own, *(s for t in counted[index::updates] for s in t)):
-            tokens[sample.trajectory] += sample.trained
         units: dict[int, list[Sample]] = {}
+        for sample in (*own, *others):
+            tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(_units(units.values(), layout), max_tokens, ranks, layout)
-        dealt = _assign(buckets, ranks)
-        for share, micro_batches in zip(shares, dealt, strict=True):
+        buckets = _buckets(_units(list(units.values()), layout), max_tokens, ranks, layout)
+        for share, micro_batches in zip(shares, _assign(buckets, ranks), strict=True):
             share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
-
-
-def _by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
-    trajectories: dict[int, list[Sample]] = {}
-    for sample in samples:
-        trajectories.setdefault(sample.trajectory, []).append(sample)
-    return list(trajectories.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +93,28 @@ class _Unit:
     """A pair or a sequence, and the tokens that are computed for it."""
 
     samples: list[Sample]
-    alone: int
-    """As the first of its micro-batch."""
-    after: int
-    """After the unit before it."""
+    alone: int  # as the first of its micro-batch
+    after: int  # after the unit before it
 
     @property
     def longest(self) -> int:
         return max(sample.length for sample in self.samples)
 
 
-def _units(units: Iterable[list[Sample]], layout: Layout) -> list[_Unit]:
+def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
     """Return units in an order in which neighbours go well together."""
     if layout != "shared":
         sized = [(samples, sum(sample.length for sample in samples)) for samples in units]
         return sorted((_Unit(s, n, n) for s, n in sized), key=lambda unit: unit.longest)
-    given = list(units)
     ordered, before = list[_Unit](), None
-    for number in in_order([samples[0].token_ids_T for samples in given]):
+    for number in _in_order([samples[0].token_ids_T for samples in units]):
         alone = saved = 0
-        for index, sample in enumerate(given[number]):
-            common = 0 if before is None else common_length(before, sample.token_ids_T)
+        for index, sample in enumerate(units[number]):
+            common = 0 if before is None else _common_length(before, sample.token_ids_T)
             alone += sample.length - (common if index else 0)
             saved += 0 if index else common
             before = sample.token_ids_T
-        ordered.append(_Unit(given[number], alone, alone - saved))
+        ordered.append(_Unit(units[number], alone, alone - saved))
     return ordered
 
 
@@ -150,55 +149,186 @@ def _assign(buckets: Sequence[list[_Unit]], ranks: int) -> list[list[list[Sample
     """Assign buckets of similar size to one round; a rank without one gets an empty bucket."""
     ordered = sorted(buckets, key=lambda bucket: -_cost(bucket, "packed"))
     flat = [[sample for unit in bucket for sample in unit.samples] for bucket in ordered]
-    rounds = -(-len(flat) // ranks)
-    flat += [[] for _ in range(rounds * ranks - len(flat))]
+    flat += [[] for _ in range(-len(flat) % ranks)]
     dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
-    for number in range(rounds):
-        row = flat[number * ranks : (number + 1) * ranks]
+    for start in range(0, len(flat), ranks):
+        row = flat[start : start + ranks]
         # Every other round in reverse order: no rank always gets the largest.
-        for rank, bucket in enumerate(row if number % 2 == 0 else row[::-1]):
+        for rank, bucket in enumerate(row[::-1] if start // ranks % 2 else row):
             dealt[rank].append(bucket)
     return dealt
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """`B` rows of `T` tokens.
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """The samples of a row that share columns, in their order in the row."""
 
-    The mask marks *targets*: a position is scored from the logits before it. When packed, B is 1
-    and `position_ids_BT` restarts at each sample. Where samples share columns, `prefixes` has the
-    row and its targets, and the mask marks nothing.
+    columns_S: torch.Tensor  # the column of each token of each sample
+    lengths: list[int]  # number of tokens of each
+    own: list[int]  # number of tokens at the end of each that are computed for it
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of `B` rows of `T` tokens that this rank computes: all, or its share.
+
+    *Targets* are the tokens to score, each from the logits before it. When packed, B is 1 and
+    `position_ids_BT` restarts at each sample.
     """
 
     token_ids_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    position_ids_BT: torch.Tensor | None
-    engine_logprobs_N: torch.Tensor
-    """The engine's log-probs of the `N` masked tokens, row by row, as in the fields below."""
-    staleness_N: torch.Tensor
-    """Optimizer steps from the weights that sampled a token to those at the start of the step."""
-    advantages_N: torch.Tensor
-    turn_N: torch.Tensor
-    """Index of each token's turn in its trajectory."""
-    sequence_N: torch.Tensor
-    trajectory_tokens_N: torch.Tensor
-    """Trained tokens of the whole trajectory, in whichever micro-batch its samples are."""
-    sequences: int
-    tokens: int
-    """Tokens without padding."""
+    position_ids_BT: torch.Tensor | None  # None where each row begins at 0
+    before_N: torch.Tensor  # positions before masked tokens, counted row by row
+    targets_N: torch.Tensor  # the masked tokens that follow them
+    lengths: list[int] | None
+    """Lengths of the sequences of the whole packed row; None if it is not packed."""
+    group: ContextGroup | None
+    number_N: torch.Tensor  # number of each target among those of all columns
+    total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
     """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
     is 1 where there is one; None if no token has one."""
     prefixes: SharedPrefixes | None = None
+    """The samples of a row that share columns; None where each has its own."""
+
+    @classmethod
+    def of(
+        cls,
+        token_ids_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        position_ids_BT: torch.Tensor | None,
+        group: ContextGroup | None,
+        experts_BTR: torch.Tensor | None = None,
+    ) -> "Columns":
+        """Return this rank's columns; without a group, all of them. The mask is True at targets;
+        there are position ids only for a packed row."""
+        columns = token_ids_BT.shape[1]
+        lengths: list[int] | None = None
+        if position_ids_BT is not None:  # each sequence begins at position 0
+            starts = (position_ids_BT[0] == 0).nonzero()[:, 0].tolist()
+            lengths = [b - a for a, b in zip(starts, [*starts[1:], columns], strict=True)]
+        before_BT, following_BT = (
+            functional.pad(x[:, 1:], (0, 1)) for x in (mask_BT, token_ids_BT)
+        )
+        own = slice(None)
+        if group is not None:
+            width = -(-columns // group.size)
+            missing = width * group.size - columns
+            if position_ids_BT is None:
+                position_ids_BT = torch.arange(columns, device=mask_BT.device)[None]
+            if lengths is not None:
+                lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
+            before_BT, following_BT, token_ids_BT, position_ids_BT = (
+                functional.pad(x, (0, missing))
+                for x in (before_BT, following_BT, token_ids_BT, position_ids_BT)
+            )
+            if experts_BTR is not None:
+                experts_BTR = functional.pad(experts_BTR, (0, 0, 0, missing))
+            own = slice(group.number * width, (group.number + 1) * width)
+        number_BT = (before_BT.flatten().cumsum(0) - 1).view_as(before_BT)
+        return cls(
+            token_ids_BT[:, own],
+            None if position_ids_BT is None else position_ids_BT[:, own],
+            before_BT[:, own].flatten().nonzero()[:, 0],
+            following_BT[:, own][before_BT[:, own]],
+            lengths,
+            group,
+            number_BT[:, own][before_BT[:, own]],
+            int(before_BT.sum()),
+            None if experts_BTR is None else experts_BTR[:, own],
+        )
+
+    @classmethod
+    def shared(cls, samples: Sequence[Sample], device: torch.device) -> "Columns":
+        """Return one row in which samples with a common beginning compute it once: a group's
+        prompt, the history of a trajectory's branches.
+
+        The samples are sorted by their tokens, so that each begins like the one before it as far as
+        any does. A sample's own columns are those of its tokens after that beginning; its other
+        tokens have their columns in the samples before. Each token attends to its own sample's
+        tokens alone, so log-probs are those of samples computed one by one, and gradients of a
+        common beginning add up.
+
+            tokens of two samples    1 2 3 4    1 2 5
+            the row                  1 2 3 4 5
+            their columns            0 1 2 3    0 1 4
+        """
+        tokens = [sample.token_ids_T for sample in samples]
+        masks = [sample.response_mask_T for sample in samples]
+        numbers = _in_order(tokens)
+        ids, positions, own = list[_Ids](), list[_Ids](), list[int]()
+        columns: dict[int, _Ids] = {}
+        before, width = None, 0
+        for number in numbers:
+            current = tokens[number]
+            common = 0 if before is None else _common_length(tokens[before], current)
+            new = len(current) - common
+            shared = columns[before][:common] if before is not None else np.zeros(0, np.int64)
+            columns[number] = np.concatenate([shared, np.arange(width, width + new)])
+            ids.append(current[common:])
+            positions.append(np.arange(common, len(current)))
+            own.append(new)
+            width += new
+            before = number
+
+        def tensor(arrays: Iterable[_Ids]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([*arrays])).to(device)
+
+        targets_N = tensor(t[mask] for t, mask in zip(tokens, masks, strict=True))
+        return cls(
+            tensor(ids)[None],
+            tensor(positions)[None],
+            tensor(columns[i][:-1][mask[1:]] for i, mask in enumerate(masks)),
+            targets_N,
+            lengths=None,
+            group=None,
+            number_N=torch.arange(len(targets_N), device=device),
+            total=len(targets_N),
+            prefixes=SharedPrefixes(
+                tensor(columns[number] for number in numbers),
+                [len(columns[number]) for number in numbers],
+                own,
+            ),
+        )
+
+    def whole(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the values of all columns' targets, row by row, from those of this rank's."""
+        if self.group is None:
+            return values_N
+        return self.group.union(values_N, self.number_N, self.total)
+
+
+def _in_order(tokens: Sequence[_Ids]) -> list[int]:
+    """Return the numbers of token sequences, sorted by their tokens."""
+    keys = [ids.astype(">u4").tobytes() for ids in tokens]
+    return sorted(range(len(tokens)), key=keys.__getitem__)
+
+
+def _common_length(one: _Ids, other: _Ids) -> int:
+    """Return the number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The columns of some samples, and their `N` trained tokens, in order."""
+
+    columns: Columns
+    tokens: Tokens
+    """The input of the loss. Until the policy has scored them, all log-probs are the engine's."""
+    turn_N: torch.Tensor  # index of each token's turn in its trajectory
+    size: int  # tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
-    reference_logprobs_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
 
     def spans(self) -> Iterable[slice]:
         """Yield the trained tokens of each sequence as a slice."""
+        sequence_N = self.tokens.sequence_N
         bounds = torch.searchsorted(
-            self.sequence_N, torch.arange(self.sequences + 1, device=self.sequence_N.device)
+            sequence_N, torch.arange(self.tokens.sequences + 1, device=sequence_N.device)
         ).tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
@@ -209,49 +339,53 @@ def make_micro_batch(
     version: int,
     layout: Layout,
     device: torch.device,
+    group: ContextGroup | None = None,
 ) -> MicroBatch:
-    """Return the tensors of samples; without samples, a batch of one token that is not trained.
+    """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
-    Args:
-        trajectory_tokens: Trained tokens of each trajectory, from the rank's share.
-        version: Weight version at the start of the step.
+    Without samples, it is a batch of one token that is not trained. `trajectory_tokens` are those
+    of the rank's share, and `version` is the weight version at the start of the step.
     """
-    positions, prefixes, packed = None, None, layout != "padded"
+    packed = layout != "padded"
     if samples and layout == "shared":
-        prefixes = SharedPrefixes.of(samples, device)
-        token_ids_BT, positions = prefixes.token_ids_1C, prefixes.position_ids_1C
-        mask_BT = torch.zeros_like(token_ids_BT, dtype=torch.bool)
+        columns = Columns.shared(samples, device)
     elif samples:
-        token_ids_BT = _joined([s.token_ids_T for s in samples], packed)
-        mask_BT = _joined([s.response_mask_T for s in samples], packed)
+        ids = _joined([s.token_ids_T for s in samples], packed).to(device)
+        mask = _joined([s.response_mask_T for s in samples], packed).to(device)
+        positions = None
         if packed:
             positions = _joined([np.arange(s.length) for s in samples], packed).to(device)
+        columns = Columns.of(ids, mask, positions, group, _experts(samples, packed, device))
     else:
-        token_ids_BT, mask_BT = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1).bool()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        columns = Columns.of(ids, ids.bool(), None, group)
     numbers: dict[int, int] = {}
     for sample in samples:
         numbers.setdefault(sample.sequence, len(numbers))
-    repeats = [sample.trained for sample in samples]
+    masks, repeats = [s.response_mask_T for s in samples], [s.trained for s in samples]
+
+    def picked(rows: Iterable[Array], dtype: type) -> torch.Tensor:
+        parts = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+        joined = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+        return torch.from_numpy(joined).to(device)
 
     def spread(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         repeated = np.repeat(np.asarray(values, dtype=np.float64), repeats)
         return torch.from_numpy(repeated).to(device, dtype)
 
-    return MicroBatch(
-        token_ids_BT.to(device),
-        mask_BT.to(device),
-        positions,
-        _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
-        version - _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
-        _picked([s.advantages_T for s in samples], samples, np.float32).to(device),
-        _picked([s.turns_T for s in samples], samples, np.int64).to(device),
+    engine_N = picked((s.logprobs_T for s in samples), np.float32)
+    tokens = Tokens(
+        engine_N,
+        engine_N,
+        engine_N,
+        picked((s.advantages_T for s in samples), np.float32),
         spread([numbers[s.sequence] for s in samples], torch.long),
-        spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),
-        sum(s.length for s in samples),
-        _experts(samples, packed, device),
-        prefixes,
+        spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
+        version - picked((s.weight_versions_T for s in samples), np.int64),
     )
+    turn_N = picked((s.turns_T for s in samples), np.int64)
+    return MicroBatch(columns, tokens, turn_N, sum(s.length for s in samples))
 
 
 def _experts(samples: Sequence[Sample], packed: bool, device: torch.device) -> torch.Tensor | None:
@@ -278,8 +412,3 @@ def _joined(rows: Sequence[Array], packed: bool) -> torch.Tensor:
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return torch.from_numpy(padded)
-
-
-def _picked(rows: Sequence[Array], samples: Sequence[Sample], dtype: type) -> torch.Tensor:
-    picked = [row[s.response_mask_T] for row, s in zip(rows, samples, strict=True)]
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *picked]).astype(dtype))

@@ -20,13 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from turnwise.core.files import (
-    number_of,
-    numbered,
-    put_in_place,
-    recover,
-    temporary,
-)
+from turnwise.core.files import number_of, numbered, put_in_place, recover, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 
@@ -34,17 +28,14 @@ _FILES = "files.json"
 _LOOP = "loop.json"
 _STEP = "step"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LITTLE = 2**20
-"""Free bytes below which a failed write is attributed to a full disk."""
+_LITTLE = 2**20  # free bytes below which a failed write is attributed to a full disk
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Return the folder of a run's checkpoints."""
     return run / "checkpoints"
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
     return checkpoints_of(run) / f"{_STEP}-{step:04d}"
 
 
@@ -56,7 +47,6 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def begin(folder: Path) -> Path:
-    """Create the temporary folder of a checkpoint, and return it."""
     place = temporary(folder)
     with translate_disk_full(place):
         recover(folder, _is_whole)
@@ -66,11 +56,14 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Put the temporary folder in its place, which completes the checkpoint; it is on the disk
-    then."""
+    """Put the temporary folder in its place, which completes the checkpoint on the disk."""
     place = temporary(folder)
     with translate_disk_full(place):
-        sizes = {str(p.relative_to(place)): p.stat().st_size for p in _files(place)}
+        sizes = {
+            str(path.relative_to(place)): path.stat().st_size
+            for path in sorted(place.rglob("*"))
+            if path.is_file()
+        }
         (place / "state" / _FILES).write_text(json.dumps(sizes, indent=1) + "\n")
         put_in_place(folder)
 
@@ -82,11 +75,7 @@ def write_loop(folder: Path, state: Mapping[str, object]) -> None:
 
 
 def read_loop(folder: Path) -> JsonObject:
-    """Return the loop's state, as `write_loop` wrote it.
-
-    Raises:
-        InputError: when it is not there, or cannot be read.
-    """
+    """Return the loop's state, as `write_loop` wrote it."""
     path = folder / "state" / _LOOP
     try:
         state: JsonObject = json.loads(path.read_text())
@@ -126,11 +115,7 @@ def _flaw(folder: Path) -> str:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """Return the newest complete checkpoint, and the reasons why newer ones are not.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the newest complete checkpoint, and the reasons why newer ones are not."""
     skipped: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         if not (why := incomplete_reason(folder)):
@@ -169,7 +154,7 @@ def translate_disk_full(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons = [why for cause in _causes(error) if (why := _fullness(cause))]
+        reasons = list(_reasons(error))
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
         if not reasons:
@@ -179,20 +164,11 @@ def translate_disk_full(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _reasons(error: BaseException | None) -> Iterator[str]:
+    """Yield the reasons of an error and its causes that mean a full disk."""
     while error is not None:
-        yield error
+        if isinstance(error, OSError) and error.errno in _FULL:
+            yield str(error.strerror)
+        elif isinstance(error, RuntimeError) and "inline_container" in str(error):
+            yield "the disk did not take everything"  # torch's message for an incomplete write
         error = error.__cause__ or error.__context__
-
-
-def _fullness(error: BaseException) -> str:
-    """Return an error's reason if it means a full disk, or ""."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return str(error.strerror)
-    # torch's message for an incomplete write.
-    torn = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    return "the disk did not take everything" if torn else ""
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -6,12 +6,11 @@ what its configuration says. Loading never runs code stored in a checkpoint.
 """
 
 import io
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from pickle import Unpickler, UnpicklingError
 
 import torch
 import torch.distributed as dist
@@ -20,53 +19,49 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import ValueType, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.training.checkpoint import translate_disk_full
-from turnwise.training.trainable import TrainableModule
+from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter; the first is a number."""
-
-
-class RankState(TypedDict):
-    """A rank's state besides weights and optimizer."""
-
-    version: int
-    steps: int
-    skipped_in_row: dict[str, int]
-    """Updates in a row without a finite gradient, by learner."""
-    rng: torch.Tensor
-    updates: NotRequired[dict[str, int]]
-    """Updates taken so far, by learner: the position in its schedule."""
-
-
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
+_UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
 """AdamW's state by the parameter's name; a parameter that was never updated has none."""
 
 
-class _LearnerState(TypedDict):
-    model: dict[str, ValueType]
-    optimizer: dict[str, _Moments]
-
-
 def save_state(
-    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: RankState
+    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: JsonObject
 ) -> None:
-    """Write this rank's part of the weights and optimizer, and `extra`; called on all ranks."""
+    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks.
+
+    `updates` is added to `extra`: the updates that each learner has taken, its place in the
+    schedule.
+    """
     state = folder / "state"
-    states = {name: _state(learner, _moments(learner)) for name, learner in learners.items()}
+    states = {
+        name: _state(
+            learner,
+            {
+                own: {key: learner.optimizer.state[parameter][key] for key in _MOMENTS}
+                for own, parameter in learner.module.named_parameters()
+                if learner.optimizer.state.get(parameter)
+            },
+        )
+        for name, learner in learners.items()
+    }
     with translate_disk_full(state):
         try:
             with _alone():
                 save(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # not an Exception: it would end the process
-            failure = _failure(error)
+            # The first rank's error, which torch wraps.
+            failure = next((failure for failure, _ in error.failures.values()), error)
             raise TurnwiseError(
                 f"{state} cannot be written: {first_line(failure)}; earlier checkpoints are "
                 "untouched"
@@ -75,82 +70,49 @@ def save_state(
         torch.save({**extra, "updates": updates}, state / f"rank-{rank}.pt")
 
 
-def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> RankState:
-    """Load what `save_state` wrote, with any number of ranks; return `extra`.
-
-    Raises:
-        InputError: when it does not fit the model, or cannot be read.
-    """
+def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> JsonObject:
+    """Load what `save_state` wrote, with any number of ranks; return `extra`."""
     state = folder / "state"
     try:
         reader = _Reader(state)
         saved = reader.read_metadata().state_dict_metadata  # torch would obscure its errors
         for name in learners:
             if not any(key.startswith(f"{name}.") for key in saved):
-                raise ValueError(_NO_MODEL.format(name=name))
-        moments = {name: _empty_moments(name, learners[name], saved) for name in learners}
-        states = {name: _state(learners[name], moments[name]) for name in learners}
-        with _alone():
-            # Into the parameters themselves, and into these moments.
-            load(
-                states,
-                storage_reader=reader,
-                planner=_Planner(),
-                no_dist=not dist.is_initialized(),
-            )
+                raise ValueError(
+                    f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
+                    "with a value model when a run is resumed"
+                )
+        moments = {name: _room(name, learner, saved) for name, learner in learners.items()}
+        states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
+        with _alone():  # into the parameters themselves, and into these moments
+            alone = not dist.is_initialized()
+            load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
         own = state / f"rank-{rank}.pt"
-        extra = _current(torch.load(own if own.exists() else state / "rank-0.pt"))
+        extra: JsonObject = torch.load(own if own.exists() else state / "rank-0.pt")
+        if "schedules" in extra:  # written by Turnwise 0.1.0
+            positions = {name: kept["last_epoch"] for name, kept in extra["schedules"].items()}
+            extra = {**extra, "updates": positions, "skipped_in_row": {}}
         for name, learner in learners.items():
             learner.resume(moments[name], extra["updates"][name])
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        ValueError,
-        pickle.UnpicklingError,
-        CheckpointException,
-    ) as error:
-        causes = [c for c in _causes(error) if isinstance(c, pickle.UnpicklingError)]
+    except _UNREADABLE as error:
+        causes = [c for c in _causes(error) if isinstance(c, UnpicklingError)]
         reason = first_line(causes[0] if causes else error)
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
 
 
-_NO_MODEL = (
-    "it has no state of the {name}: algorithm.advantage.name cannot change to one with a value "
-    "model when a run is resumed"
-)
-
-
-def _current(saved: JsonObject) -> RankState:
-    """Return a rank's state in this version's form."""
-    if "schedules" in saved:  # written by Turnwise 0.1.0
-        positions = {name: kept["last_epoch"] for name, kept in saved["schedules"].items()}
-        saved = {**saved, "updates": positions, "skipped_in_row": {}}
-    return cast(RankState, saved)
-
-
-def _state(learner: TrainableModule, moments: _Moments) -> _LearnerState:
+def _state(learner: TrainableModule, moments: _Moments) -> dict[str, object]:
     # The optimizer's own state_dict would take a step, to have something to describe.
     return {"model": get_model_state_dict(learner.module), "optimizer": {"state": moments}}
 
 
-def _moments(learner: TrainableModule) -> _Moments:
-    state = learner.optimizer.state
-    return {
-        name: {key: state[parameter][key] for key in _MOMENTS}
-        for name, parameter in learner.module.named_parameters()
-        if state.get(parameter)
-    }
-
-
-def _empty_moments(learner: str, module: TrainableModule, saved: Mapping[str, object]) -> _Moments:
+def _room(name: str, learner: TrainableModule, saved: Mapping[str, object]) -> _Moments:
     """Return room for the moments that a checkpoint has."""
     step, *means = _MOMENTS
     return {
-        name: {step: torch.zeros(()), **{key: torch.zeros_like(parameter) for key in means}}
-        for name, parameter in module.module.named_parameters()
-        if f"{learner}.optimizer.state.{name}.{step}" in saved
+        own: {step: torch.zeros(()), **{key: torch.zeros_like(parameter) for key in means}}
+        for own, parameter in learner.module.named_parameters()
+        if f"{name}.optimizer.state.{own}.{step}" in saved
     }
 
 
@@ -159,15 +121,15 @@ class _Reader(filesystem.FileSystemReader):
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with (Path(self.path) / _METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            raise UnpicklingError(f"it holds a {type(metadata).__name__}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(Unpickler):
     """Allows only the classes of torch's metadata."""
 
     _KNOWN = frozenset(
@@ -179,13 +141,8 @@ class _Unpickler(pickle.Unpickler):
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (
-                    "BytesStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "Metadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
+                    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+                    *("StorageMeta", "TensorProperties", "TensorStorageMetadata"),
                     "_MEM_FORMAT_ENCODING",
                 )
             ),
@@ -197,14 +154,14 @@ class _Unpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self._KNOWN:
             found: object = super().find_class(module, name)
             return found
-        raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is not metadata")
+        raise UnpicklingError(f"{_METADATA} names {module}.{name}, which is not metadata")
 
 
 class _Planner(DefaultLoadPlanner):
     """Reads tensors only: torch would run the code of anything else."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
+        raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 @contextmanager
@@ -213,11 +170,6 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _failure(error: CheckpointException) -> BaseException:
-    """Return the first rank's error, which torch wraps."""
-    return next((failure for failure, _ in error.failures.values()), error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -8,7 +8,6 @@ Log-probs and values are put together, and every rank computes the same loss fro
 gradients of a group's ranks add up to those of one that has all columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,48 +15,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from turnwise.errors import InputError
-from turnwise.training.prefixes import SharedPrefixes
 
 CONTEXT_KEY = "training.context_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that share the sequences of this one.
-
-    Every rank of a group makes the same calls in the same order.
-
-    Example:
-        group = ContextGroup.of_this_rank(2, timedelta(seconds=60))
-    """
+    """The ranks that share the sequences of this one; all make the same calls in the same order."""
 
     ranks: dist.ProcessGroup
     size: int
-    number: int
-    """Number of this rank in the group, from 0."""
+    number: int  # number of this rank in the group, from 0
 
     @classmethod
     def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
-        """Divide all ranks into groups of consecutive ones; every rank must call this.
-
-        Args:
-            limit: Deadline of each exchange.
-        """
+        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
+        every rank must call this."""
         ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
         assert ranks is not None
         return cls(ranks, size, dist.get_rank(ranks))
 
     def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the heads, of all columns: [B, H / C, T * C, D].
-
-        Args:
-            tensor_BHTD: All heads of this rank's columns. Where there are fewer heads than ranks,
-                several ranks get the same one.
-        """
+        """Return this rank's share of the heads, of all columns, from all heads of its columns:
+        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
         repeats = max(1, self.size // tensor_BHTD.shape[1])
         tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
         parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))
@@ -72,123 +55,15 @@ class ContextGroup:
         own_BHTD: torch.Tensor = heads_CBHTD.transpose(0, 1).flatten(1, 2)
         return own_BHTD
 
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of a micro-batch that this rank computes: all, or its share.
-
-    Example:
-        columns = Columns.of(token_ids_BT, mask_BT, None, group)
-    """
-
-    token_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor | None
-    """None where each row begins at 0."""
-    before_N: torch.Tensor
-    """Positions before masked tokens, counted row by row."""
-    targets_N: torch.Tensor
-    """The masked tokens that follow them."""
-    lengths: list[int] | None
-    """Lengths of the sequences of the whole packed row; None if it is not packed."""
-    group: ContextGroup | None
-    number_N: torch.Tensor
-    """Number of each target among those of all columns."""
-    total: int
-    """Number of targets in all columns."""
-    experts_BTR: torch.Tensor | None = None
-    """As in `MicroBatch`."""
-    prefixes: SharedPrefixes | None = None
-    """The samples of a row that share columns; None where each has its own."""
-
-    @classmethod
-    def of(
-        cls,
-        token_ids_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        position_ids_BT: torch.Tensor | None,
-        group: ContextGroup | None,
-        experts_BTR: torch.Tensor | None = None,
-    ) -> "Columns":
-        """Return this rank's columns of a micro-batch; without a group, all of them.
-
-        Args:
-            mask_BT: True at the tokens to score.
-            position_ids_BT: Positions of a packed row; None for rows of one sequence each.
-        """
-        lengths = None if position_ids_BT is None else _lengths(position_ids_BT)
-        before_BT, following_BT = (
-            functional.pad(x[:, 1:], (0, 1)) for x in (mask_BT, token_ids_BT)
-        )
-        own = slice(None)
-        if group is not None:
-            columns = token_ids_BT.shape[1]
-            width = -(-columns // group.size)
-            missing = width * group.size - columns
-            if position_ids_BT is None:
-                position_ids_BT = torch.arange(columns, device=mask_BT.device)[None]
-            if lengths is not None:
-                lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
-            before_BT, following_BT, token_ids_BT, position_ids_BT = (
-                functional.pad(x, (0, missing))
-                for x in (before_BT, following_BT, token_ids_BT, position_ids_BT)
-            )
-            if experts_BTR is not None:
-                experts_BTR = functional.pad(experts_BTR, (0, 0, 0, missing))
-            own = slice(group.number * width, (group.number + 1) * width)
-        number_BT = (before_BT.flatten().cumsum(0) - 1).view_as(before_BT)
-        return cls(
-            token_ids_BT[:, own],
-            None if position_ids_BT is None else position_ids_BT[:, own],
-            before_BT[:, own].flatten().nonzero()[:, 0],
-            following_BT[:, own][before_BT[:, own]],
-            lengths,
-            group,
-            number_BT[:, own][before_BT[:, own]],
-            int(before_BT.sum()),
-            None if experts_BTR is None else experts_BTR[:, own],
-        )
-
-    @classmethod
-    def shared(cls, prefixes: SharedPrefixes) -> "Columns":
-        """Return all columns of samples that share some."""
-        targets_N = prefixes.targets_N
-        number_N = torch.arange(len(targets_N), device=targets_N.device)
-        return cls(
-            prefixes.token_ids_1C,
-            prefixes.position_ids_1C,
-            prefixes.before_N,
-            targets_N,
-            None,
-            None,
-            number_N,
-            len(targets_N),
-            prefixes=prefixes,
-        )
-
-    def whole(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of all columns' targets, row by row, from those of this rank's."""
-        if self.group is None:
-            return values_N
-        values_N = _Union.apply(values_N, self.number_N, self.total, self.group.ranks)  # type: ignore[no-untyped-call]
-        return values_N
-
-
-def _lengths(position_ids_1T: torch.Tensor) -> list[int]:
-    """Return the lengths of a packed row's sequences, each of which begins at position 0."""
-    starts = (position_ids_1T[0] == 0).nonzero()[:, 0].tolist()
-    ends = [*starts[1:], position_ids_1T.shape[1]]
-    return [end - start for start, end in zip(starts, ends, strict=True)]
+    def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
+        """Return the values of all ranks, each at its number among the total: [total]."""
+        whole_N: torch.Tensor = _Union.apply(values_N, number_N, total, self.ranks)  # type: ignore[no-untyped-call]
+        return whole_N
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
-    """Check that the ranks of a context group can share a model's sequences.
-
-    Args:
-        exchanges: Whether its attention is one that exchanges columns for heads.
-
-    Raises:
-        InputError: when they cannot.
-    """
+    """Check that the ranks of a context group can share a model's sequences, by an attention that
+    exchanges columns for heads."""
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type
@@ -199,16 +74,14 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
         )
     heads: int = text.num_attention_heads
     shared: int = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or max(shared, size) % min(shared, size):
+    sizes = [
+        n for n in range(1, heads + 1) if heads % n == 0 and max(shared, n) % min(shared, n) == 0
+    ]
+    if size not in sizes:
         raise InputError(
             f"{CONTEXT_KEY}: {size} ranks cannot share {heads} attention heads with {shared} of "
-            f"keys and values: set it to one of {_sizes(heads, shared)}"
+            f"keys and values: set it to one of {sizes}"
         )
-
-
-def _sizes(heads: int, shared: int) -> Sequence[int]:
-    sizes = (n for n in range(1, heads + 1) if not heads % n)
-    return [n for n in sizes if not max(shared, n) % min(shared, n)]
 
 
 class _Exchange(torch.autograd.Function):

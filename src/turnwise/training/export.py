@@ -7,14 +7,12 @@ makes a plain model of an adapter and the model that it belongs to.
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -25,11 +23,10 @@ from transformers.utils import (
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.core.gguf import resolve_model
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
-from turnwise.training.loading import load_model
+from turnwise.training.loading import dtype_of, load_model, path_of
 from turnwise.training.lora import (
     ADAPTER_TENSORS,
     adapter_config,
@@ -38,46 +35,33 @@ from turnwise.training.lora import (
     split_name,
     write_adapter,
 )
+from turnwise.training.shards import full_tensors, saved_buffers, tensor_shapes
 from turnwise.weights.disk import write_shard
-from turnwise.weights.manifest import NamedTensors, chunk_bytes, drained, plan_chunks
+from turnwise.weights.manifest import chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
 
 
 def export_model(
-    folder: Path,
-    rank: int,
-    config: Config,
-    shape: PretrainedConfig,
-    layout: Iterable[tuple[str, torch.Tensor]],
-    tensors: NamedTensors,
-    buffers: Mapping[str, torch.Tensor],
-    file_bytes: int = FILE_BYTES,
+    folder: Path, rank: int, config: Config, model: PreTrainedModel, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
     All ranks iterate over the tensors, which are gathered one by one; only rank 0 writes them, and
-    keeps none.
-
-    Args:
-        layout: Names and shapes of the tensors, in their order.
-        buffers: Further tensors of the model's files, which keep their types.
-
-    Raises:
-        TurnwiseError: when the disk is full.
+    keeps none. Buffers keep their types.
     """
-    with drained(chain(tensors, buffers.items())) as source:
+    buffers = saved_buffers(model)
+    with drained(chain(full_tensors(model), buffers.items())) as source:
         if rank:
             return
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        trust = config.model.trust_remote_code
-        typed = ((name, tensor.to("meta", dtype)) for name, tensor in layout)
+        dtype, trust = dtype_of(config), config.model.trust_remote_code
+        typed = ((name, tensor.to("meta", dtype)) for name, tensor in tensor_shapes(model))
         files = plan_chunks(chain(typed, buffers.items()), None, file_bytes, alignment=1)
         with translate_disk_full(folder):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(
-                    shape, dtype=dtype, trust_remote_code=trust
+                    model.config, dtype=dtype, trust_remote_code=trust
                 )
             empty.save_pretrained(folder, state_dict={})  # everything but the weights
             del empty
@@ -97,7 +81,7 @@ def export_model(
             _save_rest(folder, config)
 
 
-def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:
+def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
     """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
 
     All ranks gather its tensors one by one; only rank 0 keeps and writes them.
@@ -106,43 +90,29 @@ def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) ->
     if rank:
         return
     with translate_disk_full(folder):
-        write_adapter(folder, adapter_config(model, resolve_model(config.model.path)), whole)
-        _save_tokenizer(folder, config)
+        write_adapter(folder, adapter_config(model, path_of(config)), whole)
+        read_tokenizer(config.model).save_pretrained(folder)
 
 
 def _save_rest(folder: Path, config: Config) -> None:
     """Add the tokenizer, and the generation settings of the model, such as the ids of its stops."""
-    _save_tokenizer(folder, config)
+    read_tokenizer(config.model).save_pretrained(folder)
     settings = cached_file(
-        resolve_model(config.model.path),
-        GENERATION_CONFIG_NAME,
-        _raise_exceptions_for_missing_entries=False,
+        path_of(config), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
     )
     if settings is not None:
         shutil.copyfile(settings, folder / GENERATION_CONFIG_NAME)
 
 
-def _save_tokenizer(folder: Path, config: Config) -> None:
-    read_tokenizer(config.model).save_pretrained(folder)
-
-
 @torch.no_grad()
 def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
-    """Write the model of `model.path` with an adapter added, as engines computed with it.
-
-    Args:
-        adapter: Folder with an adapter in PEFT's format.
-        folder: Folder for the model and its tokenizer.
-
-    Raises:
-        InputError: when the adapter does not belong to the model.
-    """
+    """Write the model of `model.path` with an adapter added, as engines computed with it."""
     settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = settings["r"]
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)
     training = config.training.model_copy(update={"attention": "auto"})  # needs no GPU
     config = config.model_copy(update={"training": training})
-    model = load_model(config, dtype=getattr(torch, config.model.dtype))
+    model = load_model(config, dtype=dtype_of(config))
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)
     for name, first in factors.items():

@@ -22,9 +22,8 @@ from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import is_packed, set_packed
 from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.context import CONTEXT_KEY
-from turnwise.training.loading import POLICY, dtype_of, load_model
-from turnwise.training.lora import Role
+from turnwise.training.context import CONTEXT_KEY, ContextGroup
+from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 
@@ -32,8 +31,7 @@ _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
 """Least tokens of the sequences; the second begins as the first does. In a packed row they begin at
 odd columns, where no chunk of a model does."""
-_COMMON = 11
-"""Tokens of that beginning."""
+_COMMON = 11  # tokens of that beginning
 _LONGEST = 16384
 _BLOCK = 8
 """Tokens over which differences are averaged. Where another sequence is seen, all tokens of a block
@@ -55,12 +53,9 @@ class Difference:
 
     nats: float
     """Largest mean over a block of tokens; inf where they cannot be computed, or are not finite."""
-    relative: float
-    """The same relative to the spread of the model's log-probs."""
-    rounding: float
-    """Most of it that counts as rounding."""
-    error: str = ""
-    """The reason where they cannot be computed."""
+    relative: float  # the same relative to the spread of the model's log-probs
+    rounding: float  # most of it that counts as rounding
+    error: str = ""  # the reason where they cannot be computed
 
     @property
     def small(self) -> bool:
@@ -74,16 +69,7 @@ class Difference:
 
 
 class ModelCheck:
-    """The check of one model. All ranks make the same calls, and get the same answers.
-
-    Args:
-        module: One of `models`.
-        max_length: Most tokens of a sequence.
-
-    Example:
-        check = ModelCheck(models, models.policy, 4096)
-        check.own.small and check.compare("packed").small
-    """
+    """The check of one model. All ranks make the same calls, and get the same answers."""
 
     def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
         self._models, self._module = models, module
@@ -91,30 +77,29 @@ class ModelCheck:
             module.model if isinstance(module, Scorer) else module.backbone
         )
         self.kind: str = self._model.config.model_type
-        self._samples = samples = check_samples(self._model.config, max_length)
+        self._samples = samples = _samples(self._model.config, max_length)
         self._rounding, most = _ROUNDING[module.dtype]
-        packed, group = is_packed(self._model), module.group
+        packed = is_packed(self._model)
+        self._group: ContextGroup | None = None
         set_packed(self._model, False)
-        module.group = None
         alone = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
         self._alone = [] if isinstance(alone, str) else alone
         own = _attempt(self._by_logits) if self._alone else alone
         self.own = self._difference(own, self._alone[-1:])
         """Difference of the log-probs of one sequence from those by the model's own logits."""
-        followed = [_followed(sample) for sample in samples[1:]]
-        again = self._difference(
-            _attempt(lambda: self._values(followed, "padded")), self._alone[1:]
-        )
+        # With tokens after them, which are not scored: a batch of another shape.
+        rows = [(s.token_ids_T.tolist(), s.sequence) for s in samples[1:]]
+        followed = [_sample(ids + ids[:_BLOCK], len(ids), number) for ids, number in rows]
+        found = _attempt(lambda: self._values(followed, "padded"))
+        again = self._difference(found, self._alone[1:])
         self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
         set_packed(self._model, packed)
-        module.group = group
+        self._group = models.group
 
     @torch.no_grad()
     def compare(self, layout: Layout) -> Difference:
-        """Return the difference of a layout from the sequences one by one.
-
-        Where it is due to the trainer's attention, the model gets its own back.
-        """
+        """Return the difference of a layout from the sequences one by one; where it is due to the
+        trainer's attention, the model gets its own back."""
         found = self._compared(layout)
         if found.small or not is_packed(self._model):
             return found
@@ -133,14 +118,14 @@ class ModelCheck:
     def _values(self, samples: Sequence[Sample], layout: Layout) -> list[torch.Tensor]:
         """Return each sample's log-probs, or a value model's estimates, from one micro-batch."""
         tokens = {sample.trajectory: sample.trained for sample in samples}
-        batch = make_micro_batch(samples, tokens, 0, layout, self._models.device)
+        batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
             with _any_head(self._module):
                 values_N = self._models.estimate(batch)
+        elif self._module is self._models.policy:
+            values_N = self._models.score("policy", batch, _PLAIN).logprobs_N
         else:
-            policy = self._module is self._models.policy
-            name: Role = "policy" if policy else "reference"
-            values_N = self._models.score(name, batch, _PLAIN).logprobs_N
+            values_N = self._models.score("reference", batch, _PLAIN).logprobs_N
         return list(torch.split(values_N.float().cpu(), [sample.trained for sample in samples]))
 
     def _by_logits(self) -> list[torch.Tensor]:
@@ -180,24 +165,14 @@ class AgreedLayout:
     """The layout of micro-batches that all ranks agreed on."""
 
     layout: Layout
-    warning: str = ""
-    """The reason if it is not the preferred one; "" if it is."""
+    warning: str = ""  # the reason if it is not the preferred one; "" if it is
 
 
 def agreed_layout(
     checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
 ) -> AgreedLayout:
-    """Return the preferred layout, or padded if a model computes something else in it.
-
-    A layout that the configuration names is not replaced.
-
-    Args:
-        checks: Those of all models; see `check_models`.
-
-    Raises:
-        InputError: when there is no such layout, or the trainer's log-probs are not those of a
-            model's own logits.
-    """
+    """Return the preferred layout, or padded if a model computes something else in it, unless the
+    configuration names one."""
     for check in checks:
         if not check.own.small:
             raise InputError(
@@ -228,28 +203,20 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
 
 @torch.no_grad()
 def check_models(models: Models, max_length: int) -> list[ModelCheck]:
-    """Return the checks of all of a rank's models, each begun."""
+    """Begin the checks of all of a rank's models."""
     return [ModelCheck(models, module, max_length) for module in models.modules()]
 
 
 def check_policy(config: Config, device: torch.device) -> ModelCheck:
-    """Load the policy alone, without anything to train it, and return its check.
-
-    Raises:
-        InputError: when it cannot be loaded.
-    """
-    dtype = dtype_of(config, POLICY)
+    """Load the policy alone, without anything to train it, and return its check."""
+    dtype = dtype_of(config)
     scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
-    models = Models(scorer.to(device), None, None, scorer.model.config, device)
+    models = Models(scorer.to(device), None, None, device)
     return check_models(models, config.model.max_length)[0]
 
 
-def check_samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
-    """Return three sequences of random tokens, the first twice as long as the model's windows.
-
-    Args:
-        max_length: Most tokens that it may have.
-    """
+def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
+    """Return three sequences of random tokens, the first twice as long as the model's windows."""
     text = shape.get_text_config()
     values = text.to_dict()
     positions = getattr(text, "max_position_embeddings", None) or max_length
@@ -269,17 +236,13 @@ def check_samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
     generator = np.random.default_rng(0)
     rows = [generator.choice(ordinary, length) for length in (first, *_LENGTHS[1:])]
     rows[1][:_COMMON] = rows[0][:_COMMON]
-    return [
-        Sample.of(row.tolist(), [1] * len(row), [0.0] * len(row), [0] * len(row), 0.0, number)
-        for number, row in enumerate(rows)
-    ]
+    return [_sample(row.tolist(), len(row), number) for number, row in enumerate(rows)]
 
 
-def _followed(sample: Sample) -> Sample:
-    """Return a sample with tokens after it, which are not scored."""
-    ids, mask = sample.token_ids_T.tolist(), sample.response_mask_T.tolist()
-    more, none = ids[:_BLOCK], [0] * (len(ids) + _BLOCK)
-    return Sample.of(ids + more, mask + [0] * _BLOCK, none, none, 0.0, sample.sequence)
+def _sample(ids: list[int], scored: int, number: int) -> Sample:
+    """Return a sample of which the first tokens are scored."""
+    none = [0] * len(ids)
+    return Sample.of(ids, [1] * scored + none[scored:], none, none, 0.0, number)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | str:

@@ -1,17 +1,19 @@
-"""Loading of the trainer's models.
+"""The trainer's models: their roles, their data types, their parts, and how they are loaded.
 
 Forward passes use `model.dtype`. Weights that learn are float32 beside it, since steps with a small
 learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at random
 (`training.weights_dtype`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,54 +22,70 @@ from transformers import (
     PreTrainedModel,
 )
 
-from turnwise.config import Config, OtherModel
+from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
 from turnwise.errors import InputError
+from turnwise.internals.transformers import layer_classes
+from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import check_divisible
-from turnwise.training.lora import Role
-from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
+from turnwise.training.lora import ModelName
+from turnwise.training.shards import can_be_sliced, read_tensor, weight_files
 
 POLICY = OtherModel()
 """The model of `model.path` itself."""
 
 
-def shared_roles(
-    config: Config, reference: OtherModel | None, value: OtherModel | None
-) -> tuple[Role, ...]:
+def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
+    """Return why the trainer lacks a model, and the key that adds it; "" if it has the model."""
+    algorithm, kl = make_algorithm(config), config.kl
+    if name == "value" and not algorithm.advantage.needs_values:
+        return "there is no value model: set algorithm.advantage.name to gae"
+    if name == "reference" and not (kl.coef or kl.model.path or algorithm.loss.needs_reference):
+        return (
+            "there is no reference model: set algorithm.kl.coef, algorithm.kl.model.path, or "
+            "algorithm.loss.name to dpo"
+        )
+    return ""
+
+
+def models_beside(config: Config) -> dict[ModelName, OtherModel]:
+    """Return the models that the trainer holds beside the policy."""
+    beside: dict[ModelName, OtherModel] = {}
+    if not missing_model(config.algorithm, "reference"):
+        beside["reference"] = config.algorithm.kl.model
+    if (needed := make_algorithm(config.algorithm).advantage.value_model) is not None:
+        beside["value"] = needed.model
+    return beside
+
+
+def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[ModelName, ...]:
     """Return the roles that the policy's backbone plays with adapters; none without LoRA.
 
     A model beside the policy is one of them unless it has a path or a precision of its own.
     """
     if not config.model.lora.rank:
         return ()
-
-    def shared(other: OtherModel | None) -> bool:
-        return (
-            other is not None
-            and path_of(config, other) == path_of(config, POLICY)
-            and other.dtype in (None, config.model.dtype)
-        )
-
-    return (
-        "policy",
-        *(("reference",) if shared(reference) else ()),
-        *(("value",) if shared(value) else ()),
+    shared = (
+        name
+        for name, other in beside.items()
+        if path_of(config, other) == path_of(config) and other.dtype in (None, config.model.dtype)
     )
+    return ("policy", *shared)
 
 
-def path_of(config: Config, other: OtherModel) -> str:
-    """Return from where a model beside the policy is loaded: its own path, or the policy's."""
+def path_of(config: Config, other: OtherModel = POLICY) -> str:
+    """Return from where a model is loaded: its own path, or the policy's."""
     return resolve_model(other.path or config.model.path)
 
 
-def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
-    """Return the precision of the forward passes of a model beside the policy."""
+def dtype_of(config: Config, other: OtherModel = POLICY) -> torch.dtype:
+    """Return the precision of a model's forward passes."""
     dtype: torch.dtype = getattr(torch, other.dtype or config.model.dtype)
     return dtype
 
 
-def learning_dtype(config: Config, other: OtherModel) -> torch.dtype:
+def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
     """Return the type in which the weights of a model that learns are kept, and of a reference."""
     kept: torch.dtype = getattr(torch, config.training.weights_dtype)
     return kept if dtype_of(config, other) == kept else torch.float32
@@ -78,27 +96,16 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model without dropout, which would make every ratio wrong.
 
-    With several ranks it has no weights yet where `fill` can read each rank's shards.
-
-    Args:
-        other: By default the policy, the model of `model.path`.
-        dtype: Type of its weights.
-
-    Raises:
-        InputError: when it cannot be loaded.
+    With several ranks it has no weights yet where `distribute` can read each rank's shards.
     """
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 
 def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
-    """Load the model that the value model starts from: a causal language model, or a reward model.
-
-    Raises:
-        InputError: when it cannot be loaded, or has other than one output.
-    """
-    path, trust = path_of(config, other), config.model.trust_remote_code
+    """Load the model that the value model starts from: a language model, or a reward model."""
+    path = path_of(config, other)
     with translate_unreadable(path):
-        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     dtype = learning_dtype(config, other)
     if not is_classifier(shape):
         return load_model(config, other, dtype)
@@ -110,7 +117,12 @@ def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
     return _loaded(AutoModelForSequenceClassification, config, path, dtype)
 
 
-def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.float32) -> Any:
+def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
+    def prepared(model: PreTrainedModel) -> PreTrainedModel:
+        exchanges = use_packed_attention(model, config.training.attention)
+        check_divisible(model, config.training.context_parallel, exchanges)
+        return model.eval()
+
     trust = config.model.trust_remote_code
     with translate_unreadable(path):
         if dist.is_initialized() and (files := weight_files(path)):
@@ -118,37 +130,17 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.flo
             with torch.device("meta"):
                 model = kind.from_config(shape, dtype=dtype, trust_remote_code=trust)
             if can_be_sliced(model):
-                _prepare(model, config)
                 if hasattr(model, "score"):  # the head of a reward model, for the value model's
                     model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
-                return model.eval()
+                return prepared(model)
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     if config.training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
-    _prepare(model, config)
-    return model.eval()
-
-
-def _prepare(model: PreTrainedModel, config: Config) -> None:
-    exchanges = use_packed_attention(model, config.training.attention)
-    check_divisible(model, config.training.context_parallel, exchanges)
-
-
-def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
-    """Read this rank's shards of a module that has no weights yet.
-
-    Raises:
-        InputError: when the model's files do not hold them.
-    """
-    path = path_of(config, other)
-    with translate_unreadable(path):
-        if any(parameter.is_meta for parameter in module.parameters()):
-            read_shards(module, weight_files(path), device)
+    return prepared(model)
 
 
 def is_classifier(shape: PretrainedConfig) -> bool:
-    """Return whether a checkpoint is a sequence classifier."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
 
@@ -159,3 +151,24 @@ def translate_unreadable(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise InputError(f"the model {path} cannot be loaded: {error}") from error
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that computes the last hidden states, below its head."""
+    parts = (model.base_model, *model.children())
+    return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return a model's decoder layers, as Transformers' models declare them, in their order."""
+    names = layer_classes(model)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
+    """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
+    input, and compute their activations again in backward passes; return them."""
+    chosen = decoder_layers(model)[:: int(every)] if every else []
+    for layer in chosen:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return chosen

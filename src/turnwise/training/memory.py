@@ -32,22 +32,23 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, LoraConfig, OtherModel, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
-from turnwise.training.layers import backbone_of, decoder_layers, recompute
 from turnwise.training.loading import (
     POLICY,
+    backbone_of,
+    decoder_layers,
     dtype_of,
     is_classifier,
     learning_dtype,
     path_of,
+    recompute,
     shared_roles,
     translate_unreadable,
 )
-from turnwise.training.lora import Role, add_adapters
+from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.scoring import score_hidden
 
 GIB = 2**30
-_PLAIN = "turnwise_memory"
-"""Name of the attention and experts functions in Transformers."""
+_PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts in a model's configuration."""
 
@@ -57,33 +58,23 @@ class ModelSize:
     """Numbers of a model's parameters, and its vocabulary."""
 
     parameters: int
-    learning: int
-    """Those that are trained: all, or the adapters'."""
-    largest_layer: int
-    """Those of the largest decoder layer."""
-    outside: int
-    """Those outside of decoder layers: embeddings and head."""
+    learning: int  # those that are trained: all, or the adapters'
+    largest_layer: int  # those of the largest decoder layer
+    outside: int  # those outside of decoder layers: embeddings and head
     largest_tensor: int
     vocabulary: int
 
 
 def model_size(
-    config: Config, other: OtherModel = POLICY, roles: tuple[Role, ...] = ()
+    config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
-    """Return the size of a model, by default the policy.
-
-    Args:
-        roles: Roles of its adapters; none without LoRA.
-
-    Raises:
-        InputError: when its configuration cannot be read.
-    """
+    """Return the size of a model, by default the policy."""
     lora = config.model.lora.model_dump_json() if roles else ""
     return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
 
 
 @cache
-def _size(path: str, trust: bool, roles: tuple[Role, ...], lora: str) -> ModelSize:
+def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> ModelSize:
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -106,65 +97,46 @@ def _size(path: str, trust: bool, roles: tuple[Role, ...], lora: str) -> ModelSi
     )
 
 
-def held_bytes(
-    config: Config, reference: OtherModel | None, value: OtherModel | None
-) -> dict[str, int]:
-    """Return what all ranks together hold between steps, by part.
-
-    Args:
-        reference: The frozen model beside the policy, if any.
-        value: The value model, if any.
-    """
-    roles = shared_roles(config, reference, value)
+def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[str, int]:
+    """Return what all ranks together hold between steps, by part."""
+    roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
-    learning = learning_dtype(config, POLICY).itemsize * size.learning
-    weights = learning + dtype_of(config, POLICY).itemsize * (size.parameters - size.learning)
-    beside = {
+    learning = learning_dtype(config).itemsize * size.learning
+    weights = learning + dtype_of(config).itemsize * (size.parameters - size.learning)
+    others = {
         role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
-        for role, other in (("reference", reference), ("value", value))
-        if other is not None and role not in roles
+        for role, other in beside.items()
+        if role not in roles
     }
-    learning += beside.get("value", 0)
+    learning += others.get("value", 0)
     return {
         "weights": weights,
-        "other models": sum(beside.values()),
+        "other models": sum(others.values()),
         "gradients": learning,
         "optimizer": 2 * learning,  # AdamW's two moments
     }
 
 
 def check_room(
-    config: Config,
-    device: torch.device,
-    ranks: int,
-    reference: OtherModel | None,
-    value: OtherModel | None,
+    config: Config, device: torch.device, ranks: int, beside: Mapping[ModelName, OtherModel]
 ) -> None:
-    """Check that a rank has memory for all models and their optimizers; ignores activations.
-
-    Args:
-        reference: The frozen model beside the policy, if any.
-        value: The value model, if any.
-
-    Raises:
-        InputError: when they do not fit, or a model does not know all of the policy's tokens.
-    """
-    others = {"algorithm.kl.model": reference, "algorithm.advantage.model": value}
-    for key, other in others.items():
-        if other is None or path_of(config, other) == path_of(config, POLICY):
+    """Check that a rank has memory for all models and their optimizers; ignores activations."""
+    keys = {"reference": "algorithm.kl.model", "value": "algorithm.advantage.model"}
+    for role, other in beside.items():
+        if path_of(config, other) == path_of(config):
             continue
         words = model_size(config, other).vocabulary
         # A model's vocabulary is often a bit larger than its tokenizer's.
         if words < (tokens := len(load_tokenizer(config))):
             raise InputError(
-                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the policy's "
-                f"tokenizer has {tokens:,}: both models must have the same tokenizer"
+                f"{keys[role]}: {other.path} has a vocabulary of {words:,} tokens, and the "
+                f"policy's tokenizer has {tokens:,}: both models must have the same tokenizer"
             )
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
-    needed = sum(held_bytes(config, reference, value).values()) / ranks
+    needed = sum(held_bytes(config, beside).values()) / ranks
     if needed > free:
         millions = model_size(config).parameters / 1e6
         raise InputError(
@@ -187,23 +159,14 @@ def activation_bytes(
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
     Gradients of weights count only while they are computed. All weights learn: with LoRA, it is
-    somewhat less.
-
-    Args:
-        path: Folder or name of the model.
-        dtype: Precision of the forward pass.
-        sharded: Whether FSDP casts the weights, not autocast.
-        tokens: Size of the micro-batch.
-        length: Tokens of a sequence.
-        every: Layers whose activations are recomputed in the backward pass: all, none, or every
-            N-th.
+    somewhat less. If `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
     """
-    lower = dtype != "float32"
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
     more = {"attn_implementation": _PLAIN}
     if any(getattr(shape.get_text_config(), name, None) for name in _EXPERTS):
         more["experts_implementation"] = _PLAIN
+    cast = dtype != "float32" and not sharded
 
     def forget_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -218,11 +181,9 @@ def activation_bytes(
         recompute(model, every)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(forget_gradient)
-        rows = max(1, tokens // length)
-        ids_BT = torch.zeros((rows, min(tokens, length)), dtype=torch.long)
-        casting = torch.autocast("cpu", torch.bfloat16) if lower and not sharded else nullcontext()
+        ids_BT = torch.zeros((max(1, tokens // length), min(tokens, length)), dtype=torch.long)
         with _LiveBytes(model) as live:
-            with casting:
+            with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
                 hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
                 hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
                 targets_N = ids_BT[:, 1:].flatten()
@@ -254,17 +215,14 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+                storage = leaf.untyped_storage()
+                key, nbytes = storage_key(storage), storage.nbytes()
+                if key not in self._seen:
+                    self._seen[key] = None
+                    self._now += nbytes
+                    self.peak = max(self.peak, self._now)
+                    weakref.finalize(storage, self._forget, key, nbytes)
         return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage_key(storage), storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen[key] = None
-        self._now += nbytes
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
         self._seen.pop(key, None)

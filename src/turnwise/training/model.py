@@ -1,4 +1,4 @@
-"""The trainer's models: their roles, computation, and distribution over ranks by FSDP2."""
+"""The trainer's models: their computation, and their distribution over ranks by FSDP2."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,39 +10,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.training.batching import MicroBatch
-from turnwise.training.context import Columns, ContextGroup
-from turnwise.training.layers import backbone_of, decoder_layers, recompute
+from turnwise.training.batching import Columns, MicroBatch
+from turnwise.training.context import ContextGroup
 from turnwise.training.loading import (
     POLICY,
+    backbone_of,
+    decoder_layers,
     dtype_of,
-    fill,
     learning_dtype,
     load_model,
     load_value_model,
+    models_beside,
+    path_of,
+    recompute,
     shared_roles,
+    translate_unreadable,
 )
-from turnwise.training.lora import Role, TrainedPart, add_adapters, take_role
+from turnwise.training.lora import ModelName as ModelName
+from turnwise.training.lora import add_adapters, take_role, trained_part
 from turnwise.training.memory import check_room
 from turnwise.training.routing import RoutingReplay
 from turnwise.training.scoring import Scores, hidden_before, score_columns
-
-ModelName = Role
-"""The models of the trainer."""
+from turnwise.training.shards import read_shards, weight_files
 
 
 class Scorer(nn.Module):
-    """A causal language model whose forward pass scores tokens.
+    """A causal language model whose forward pass scores tokens, in `dtype`.
 
-    Args:
-        roles: Roles that it plays with an adapter each (LoRA); none if it plays its only one.
-        group: Ranks that share each sequence; None: each rank computes its own.
-        replay: Its routers, where they repeat the engine's choices in the role of the policy.
+    It plays its only role, or several (LoRA) with an adapter each. In the role of the policy, its
+    routers repeat the engine's choices if there is a `replay`.
     """
 
     def __init__(
@@ -50,27 +51,24 @@ class Scorer(nn.Module):
         model: Any,
         sampling: SamplingConfig,
         dtype: torch.dtype,
-        roles: Sequence[Role] = (),
-        group: ContextGroup | None = None,
+        roles: Sequence[ModelName] = (),
         replay: RoutingReplay | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
-        """Data type of forward passes."""
         self.roles = roles
-        self._sampling = sampling
-        self.group = group
-        self._replay = replay
         self.head = _value_head(backbone_of(model)) if "value" in roles else None
+        self._sampling = sampling
+        self._replay = replay
 
     def forward(
-        self, batch: MicroBatch, sampling: SamplingConfig | None = None, role: Role = "policy"
+        self, batch: MicroBatch, sampling: SamplingConfig | None = None, role: ModelName = "policy"
     ) -> Scores | torch.Tensor:
         """Return the scores of a batch's masked tokens; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
-        columns = _columns(batch, self.group)
+        columns = batch.columns
         if self._replay is not None:
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
@@ -85,17 +83,14 @@ class Critic(nn.Module):
     The head is that of a reward model, or a new one that predicts 0.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, group: ContextGroup | None = None) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.backbone = backbone_of(model)
-        self.group = group
         self.dtype = dtype
-        """Data type of forward passes."""
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return an estimate of the return before each masked token: [N]."""
-        return _values_N(self.backbone, self.head, _columns(batch, self.group))
+        return _values_N(self.backbone, self.head, batch.columns)
 
 
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
@@ -106,13 +101,6 @@ def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> 
         else:
             head.weight.copy_(trained.weight)
     return head
-
-
-def _columns(batch: MicroBatch, group: ContextGroup | None) -> Columns:
-    if batch.prefixes is not None:
-        return Columns.shared(batch.prefixes)
-    tensors = (batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT)
-    return Columns.of(*tensors, group, batch.experts_BTR)
 
 
 def _values_N(backbone: PreTrainedModel, head: nn.Linear, columns: Columns) -> torch.Tensor:
@@ -134,19 +122,15 @@ class Models:
     value: Critic | Scorer | None
     """Value model: the policy itself if it has an adapter for it; None if the advantages need
     none."""
-    shape: PretrainedConfig
-    """The policy's configuration in Transformers."""
     device: torch.device
+    group: ContextGroup | None = None
+    """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(
         self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the log-probs and entropies of a batch's masked tokens.
-
-        Args:
-            name: "policy" or "reference".
-            sampling: Distribution to score under; None: that of the configuration.
-        """
+        """Return the scores of a batch's targets by the policy or the reference model; by default
+        under the configuration's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -156,18 +140,16 @@ class Models:
     def estimate(self, batch: MicroBatch) -> torch.Tensor:
         """Return the value model's estimate of the return before each masked token: [N]."""
         assert self.value is not None, "there is no value model"
+        shared = (None, "value") if isinstance(self.value, Scorer) else ()
         with self.computing(self.value):
-            shared = isinstance(self.value, Scorer)
-            values_N: torch.Tensor = (
-                self.value(batch, None, "value") if shared else self.value(batch)
-            )
+            values_N: torch.Tensor = self.value(batch, *shared)
         return values_N
 
-    def trained(self, role: Role) -> nn.Module | None:
+    def trained(self, role: ModelName) -> nn.Module | None:
         """Return the module whose parameters learn in a role; None if there is no such model."""
         module = self.policy if role == "policy" else self.value
         if isinstance(module, Scorer) and module.roles:
-            return TrainedPart(module, role)
+            return trained_part(module, role)
         return module
 
     @contextmanager
@@ -188,59 +170,39 @@ class Models:
         return list({id(module): module for module in roles if module is not None}.values())
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """Yield every parameter and buffer of this rank."""
         for module in self.modules():
             yield from module.parameters()
             yield from module.buffers()
 
 
 def load_models(
-    config: Config,
-    device: torch.device,
-    ranks: int,
-    *,
-    reference: OtherModel | None,
-    value: OtherModel | None,
-    group: ContextGroup | None = None,
+    config: Config, device: torch.device, ranks: int, group: ContextGroup | None = None
 ) -> Models:
-    """Load the policy and its companion models, and distribute them.
-
-    Args:
-        reference: Model that is frozen beside the policy; None loads none.
-        value: Model that the value model starts from; None loads none.
-        group: Ranks that share each sequence; None: each rank computes its own.
-
-    Raises:
-        InputError: when one cannot be loaded or computed, or all of them do not fit.
-    """
+    """Load the policy and the models that are needed beside it, and distribute them."""
     if config.training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
-    check_room(config, device, ranks, reference, value)
-    roles = shared_roles(config, reference, value)
+    beside = models_beside(config)
+    check_room(config, device, ranks, beside)
+    roles = shared_roles(config, beside)
     # A frozen backbone needs no more precision than its forward passes.
-    dtype = dtype_of(config, POLICY) if roles else learning_dtype(config, POLICY)
-    model = load_model(config, dtype=dtype)
-    shape: PretrainedConfig = model.config
+    model = load_model(config, dtype=dtype_of(config) if roles else learning_dtype(config))
     if roles:
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
-    scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles, group, replay)
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay)
     policy = distribute(scorer, config, device, POLICY)
-    frozen = policy if "reference" in roles else None
-    if reference is not None and frozen is None:
-        frozen = Scorer(
-            load_model(config, reference, learning_dtype(config, reference)),  # as the policy's
-            config.sampling,
-            dtype_of(config, reference),
-            group=group,
-        )
-        frozen = distribute(frozen.requires_grad_(False), config, device, reference, trained=False)
-    critic: Critic | Scorer | None = policy if "value" in roles else None
-    if value is not None and critic is None:
-        critic = Critic(load_value_model(config, value), dtype_of(config, value), group)
-        critic = distribute(critic, config, device, value)
+    reference = policy if "reference" in roles else None
+    if reference is None and (other := beside.get("reference")) is not None:
+        model = load_model(config, other, learning_dtype(config, other))  # as the policy's
+        frozen = Scorer(model, config.sampling, dtype_of(config, other))
+        frozen = frozen.requires_grad_(False)
+        reference = distribute(frozen, config, device, other, trained=False)
+    value: Critic | Scorer | None = policy if "value" in roles else None
+    if value is None and (other := beside.get("value")) is not None:
+        critic = Critic(load_value_model(config, other), dtype_of(config, other))
+        value = distribute(critic, config, device, other)
     give_back()
-    return Models(policy, frozen, critic, shape, device)
+    return Models(policy, reference, value, device, group)
 
 
 def distribute(
@@ -253,14 +215,8 @@ def distribute(
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered only for its own computation.
-
-    Args:
-        other: The model that the module was made of; its files hold the weights that the module
-            still lacks.
-
-    Raises:
-        InputError: when the files do not hold them.
+    Each decoder layer is gathered only for its own computation. The files of `other`, which the
+    module was made of, hold the weights that it still lacks.
     """
     if trained:
         recompute(module, config.training.activation_checkpointing)
@@ -270,8 +226,10 @@ def distribute(
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(module):
+    for layer in (*decoder_layers(module), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(module, mesh=mesh, mp_policy=precision)
-    fill(module, config, device, other)
+    path = path_of(config, other)
+    with translate_unreadable(path):
+        if any(parameter.is_meta for parameter in module.parameters()):
+            read_shards(module, weight_files(path), device)
     return module.to(device)

@@ -10,23 +10,18 @@ tokens of all ranks; the factor `ranks` compensates for FSDP, which averages gra
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from turnwise.config import Config
-from turnwise.training.algorithms import (
-    Algorithm,
-    kl_N,
-    moments,
-    normalised,
-    objective,
-    reward_penalty,
-)
+from turnwise.training.algorithms import Algorithm
+from turnwise.training.algorithms.advantages import moments, normalised
+from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches
 from turnwise.training.model import Models
 from turnwise.training.reports import UpdateReport
-from turnwise.training.tokens import Tokens
 
 
 class TrainingObjective:
@@ -49,38 +44,41 @@ class TrainingObjective:
                 if self._penalised or (self._corrected and updates > 1):
                     batch.old_logprobs_N, _ = self._models.score("policy", batch)
                 if self._loss.needs_reference or self._config.kl.coef:
-                    batch.reference_logprobs_N, _ = self._models.score("reference", batch)
+                    reference_N, _ = self._models.score("reference", batch)
+                    batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
                 if self._advantage.needs_values:
                     batch.values_N = self._models.estimate(batch)
-                self._spread(batch, self._penalties_N(batch))
+                self._spread(batch)
         if self._advantage.normalise and self._advantage.needs_values:
-            self._normalise(batches)
+            sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
+            if self._ranks > 1:
+                dist.all_reduce(sums_3)
+            for batch in batches:
+                advantages_N = normalised(batch.tokens.advantages_N, sums_3)
+                batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
 
-    def _penalties_N(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the KL penalty of each token, or None if it is not part of the reward."""
-        if not self._penalised:
-            return None
-        assert batch.old_logprobs_N is not None
-        assert batch.reference_logprobs_N is not None
-        kl = self._config.kl
-        return kl_N(batch.old_logprobs_N, batch.reference_logprobs_N, kl.estimator)
-
-    def _spread(self, batch: MicroBatch, penalties_N: torch.Tensor | None) -> None:
+    def _spread(self, batch: MicroBatch) -> None:
         """Turn each trajectory's advantage or reward into advantages of its tokens."""
-        coef = self._config.kl.coef
+        kl, tokens = self._config.kl, batch.tokens
+        penalties_N: torch.Tensor | None = None
+        if self._penalised:  # the KL penalty is part of the reward
+            assert batch.old_logprobs_N is not None
+            assert tokens.reference_logprobs_N is not None
+            penalties_N = kl_N(batch.old_logprobs_N, tokens.reference_logprobs_N, kl.estimator)
         if self._advantage.needs_values:
             assert batch.values_N is not None
-            rewards_N = batch.advantages_N
+            rewards_N = tokens.advantages_N
             if penalties_N is not None:
-                rewards_N = rewards_N - coef * penalties_N
-            batch.advantages_N, batch.returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
+                rewards_N = rewards_N - kl.coef * penalties_N
+            advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
             for span in batch.spans():
-                batch.advantages_N[span], batch.returns_N[span] = self._of_time_steps(
+                advantages_N[span], returns_N[span] = self._of_time_steps(
                     rewards_N[span], batch.values_N[span], batch.turn_N[span]
                 )
+            batch.tokens, batch.returns_N = replace(tokens, advantages_N=advantages_N), returns_N
         elif penalties_N is not None and penalties_N.any():
             for span in batch.spans():
-                batch.advantages_N[span] -= reward_penalty(penalties_N[span], coef)
+                tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
 
     def _of_time_steps(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor, turn_T: torch.Tensor
@@ -96,14 +94,6 @@ class TrainingObjective:
         advantages_K, returns_K = self._advantage.of_tokens(rewards_K, values_K)
         return advantages_K[step_T], returns_K[step_T]
 
-    def _normalise(self, batches: Sequence[MicroBatch]) -> None:
-        """Bring advantages to mean 0 and deviation 1 over all ranks."""
-        sums_3 = moments(torch.cat([batch.advantages_N for batch in batches]))
-        if self._ranks > 1:
-            dist.all_reduce(sums_3)
-        for batch in batches:
-            batch.advantages_N = normalised(batch.advantages_N, sums_3)
-
     def policy(
         self,
         batch: MicroBatch,
@@ -113,24 +103,14 @@ class TrainingObjective:
     ) -> None:
         """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
         logprobs_N, entropy_N = self._models.score("policy", batch)
-        engine_N = batch.engine_logprobs_N
+        engine_N = batch.tokens.engine_logprobs_N
         if not self._corrected:
             old_N = engine_N
         elif batch.old_logprobs_N is not None:
             old_N = batch.old_logprobs_N
         else:
             old_N = logprobs_N.detach()  # the only update of its step
-        tokens = Tokens(
-            logprobs_N,
-            old_N,
-            engine_N,
-            batch.advantages_N,
-            batch.sequence_N,
-            batch.sequences,
-            batch.trajectory_tokens_N,
-            batch.staleness_N,
-            batch.reference_logprobs_N,
-        )
+        tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
         made = objective(
             self._config,
             tokens,
@@ -144,7 +124,7 @@ class TrainingObjective:
         values = (
             logprobs_N,
             entropy_N,
-            batch.advantages_N,
+            tokens.advantages_N,
             made.weights_N * made.correction_N,
             made.result.ratio_N,
             made.result.clipped_N,
@@ -152,7 +132,6 @@ class TrainingObjective:
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
-        """Add a micro-batch's part of the value model's gradient."""
         assert batch.values_N is not None
         assert batch.returns_N is not None
         values_N = self._models.estimate(batch)

@@ -26,29 +26,15 @@ class _Away:
     storage: Any
     nbytes: int
     host: torch.Tensor | None
-    """The values in host memory; None if they are in the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    parts: list[_Away]
-    file: BinaryIO
-    """The values of the parts that are not in host memory, one after the other."""
+    """The values in host memory; None if they are in the file of their kind."""
 
 
 class Offload:
     """Offloads tensors and brings them back, by kind.
 
-    Args:
-        tensors: For each kind, a function that lists its tensors: an optimizer has some only after
-            its first step.
-        file: Prefix of the files that hold values of a CPU. They are removed while they are open,
-            so that the process never leaves them behind.
-
-    Example:
-        offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
-        offload.put_away(["params"])   # returns the bytes that are free now
-        offload.bring_back(["params"])
+    A kind is a function that lists its tensors: an optimizer has some only after its first step.
+    `file` is the prefix of the files that hold values of a CPU. They are removed while they are
+    open, so that the process never leaves them behind.
     """
 
     def __init__(
@@ -56,18 +42,16 @@ class Offload:
     ) -> None:
         self._tensors = tensors
         self._file = file
-        self._away: dict[str, _Kind] = {}
+        self._away: dict[str, tuple[list[_Away], BinaryIO]] = {}
+        """By kind; the file has the values that are not in host memory, one after the other."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
-        """Empty the storages of these kinds; returns the bytes of all kinds that are away.
-
-        Raises:
-            TurnwiseError: when the values cannot be written, with all tensors as they were.
-        """
+        """Empty the storages of these kinds; returns the bytes of all kinds that are away. If
+        values cannot be written, all tensors are as they were."""
         for kind in kinds:
             if kind not in self._away:
                 self._put_away(kind)
-        return sum(part.nbytes for kind in self._away.values() for part in kind.parts)
+        return sum(part.nbytes for parts, _ in self._away.values() for part in parts)
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
@@ -84,11 +68,13 @@ class Offload:
         self.put_away(away)
 
     def _put_away(self, kind: str) -> None:
-        storages = list(_storages(self._tensors[kind]()))
-        parts = [
-            _Away(storage, storage.nbytes(), _to_host(storage) if storage.is_cuda else None)
-            for storage in storages
-        ]
+        parts = []
+        for storage in _storages(self._tensors[kind]()):
+            host = None
+            if storage.is_cuda:
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                host.copy_(_bytes(storage))
+            parts.append(_Away(storage, storage.nbytes(), host))
         path = self._file.with_name(f"{self._file.name}-{kind}")
         try:
             file = path.open("w+b")
@@ -96,7 +82,9 @@ class Offload:
                 path.unlink()
                 for part in parts:
                     if part.host is None:
-                        _write(_bytes(part.storage), file)
+                        for values in torch.split(_bytes(part.storage), _PART_BYTES):
+                            # A storage that NumPy has accessed can no longer be resized.
+                            file.write(values.clone().numpy().tobytes())
                 file.flush()
             except BaseException:
                 with suppress(OSError):  # what is not written yet: the disk is full
@@ -108,34 +96,36 @@ class Offload:
             ) from error
         for part in parts:
             part.storage.resize_(0)
-        self._away[kind] = _Kind(parts, file)
-        _release()
+        self._away[kind] = parts, file
+        # The allocators return free memory to the device, and to the system.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        give_back()
 
     def bring_back(self, kinds: Iterable[str]) -> None:
-        """Fill the storages of these kinds again; does nothing for what is not away.
-
-        Raises:
-            TurnwiseError: when a file cannot be read; its kind stays away.
-        """
+        """Fill the storages of these kinds again, if they are away; a kind whose file cannot be
+        read stays away."""
         for kind in kinds:
-            if (away := self._away.get(kind)) is None:
+            if kind not in self._away:
                 continue
+            parts, file = self._away[kind]
             try:
-                away.file.seek(0)
-                for part in away.parts:
+                file.seek(0)
+                for part in parts:
                     part.storage.resize_(part.nbytes)
                     if part.host is not None:
                         _bytes(part.storage).copy_(part.host, non_blocking=True)
                     else:
-                        _read(_bytes(part.storage), away.file)
+                        _read(_bytes(part.storage), file)
             except OSError as error:
                 raise TurnwiseError(
                     f"the trainer's {kind} cannot be read back from its file: {error}"
                 ) from error
-            if any(part.host is not None for part in away.parts):
+            if any(part.host is not None for part in parts):
                 torch.cuda.synchronize()
             del self._away[kind]
-            away.file.close()
+            file.close()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -154,30 +144,9 @@ def _bytes(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# A storage that NumPy has accessed can no longer be resized, so files are written from copies.
-
-
-def _write(values: torch.Tensor, file: BinaryIO) -> None:
-    for part in torch.split(values, _PART_BYTES):
-        file.write(part.clone().numpy().tobytes())
-
-
 def _read(values: torch.Tensor, file: BinaryIO) -> None:
     for part in torch.split(values, _PART_BYTES):
         data = file.read(len(part))
         if len(data) < len(part):
             raise OSError("it is too short")
         part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _to_host(storage: Any) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-    return host.copy_(_bytes(storage))
-
-
-def _release() -> None:
-    """Make the allocators return free memory to the device, or to the system."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    give_back()

@@ -17,22 +17,35 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingConfig
+from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
-from turnwise.training.algorithms import make_algorithm
-from turnwise.training.batching import Layout, MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.algorithms import Tokens, make_algorithm
+from turnwise.training.batching import (
+    Columns,
+    Layout,
+    MicroBatch,
+    RankBatches,
+    make_micro_batch,
+)
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
 from turnwise.training.layout_check import agreed_layout, check_models
-from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
-from turnwise.training.model import ModelName, load_models
+from turnwise.training.loading import missing_model
+from turnwise.training.lora import (
+    ModelName,
+    adapter_tensors,
+    changed_parameters,
+    merged_tensors,
+)
+from turnwise.training.model import load_models
 from turnwise.training.objective import TrainingObjective
 from turnwise.training.offload import Offload
+from turnwise.training.optimizer import TrainableModule
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
-from turnwise.training.trainable import TrainableModule
-from turnwise.weights.manifest import Canary, Publication, canary_prompt
+from turnwise.training.sample import Sample
+from turnwise.training.shards import full_tensors, tensor_shapes
+from turnwise.weights.manifest import Canary, NamedTensors, Publication, canary_prompt
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import make_sender
 
@@ -42,83 +55,53 @@ _ALL = ("params", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The number of a rank, the number of ranks, and their rendezvous address."""
+    """The number of a rank, from 0, the number of ranks, and their rendezvous address."""
 
     rank: int = 0
-    """Number of this rank, from 0."""
     ranks: int = 1
-    """Number of ranks."""
-    address: str = ""
-    """Rendezvous address of the ranks: host:port of rank 0; "" makes no process group, for one rank
-    alone."""
+    address: str = ""  # host:port of rank 0; "" makes no process group, for one rank alone
 
 
 class TrainerRank:
-    """A rank of the model in training.
-
-    Args:
-        place: Number of this rank; several ranks rendezvous before the model is loaded.
-        folder: Folder of the run, for transports that write files.
-
-    Raises:
-        InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
-            or the transport cannot be used on this machine.
-
-    Example:
-        rank = TrainerRank(config)
-        (shares,) = plan_micro_batches(samples, 1, 1, 16384, "padded")
-        metrics = merge([rank.train(shares)])
-    """
+    """A rank of the model in training; several rendezvous before the model is loaded."""
 
     def __init__(
         self, config: Config, place: RankInfo = RankInfo(), folder: Path | None = None
     ) -> None:
         self._config = config
-        self._training = config.training
+        self._training = training = config.training
         self._place = place
         torch.manual_seed(config.seed)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(threads_of(config.training))
+        torch.set_num_threads(threads_of(training))
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        group = None
         if place.address:
-            join_ranks(
-                place.address, place.rank, place.ranks, self.device, config.training.step_timeout
-            )
-        if (size := config.training.context_parallel) > 1:
-            limit = timedelta(seconds=config.training.step_timeout)
-            group = ContextGroup.of_this_rank(size, limit)
-        self._algorithm = make_algorithm(config.algorithm)
-        needed = self._algorithm.advantage.value_model
-        kept = not missing_model(config.algorithm, "reference")
-        self._models = load_models(
-            config,
-            self.device,
-            place.ranks,
-            reference=config.algorithm.kl.model if kept else None,
-            value=needed.model if needed else None,
-            group=group,
-        )
+            join_ranks(place.address, place.rank, place.ranks, self.device, training.step_timeout)
+        group = None
+        if (size := training.context_parallel) > 1:
+            group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
+        algorithm = make_algorithm(config.algorithm)
+        self._models = load_models(config, self.device, place.ranks, group)
         checks = check_models(self._models, config.model.max_length)
-        preferred = layout_of(config.training, self.device)
-        self.agreed = agreed_layout(checks, config.training, preferred)
+        self.agreed = agreed_layout(checks, training, layout_of(training, self.device))
         self._scorer = self._models.policy
+        self._model = self._scorer.get_submodule("model")
+        self._objective = TrainingObjective(config, algorithm, self._models, place.ranks)
+        needed = algorithm.advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
-        self._objective = TrainingObjective(config, self._algorithm, self._models, place.ranks)
         learning = self._models.trained("policy")
         assert learning is not None
-        training = self._training
         updates = max(0, training.steps - self._warmup) * training.updates_per_step
         self._learner = TrainableModule(learning, training, training.learning_rate, updates)
         self._learners = {"policy": self._learner}
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
-        self._canary = canary_prompt(self._models.shape.get_text_config().vocab_size)
+        self._canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
-        whole_in_process = config.training.colocated and place.ranks == 1
+        whole_in_process = training.colocated and place.ranks == 1
         self._sender = make_sender(
             "in_process" if whole_in_process else config.weights.transport,
             self._sent(),
@@ -145,40 +128,42 @@ class TrainerRank:
         """
         started = time.perf_counter()
         self._offload.bring_back(_ALL)
-        steps = [
-            [
-                make_micro_batch(
-                    samples, s.trajectory_tokens, self.version, self.agreed.layout, self.device
-                )
-                for samples in s.micro_batches
-            ]
-            for s in shares
-        ]
-        self._objective.prepare([batch for batches in steps for batch in batches], len(steps))
+        steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
+        batches = [batch for step in steps for batch in step]
+        self._objective.prepare(batches, len(steps))
         staleness = Counter[int]()
-        for batches in steps:
-            for batch in batches:
-                staleness.update(batch.staleness_N.tolist())
+        for batch in batches:
+            staleness.update(batch.tokens.staleness_N.tolist())
         recorded: list[torch.Tensor] = []
         updates = [
-            self._update(batches, share, recorded)
-            for batches, share in zip(steps, shares, strict=True)
+            self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
         ]
         self._steps += 1
         if "optimizer" in self._training.offload:
             self._offload.put_away(["optimizer"])  # nothing needs it until the next step
-        if self._training.colocated and self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if self._training.colocated and on_gpu:
             torch.cuda.empty_cache()  # the engines wake up next, and need the memory
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        none = np.zeros((len(RECORDED), 0), np.float32)
         return StepReport(
             self.version,
             updates,
-            torch.cat(recorded, dim=1).cpu().numpy()
-            if recorded
-            else np.zeros((len(RECORDED), 0), np.float32),
+            torch.cat(recorded, dim=1).cpu().numpy() if recorded else none,
             staleness,
-            sum(batch.tokens for batches in steps for batch in batches),
+            sum(batch.size for batch in batches),
             time.perf_counter() - started,
-            _peak_memory(self.device) / 2**30,
+            (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
+        )
+
+    def _batch(self, samples: Sequence[Sample], share: RankBatches) -> MicroBatch:
+        return make_micro_batch(
+            samples,
+            share.trajectory_tokens,
+            self.version,
+            self.agreed.layout,
+            self.device,
+            self._models.group,
         )
 
     def _update(
@@ -194,7 +179,7 @@ class TrainerRank:
                 self._objective.policy(batch, share, report, recorded)
             if critic is not None:
                 self._objective.value(batch, share, report)
-            report.tokens += len(batch.advantages_N)
+            report.tokens += len(batch.tokens.advantages_N)
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
@@ -208,9 +193,8 @@ class TrainerRank:
         return report
 
     def _check_skips(self, name: str, finite: bool) -> None:
-        skipped = self._skipped_in_row[name] = (
-            0 if finite else self._skipped_in_row.get(name, 0) + 1
-        )
+        skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1
+        self._skipped_in_row[name] = skipped
         if skipped >= self._training.max_skipped:
             section = "training" if name == "policy" else "algorithm.advantage"
             raise TurnwiseError(
@@ -220,23 +204,14 @@ class TrainerRank:
             )
 
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
-        """Compute one model's values for tokens, without training.
-
-        Returns:
-            For each sequence of this rank's share, its number and a value for each masked token:
-            its log-prob under `sampling`, or, from the value model, the expected return before it.
-
-        Raises:
-            InputError: when the trainer has no such model.
-        """
+        """Return the number of each sequence of this rank's share, and the values of its masked
+        tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])
         scored: list[tuple[int, list[float]]] = []
         for samples in share.micro_batches:
-            batch = make_micro_batch(
-                samples, share.trajectory_tokens, self.version, self.agreed.layout, self.device
-            )
+            batch = self._batch(samples, share)
             with torch.no_grad():
                 if name == "value":
                     values_N = self._models.estimate(batch)
@@ -253,26 +228,26 @@ class TrainerRank:
         token_ids_1T = torch.tensor([self._canary], device=self.device)
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
+        columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
         none = torch.zeros(0)
-        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, none, 1, 0)
+        tokens = Tokens(none, none, none, none, none, 1, none, none)
+        canary = MicroBatch(columns, tokens, none, 0)
         with torch.no_grad():
             expected, _ = self._models.score("policy", canary, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> NamedTensors:
         """Yield the tensors of an update, each whole."""
-        model = self._scorer.get_submodule("model")
         if not self._config.model.lora.rank:
-            return full_tensors(model)
+            return full_tensors(self._model)
         merged = self._config.weights.lora == "merged"
-        return merged_tensors(model) if merged else adapter_tensors(model)
+        return merged_tensors(self._model) if merged else adapter_tensors(self._model)
 
-    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sent(self) -> NamedTensors:
         """Yield tensors with the names and shapes of those of an update."""
-        model = self._scorer.get_submodule("model")
         if self._config.model.lora.rank and self._config.weights.lora == "merged":
-            return ((name, parameter) for name, parameter, _ in changed_parameters(model))
-        return self._tensors() if self._config.model.lora.rank else tensor_shapes(model)
+            return ((name, parameter) for name, parameter, _ in changed_parameters(self._model))
+        return self._tensors() if self._config.model.lora.rank else tensor_shapes(self._model)
 
     def send(self, devices: Sequence[str]) -> None:
         """Send the published version to the engines' workers on these devices, if the transport
@@ -281,11 +256,7 @@ class TrainerRank:
         self._sender.send(self.version, self._tensors(), devices)
 
     def offload(self) -> int:
-        """Offload the parts in `training.offload` until they are needed; return their bytes.
-
-        Raises:
-            TurnwiseError: when the disk is full.
-        """
+        """Offload the parts in `training.offload` until they are needed; return their bytes."""
         return self._offload.put_away(self._training.offload)
 
     def _moments(self) -> Iterator[torch.Tensor]:
@@ -302,66 +273,34 @@ class TrainerRank:
         self._sender.join(address, port, engine_workers, timeout)
 
     def close(self) -> None:
-        """Release the transport's memory, files and addresses."""
         self._sender.close()
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
         the model in Hugging Face's format, or the adapter in PEFT's.
-
-        Raises:
-            TurnwiseError: when the disk is full.
         """
-        with self._offload.brought_back(_ALL):
-            checkpoint_state.save_state(folder, self._place.rank, self._learners, self._extra())
-            model = self._scorer.get_submodule("model")
-            if self._config.model.lora.rank:
-                export_adapter(folder, self._place.rank, self._config, model)
-            else:
-                export_model(
-                    folder,
-                    self._place.rank,
-                    self._config,
-                    self._models.shape,
-                    tensor_shapes(model),
-                    full_tensors(model),
-                    saved_buffers(model),
-                )
-
-    def load(self, folder: Path) -> int:
-        """Resume from a checkpoint; return its version.
-
-        Raises:
-            InputError: when it does not fit this model.
-        """
-        self._offload.bring_back(_ALL)
-        extra = checkpoint_state.load_state(folder, self._place.rank, self._learners)
-        self.version = extra["version"]
-        self._steps = extra["steps"]
-        self._skipped_in_row = extra["skipped_in_row"]
-        torch.set_rng_state(extra["rng"])
-        return self.version
-
-    def _extra(self) -> checkpoint_state.RankState:
-        return {
+        rank, lora = self._place.rank, self._config.model.lora.rank
+        state = {
             "version": self.version,
             "steps": self._steps,
             "skipped_in_row": self._skipped_in_row,
             "rng": torch.get_rng_state(),
         }
+        with self._offload.brought_back(_ALL):
+            checkpoint_state.save_state(folder, rank, self._learners, state)
+            if lora:
+                export_adapter(folder, rank, self._config, self._model)
+            else:
+                export_model(folder, rank, self._config, self._model)
 
-
-def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
-    """Return why the trainer lacks a model, and the key that adds it; "" if it has the model."""
-    algorithm, kl = make_algorithm(config), config.kl
-    if name == "value" and not algorithm.advantage.needs_values:
-        return "there is no value model: set algorithm.advantage.name to gae"
-    if name == "reference" and not (kl.coef or kl.model.path or algorithm.loss.needs_reference):
-        return (
-            "there is no reference model: set algorithm.kl.coef, algorithm.kl.model.path, or "
-            "algorithm.loss.name to dpo"
-        )
-    return ""
+    def load(self, folder: Path) -> int:
+        """Resume from a checkpoint; return its version."""
+        self._offload.bring_back(_ALL)
+        state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
+        self.version, self._steps = state["version"], state["steps"]
+        self._skipped_in_row = state["skipped_in_row"]
+        torch.set_rng_state(state["rng"])
+        return self.version
 
 
 def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
@@ -372,12 +311,4 @@ def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
 
 
 def threads_of(training: TrainingConfig) -> int:
-    """Return the number of CPU threads of one rank."""
     return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of the GPU, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

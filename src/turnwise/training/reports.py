@@ -14,14 +14,12 @@ from turnwise.training.sample import Sample
 if TYPE_CHECKING:
     import torch
 
-    from turnwise.training.algorithms import Objective
+    from turnwise.training.algorithms.total_loss import Objective
     from turnwise.training.batching import RankBatches
 
-_PERCENTILES = (1, 50, 99)
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
-
 SumName = Literal[
     "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
 ]
@@ -32,29 +30,20 @@ SumName = Literal[
 class UpdateReport:
     """One rank's report of one optimizer step; sums are over its trained tokens."""
 
-    tokens: int = 0
-    """Trained tokens of this rank."""
+    tokens: int = 0  # trained tokens of this rank
     sums: dict[SumName, float] = field(default_factory=lambda: defaultdict(float))
     """Sums, by the metric whose mean they give."""
     loss_metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums of the loss's own metrics (`TokenLoss.metrics_N`)."""
     logprob_diff_max: float = 0.0
     """Largest difference between the engine's log-prob of a token and the trainer's."""
-    loss: float = 0.0
-    """This rank's part of the batch's loss: the parts of all ranks add up to it."""
-    grad_norm: float = 0.0
-    """Norm of the gradient over all ranks."""
-    learning_rate: float = 0.0
-    """The policy's learning rate; 0 if only the value model was trained."""
-    skipped: bool = False
-    """Whether a gradient was not finite and its update was skipped."""
+    loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
+    grad_norm: float = 0.0  # norm of the gradient over all ranks
+    learning_rate: float = 0.0  # the policy's learning rate; 0 if only the value model was trained
+    skipped: bool = False  # whether a gradient was not finite and its update was skipped
 
     def add(self, made: "Objective", diff_N: "torch.Tensor", entropy_N: "torch.Tensor") -> None:
-        """Add one micro-batch.
-
-        Args:
-            diff_N: The trainer's log-probs minus the engine's.
-        """
+        """Add one micro-batch."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
         self.sums["ratio"] += float(made.result.ratio_N.sum())
@@ -74,20 +63,14 @@ class UpdateReport:
 class StepReport:
     """One rank's report of one training step."""
 
-    version: int
-    """Weight version after the step."""
-    updates: list[UpdateReport]
-    """One for each optimizer step."""
+    version: int  # weight version after the step
+    updates: list[UpdateReport]  # one for each optimizer step
     tokens_KN: npt.NDArray[np.float32]
     """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
-    staleness: Counter[int]
-    """Trained tokens by staleness, before the first update."""
-    tokens: int
-    """Tokens computed, without padding."""
-    seconds: float
-    """Duration of the step."""
-    memory_gib: float
-    """Peak memory of the rank so far."""
+    staleness: Counter[int]  # trained tokens by staleness, before the first update
+    tokens: int  # tokens computed, without padding
+    seconds: float  # duration of the step
+    memory_gib: float  # peak memory of the rank so far
 
 
 def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
@@ -104,8 +87,8 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)
     reports = reports[::same]
-    count = len(reports[0].updates)
-    updates = [[report.updates[i] for report in reports] for i in range(count)]
+    updates = [*zip(*(report.updates for report in reports), strict=True)]
+    first = updates[0]
     staleness = sum((report.staleness for report in reports), Counter[int]())
     metrics: JsonObject = {
         "loss": _mean(sum(rank.loss for rank in ranks) for ranks in updates),
@@ -113,27 +96,27 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
-    names: dict[SumName, None] = {name: None for r in reports for u in r.updates for name in u.sums}
-    for name in names:
-        metrics[name] = _mean(
-            _token_mean(ranks, [r.sums[name] for r in ranks]) for ranks in updates
-        )
-    own = {name: None for r in reports for u in r.updates for name in u.loss_metrics}
-    if own:
-        metrics["loss_metrics"] = {
+
+    def means(kind: str) -> dict[str, float]:
+        """Return the means of what a field of the updates has sums of, by name."""
+        names = {name: None for ranks in updates for r in ranks for name in getattr(r, kind)}
+        return {
             name: _mean(
-                _token_mean(ranks, [r.loss_metrics[name] for r in ranks]) for ranks in updates
+                _token_mean(ranks, (getattr(r, kind)[name] for r in ranks)) for ranks in updates
             )
-            for name in own
+            for name in names
         }
-    first = updates[0]
-    metrics["logprob_diff_mean"] = _token_mean(first, [r.sums["logprob_diff_mean"] for r in first])
+
+    metrics |= means("sums")
+    if own := means("loss_metrics"):
+        metrics["loss_metrics"] = own
+    metrics["logprob_diff_mean"] = _token_mean(first, (r.sums["logprob_diff_mean"] for r in first))
     metrics["logprob_diff_max"] = max(rank.logprob_diff_max for rank in first)
     ratios = np.concatenate([report.tokens_KN[RECORDED.index("ratio")] for report in reports])
     if len(ratios):
-        low, middle, high = np.percentile(ratios, _PERCENTILES).tolist()
-        metrics |= {"ratio_p1": low, "ratio_p50": middle, "ratio_p99": high}
-    metrics |= {
+        for percent, ratio in zip((1, 50, 99), np.percentile(ratios, (1, 50, 99)), strict=True):
+            metrics[f"ratio_p{percent}"] = float(ratio)
+    return metrics | {
         "staleness": {str(age): staleness[age] for age in sorted(staleness)},
         "staleness_max": max(staleness, default=0),
         "trained_tokens": staleness.total(),
@@ -141,17 +124,14 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": memory_gib,
     }
-    return metrics
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean over a step's updates."""
     listed = list(values)
     return sum(listed) / len(listed)
 
 
-def _token_mean(ranks: Sequence[UpdateReport], sums: Sequence[float]) -> float:
-    """Return the mean over an update's trained tokens, from the sums of the ranks."""
+def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:
     return sum(sums) / max(1, sum(rank.tokens for rank in ranks))
 
 
@@ -162,12 +142,7 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return each sample's part of the ranks' token values.
-
-    Args:
-        shares: The updates of each rank.
-        reports: The report of each rank; without values if only a value model was trained.
-    """
+    """Return each sample's part of the ranks' token values."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

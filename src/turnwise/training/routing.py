@@ -19,26 +19,18 @@ KEY = "engine.routing_replay"
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 """Names of the classes of routers in Transformers."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_NARROW = 256
-"""Most experts whose numbers are one byte each."""
+_NARROW = 256  # most experts whose numbers are one byte each
 
 
 class RoutingReplay:
-    """The routers of a model, which repeat recorded choices.
-
-    Example:
-        replay = RoutingReplay(model)
-        replay.use(batch.experts_BTR)
-
-    Raises:
-        InputError: when the model has no routers that are known.
-    """
+    """The routers of a model, which repeat recorded choices."""
 
     def __init__(self, model: Untyped) -> None:
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
-        self._chosen_NLK: torch.Tensor | None = None
-        self._known_N1: torch.Tensor | None = None
+        self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The choices of each token, layer and rank among its experts [N, L, K], and whether the
+        token has any [N, 1]."""
         self._experts = self._each = 0
         for name, module in model.named_modules():
             layer = _LAYER.search(f".{name}.")
@@ -49,15 +41,8 @@ class RoutingReplay:
             raise InputError(f"{KEY}: a {text.model_type} model has no routers that are known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
-        """Set the choices of the next forward pass and its backward pass; None: none are recorded.
-
-        Args:
-            experts_BTR: As in `MicroBatch`.
-
-        Raises:
-            InputError: when they were recorded from a model of another shape.
-        """
-        self._chosen_NLK = self._known_N1 = None
+        """Set the choices of the next forward and backward pass; None: none are recorded."""
+        self._recorded = None
         if experts_BTR is None:
             return
         kind = torch.uint8 if self._experts <= _NARROW else torch.uint16
@@ -69,14 +54,15 @@ class RoutingReplay:
             )
         rows_NR = experts_BTR.flatten(0, 1)
         chosen_NC = rows_NR[:, 1:].contiguous().view(kind).long()
-        self._chosen_NLK = chosen_NC.view(-1, self._layers, self._each)
-        self._known_N1 = rows_NR[:, :1].bool()
+        chosen_NLK = chosen_NC.view(-1, self._layers, self._each)
+        self._recorded = chosen_NLK, rows_NR[:, :1].bool()
 
     def _route(self, layer: int, route: Untyped, *arguments: Untyped) -> Untyped:
         """Compute one router, with the recorded choice in the place of its own."""
-        if self._chosen_NLK is None or self._known_N1 is None:
+        if self._recorded is None:
             return route(*arguments)
-        with _Choice(self._chosen_NLK[:, layer], self._known_N1, self._experts) as choice:
+        chosen_NLK, known_N1 = self._recorded
+        with _Choice(chosen_NLK[:, layer], known_N1, self._experts) as choice:
             result = route(*arguments)
         if choice.made != 1:
             raise InputError(f"{KEY}: this model's routers choose in a way that is not known")

@@ -11,11 +11,7 @@ Array = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`T` tokens of one branch, of which the masked ones are trained.
-
-    Example:
-        Sample.of([5, 6, 7], [0, 1, 1], [0.0, -0.1, -0.2], [-1, 0, 0], advantage=1.0, sequence=0)
-    """
+    """`T` tokens of one branch, of which the masked ones are trained."""
 
     token_ids_T: npt.NDArray[np.int64]
     """Prompt, answers and tool results, as the engine saw them."""
@@ -43,7 +39,7 @@ class Sample:
     counted_only: bool
     """Whether the sample only counts in the batch's totals, and is not computed."""
     experts: bytes = b""
-    """T - 1 rows of `trajectory/experts.py`, which the trainer's routers repeat; empty if they
+    """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
     choose for themselves."""
 
     @classmethod
@@ -53,7 +49,7 @@ class Sample:
         response_mask: Sequence[int],
         logprobs: Sequence[float],
         weight_versions: Sequence[int],
-        advantage: float | Sequence[float],
+        advantage: npt.ArrayLike,
         sequence: int,
         pair_id: int | None = None,
         trajectory: int | None = None,
@@ -89,7 +85,6 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of tokens, T."""
         return len(self.token_ids_T)
 
     @property
@@ -99,5 +94,4 @@ class Sample:
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens."""
         return int(self.response_mask_T.sum())

@@ -1,24 +1,26 @@
 """From a step's groups to training samples: rewards -> advantages -> samples, each token audited.
 
-`advantages` computes each trajectory's advantage, and `samples_of` makes the samples. The
-audit's report accounts for every trajectory: trained, or the reason why not.
+Without players, a group's trajectories are compared; in a game, each player's part of them with the
+same player's. The audit's report accounts for every trajectory: trained, or the reason why not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from turnwise.config import Config
+from turnwise.errors import InputError
 from turnwise.rollouts import Group
-from turnwise.training.advantages import (
-    GroupAdvantages,
-    TurnAdvantages,
-    compute_advantages,
-    overlong,
-)
 from turnwise.training.algorithms import Algorithm, make_algorithm
+from turnwise.training.algorithms.advantages import has_signal, overlong_penalty
+from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
-from turnwise.training.staleness import oldest_version
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
+
+_Advantages = Mapping[int, Sequence[float]]
+"""Advantage of each turn of a trajectory, by the trajectory's index in its group."""
 
 
 @dataclass(slots=True)
@@ -53,91 +55,92 @@ def make_samples(
     algorithm: Algorithm | None = None,
     oldest: int | None = None,
 ) -> SampleBatch:
-    """Make a step's samples with their advantages.
-
-    Args:
-        version: Optimizer steps that the trainer has taken.
-        algorithm: Built from `config.algorithm`; None builds it.
-        oldest: Oldest weight version whose tokens are trained (`RecentVersions.oldest`); None
-            assumes that every step took `training.updates_per_step` optimizer steps.
-
-    Raises:
-        InputError: when the user's `Advantage` does not fit its groups.
-
-    Example:
-        batch = make_samples(groups, config, version=0)
-        metrics = await trainer.train(batch.samples)
-    """
-    algorithm = algorithm or make_algorithm(config.algorithm)
-    oldest = oldest_version(config, version) if oldest is None else oldest
-    advantages = compute_advantages(groups, config, oldest, algorithm)
-    return samples_of(advantages, config, oldest, algorithm)
-
-
-def samples_of(
-    advantages: Sequence[GroupAdvantages], config: Config, oldest: int, algorithm: Algorithm
-) -> SampleBatch:
-    """Return the samples of groups whose advantages are known, and account for every token.
+    """Make a step's samples with their advantages, and account for every token.
 
     A group with fewer than two finished trajectories gives no sample; see `Group.dropped`. A group
     without signal counts in the batch's totals, and is computed only if there is more to train than
     its advantages; it gives no sample with `algorithm.dynamic_sampling`, which replaces it by
-    another group, nor for a loss that compares pairs. Tokens of versions before `oldest` are
-    masked. The arguments are those of `make_samples`.
+    another group, nor for a loss that compares pairs.
+
+    Args:
+        version: Optimizer steps that the trainer has taken.
+        algorithm: Built from `config.algorithm`; None builds it.
+        oldest: Oldest weight version whose tokens are trained (`RecentVersions.oldest`); older ones
+            are masked, or their groups dropped with `training.stale_policy: drop`. None assumes
+            that every step took `training.updates_per_step` optimizer steps.
+
+    Raises:
+        InputError: when the user's `Advantage` does not fit its groups.
     """
-    batch = SampleBatch()
-    for scored in advantages:
-        group = scored.group
-        _account_dropped(group, batch.report)
-        if scored.untrained == "stale_group":
+    algorithm = algorithm or make_algorithm(config.algorithm)
+    oldest = oldest_version(config, version) if oldest is None else oldest
+    batch, fresh = SampleBatch(), list[Group]()
+    for group in groups:
+        for reason, count in group.dropped_tokens.items():
+            batch.report.tokens_sampled += count
+            batch.report.masked[f"dropped_{reason}"] += count
+        versions = (v for t in group.trajectories for turn in t.turns for v in turn.weight_versions)
+        if config.training.stale_policy == "drop" and min(versions, default=0) < oldest:
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
-            continue
-        batch.overlong += sum(overlong(t, config) < 0 for t in group.trajectories)
-        batch.groups_without_signal += scored.untrained == "no_signal"
-        replaced = scored.untrained == "no_signal" and config.algorithm.dynamic_sampling
-        if scored.untrained and (replaced or not scored.advantage_by_index):
-            batch.drop(group.trajectories, scored.untrained)
-        elif algorithm.loss.needs_pairs:
-            _add_pair(batch, group, scored.advantage_by_index, oldest)
         else:
-            # Without a KL penalty, advantages of 0 add nothing to the gradient.
-            counted_only = scored.untrained == "no_signal" and not config.algorithm.kl.coef
-            for index, trajectory in enumerate(group.trajectories):
-                advantage = scored.advantage_by_index[index]
-                _add(
-                    batch,
-                    trajectory,
-                    advantage,
-                    oldest,
-                    counted_only=counted_only,
-                    as_reward=algorithm.advantage.needs_values,
-                )
+            fresh.append(group)
+    for group, advantages in zip(fresh, _of_groups(fresh, config, algorithm), strict=True):
+        _add_group(batch, group, advantages, config, oldest, algorithm)
     batch.samples = [sample for sample in batch.samples if sample.trained]
     if all(sample.counted_only for sample in batch.samples):
         batch.samples = []
     return batch
 
 
-def _add_pair(
-    batch: SampleBatch, group: Group, advantage_by_index: dict[int, TurnAdvantages], oldest: int
+def _add_group(
+    batch: SampleBatch,
+    group: Group,
+    advantages: _Advantages | None,
+    config: Config,
+    oldest: int,
+    algorithm: Algorithm,
 ) -> None:
-    """Add the chosen trajectory and the rejected one; half a pair is dropped."""
-    if not all(_fresh(group.trajectories[index], oldest) for index in advantage_by_index):
-        batch.stale_groups += 1
-        batch.drop(group.trajectories, "stale_group")
+    batch.overlong += sum(_overlong(t, config) < 0 for t in group.trajectories)
+    if advantages is None and len(group.trajectories) < 2:
+        batch.drop(group.trajectories, "alone")
         return
-    unpaired = (t for i, t in enumerate(group.trajectories) if i not in advantage_by_index)
-    batch.drop(unpaired, "unpaired")
-    pair_id = len(batch.samples)
-    for index in sorted(advantage_by_index, key=advantage_by_index.__getitem__, reverse=True):
-        _add(batch, group.trajectories[index], advantage_by_index[index], oldest, pair_id)
+    # With a value model these are rewards, and any reward is informative.
+    silent = advantages is None or not (
+        algorithm.advantage.needs_values or any(map(any, advantages.values()))
+    )
+    batch.groups_without_signal += silent
+    if advantages is None or (silent and config.algorithm.dynamic_sampling):
+        batch.drop(group.trajectories, "no_signal")
+    elif algorithm.loss.needs_pairs:
+        pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
+        versions = [[v for turn in t.turns for v in turn.weight_versions] for t in pair]
+        if not all(any(v >= oldest for v in each) for each in versions):  # half a pair is dropped
+            batch.stale_groups += 1
+            batch.drop(group.trajectories, "stale_group")
+            return
+        others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
+        batch.drop(others, "unpaired")
+        pair_id = len(batch.samples)
+        for trajectory, advantage in zip(pair, advantages.values(), strict=True):
+            _add(batch, trajectory, advantage, oldest, pair_id)
+    else:
+        for index, trajectory in enumerate(group.trajectories):
+            _add(
+                batch,
+                trajectory,
+                advantages[index],
+                oldest,
+                # Without a KL penalty, advantages of 0 add nothing to the gradient.
+                counted_only=silent and not config.algorithm.kl.coef,
+                as_reward=algorithm.advantage.needs_values,
+            )
 
 
 def _add(
     batch: SampleBatch,
     trajectory: Trajectory,
-    advantage: TurnAdvantages,
+    advantage: Sequence[float],
     oldest: int,
     pair_id: int | None = None,
     *,
@@ -155,22 +158,22 @@ def _add(
     if counted_only:
         batch.drop([trajectory], "no_signal")
     else:
-        stale = _trained(branches) - _trained(masked)
-        batch.stale_tokens += stale
-        batch.report += audit(trajectory, masked, masked="stale" if stale else None)
+        before, after = (
+            sum(sum(branch.response_mask) for branch in each) for each in (branches, masked)
+        )
+        batch.stale_tokens += before - after
+        batch.report += audit(trajectory, masked, masked="stale" if before > after else None)
     first = len(batch.samples)
+    by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
     for branch in masked:
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
-        sequence = len(batch.samples) if pair_id is None else first
         sample = Sample.of(
             branch.token_ids,
             branch.response_mask,
             branch.logprobs,
             branch.weight_versions,
-            _token_rewards(branch, trajectory, advantage)
-            if as_reward
-            else _token_advantages(branch, advantage),
-            sequence=sequence,
+            _token_rewards(branch, trajectory, advantage) if as_reward else by_turn[branch.turns],
+            sequence=len(batch.samples) if pair_id is None else first,
             pair_id=pair_id,
             trajectory=first if pair_id is None else pair_id,
             counted_only=counted_only,
@@ -181,37 +184,20 @@ def _add(
         batch.origins[id(sample)] = trajectory
 
 
-def _token_advantages(branch: Branch, advantage: TurnAdvantages) -> float | list[float]:
-    """Return the advantage of each token of a branch."""
-    if not isinstance(advantage, list):
-        return advantage
-    return [0.0 if turn < 0 else advantage[turn] for turn in branch.turns]
-
-
-def _token_rewards(branch: Branch, trajectory: Trajectory, reward: TurnAdvantages) -> list[float]:
-    """Return the reward of each token of a branch."""
+def _token_rewards(
+    branch: Branch, trajectory: Trajectory, reward: Sequence[float]
+) -> Sequence[float]:
     rewards = [0.0] * len(branch.token_ids)
     last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
+    if not last:
+        return rewards
     shares = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
-    for turn, share in enumerate(shares):
-        if turn in last:
-            rewards[last[turn]] += share
-    if last:
-        total = reward[max(last)] if isinstance(reward, list) else reward
-        rewards[max(last.values())] += total - sum(_of_same_player(trajectory, shares, max(last)))
+    for turn, t in last.items():
+        rewards[t] += shares[turn]
+    end, players = max(last), trajectory.turn_players or [""] * len(shares)
+    given = (share for share, who in zip(shares, players, strict=True) if who == players[end])
+    rewards[max(last.values())] += reward[end] - sum(given)
     return rewards
-
-
-def _of_same_player(trajectory: Trajectory, values: Sequence[float], turn: int) -> Sequence[float]:
-    """Return the values of the turns of the player who took `turn`; without players, all."""
-    players = trajectory.turn_players
-    if not players:
-        return values
-    return [value for value, who in zip(values, players, strict=True) if who == players[turn]]
-
-
-def _trained(branches: Sequence[Branch]) -> int:
-    return sum(sum(branch.response_mask) for branch in branches)
 
 
 def _without_stale(branch: Branch, oldest: int) -> Branch:
@@ -225,12 +211,182 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
     return replace(branch, response_mask=mask)
 
 
-def _fresh(trajectory: Trajectory, oldest: int) -> bool:
-    """Return whether any token of a trajectory is recent enough to train."""
-    return any(v >= oldest for turn in trajectory.turns for v in turn.weight_versions)
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The part of a trajectory that one player played; without players, the whole."""
+
+    index: int  # index of the trajectory in its group
+    turns: list[int]  # indices of its turns
+    reward: float
+    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
 
 
-def _account_dropped(group: Group, report: ExactnessReport) -> None:
-    for reason, count in group.dropped_tokens.items():
-        report.tokens_sampled += count
-        report.masked[f"dropped_{reason}"] += count
+def _sides(group: Group, config: Config) -> list[list[_Side]]:
+    """Return the sides that are compared with each other, a list for each player."""
+    sides: dict[str, list[_Side]] = {}
+    for index, trajectory in enumerate(group.trajectories):
+        penalty = _overlong(trajectory, config)
+        by_turn = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
+        players = trajectory.turn_players or [""] * len(trajectory.turns)
+        rewards = trajectory.player_rewards or {"": trajectory.reward or 0.0}
+        for player in dict.fromkeys(players) or [""]:
+            turns = [turn for turn, who in enumerate(players) if who == player]
+            own, total = [by_turn[turn] for turn in turns], rewards[player] + penalty
+            if own:
+                own[-1] += total - sum(own)
+            sides.setdefault(player, []).append(_Side(index, turns, total, own))
+    return list(sides.values())
+
+
+def _of_groups(
+    groups: Sequence[Group], config: Config, algorithm: Algorithm
+) -> list[_Advantages | None]:
+    """Return the advantages of each group, or None if it is not trained.
+
+    A group without signal has advantages of 0; it contains no pair for a loss that compares pairs,
+    whose advantages are 1 for the chosen trajectory and -1 for the rejected one, in this order.
+    """
+    if algorithm.loss.needs_pairs:
+        pairs = [(group, choose_pairs(_rewards(group, config))) for group in groups]
+        return [
+            None
+            if pair is None
+            else {
+                i: [a] * len(group.trajectories[i].turns)
+                for i, a in zip(pair, (1.0, -1.0), strict=True)
+            }
+            for group, pair in pairs
+        ]
+    sides = [_sides(group, config) for group in groups]
+    compared = [same for group in sides for same in group]
+    by_side = iter(_of_sides(compared, config, algorithm))
+    merged: list[_Advantages | None] = []
+    for group, of_group in zip(groups, sides, strict=True):
+        found = [(same, next(by_side)) for same in of_group]
+        advantages = {index: [0.0] * len(t.turns) for index, t in enumerate(group.trajectories)}
+        for same, values in found:
+            for side, value in zip(same, values or [], strict=values is not None):
+                for turn, advantage in zip(side.turns, value, strict=True):
+                    advantages[side.index][turn] = advantage
+        merged.append(None if all(values is None for _, values in found) else advantages)
+    return merged
+
+
+def _of_sides(
+    compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm
+) -> list[list[list[float]] | None]:
+    """Return the advantages of each side's turns; None for sides that are not trained."""
+    advantage, name = algorithm.advantage, config.algorithm.advantage.name
+    if not advantage.per_turn:
+        of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
+        lengths = [None if group is None else len(group) for group in of_groups]
+        sizes = [len(same) for same in compared]
+        if len(lengths) != len(sizes) or any(
+            n is not None and n != size for n, size in zip(lengths, sizes, strict=True)
+        ):
+            raise InputError(
+                f"algorithm.advantage: {name} returns {lengths} advantages for groups of {sizes} "
+                "trajectories"
+            )
+        return [
+            None
+            if group is None
+            else [[value] * len(side.turns) for side, value in zip(same, group, strict=True)]
+            for same, group in zip(compared, of_groups, strict=True)
+        ]
+    given = [advantage.of_turns([side.turn_rewards for side in same]) for same in compared]
+    for same, of_turns in zip(compared, given, strict=True):
+        turns = [len(side.turns) for side in same]
+        if of_turns is not None and (found := [len(a) for a in of_turns]) != turns:
+            raise InputError(
+                f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
+                f"{turns} turns"
+            )
+    return given
+
+
+def _rewards(group: Group, config: Config) -> list[float]:
+    """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
+    return [(t.reward or 0.0) + _overlong(t, config) for t in group.trajectories]
+
+
+def _overlong(trajectory: Trajectory, config: Config) -> float:
+    algorithm = config.algorithm
+    length = max((turn.path_length for turn in trajectory.turns), default=0)
+    return overlong_penalty(
+        length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
+    )
+
+
+def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
+    """Return whether what the algorithm compares differs within the group.
+
+    These are the rewards that would be trained on: of the turns, if turns have advantages of their
+    own; otherwise, of the trajectories. May call the user's `Advantage`.
+    """
+    if algorithm.loss.needs_pairs:
+        return choose_pairs(_rewards(group, config)) is not None
+    sides = _sides(group, config)
+    if algorithm.advantage.per_turn and not algorithm.advantage.needs_values:
+        return any(any(map(any, found or [])) for found in _of_sides(sides, config, algorithm))
+    return any(has_signal([side.reward for side in same]) for same in sides)
+
+
+def check_group_size(config: Config, algorithm: Algorithm) -> None:
+    """Check that a group contains something to compare, if the algorithm compares within groups."""
+    parts = config.algorithm
+    if config.sampling.n > 1:
+        return
+    if algorithm.loss.needs_pairs:
+        compares = f"algorithm.loss {parts.loss.name}"
+    elif parts.dynamic_sampling:
+        compares = "algorithm.dynamic_sampling"
+    elif config.data.curriculum:
+        compares = "data.curriculum"
+    else:
+        advantage, compares = algorithm.advantage, f"algorithm.advantage {parts.advantage.name}"
+        try:
+            if advantage.per_turn:
+                trains_alone = advantage.of_turns([[1.0]]) is not None
+            else:
+                trains_alone = advantage.of_groups([[1.0]])[0] is not None
+        except Exception:  # such as a standard deviation of one number, in the user's `Advantage`
+            trains_alone = False
+        if trains_alone:
+            return
+    raise InputError(
+        f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
+        "compare: raise sampling.n"
+    )
+
+
+def oldest_version(config: Config, version: int) -> int:
+    """Return the oldest version whose tokens are trained, if every step made all its updates."""
+    return version - config.training.max_staleness * config.training.updates_per_step
+
+
+class RecentVersions:
+    """The weight versions at the end of the last steps, the oldest first.
+
+    `training.max_staleness` counts steps, which make up to `training.updates_per_step` versions:
+    fewer if trajectories are few or an update is skipped, none while only the value model learns.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._versions = deque([0], maxlen=config.training.max_staleness + 1)
+
+    def step_ended(self, version: int) -> None:
+        self._versions.append(version)
+
+    @property
+    def oldest(self) -> int:
+        return self._versions[0]
+
+    def state(self) -> list[int]:
+        return list(self._versions)
+
+    def restore(self, state: Sequence[int] | None, version: int) -> None:
+        """Continue from a checkpoint, whose version this is; an old one has no state."""
+        known = [oldest_version(self._config, version), version] if state is None else state
+        self._versions = deque(known, maxlen=self._config.training.max_staleness + 1)

@@ -5,9 +5,9 @@ Temperature, top-k and top-p are applied as vLLM applies them: a temperature bet
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,46 +18,27 @@ from transformers.modeling_outputs import BaseModelOutput
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import attending
-from turnwise.training.context import Columns, ContextGroup
-from turnwise.training.layers import backbone_of
+from turnwise.training.batching import Columns
+from turnwise.training.loading import backbone_of
 
-_LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 in vLLM's SamplingParams."""
+_LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
 """Maximum number of logits computed at once: 128 MiB in float32."""
 
 
 class Scores(NamedTuple):
-    """Scores of the `N` masked tokens, in row-major order."""
-
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
     """Entropy of the distribution that each was drawn from, in nats, without gradient."""
 
 
-def score(
-    model: Any,
-    token_ids_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    position_ids_BT: torch.Tensor | None,
-    sampling: SamplingConfig,
-    group: ContextGroup | None = None,
-) -> Scores:
-    """Score the masked tokens; rows are padded on the right, or packed and separated by
-    positions that start again at 0.
+def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
+    """Score the targets of all columns, of which this rank computes some.
 
     The output head runs on the positions before masked tokens alone and, where they are many,
     in chunks whose logits are recomputed for the backward pass, so no [B, T, V] tensor exists.
     Padding needs no attention mask: it is on the right, and attention is causal.
-
-    Args:
-        group: Ranks that share the rows; each gets the scores of all tokens.
     """
-    return score_columns(model, Columns.of(token_ids_BT, mask_BT, position_ids_BT, group), sampling)
-
-
-def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
-    """Score the targets of all columns, of which this rank computes some; see `score`."""
     hidden_NH = hidden_before(backbone_of(model), columns)
     own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
     return Scores(*(columns.whole(values_N) for values_N in own))
@@ -71,13 +52,13 @@ def score_hidden(
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    chunks = []
-    for start in range(0, max(1, len(targets_N)), rows):
-        inputs = hidden_NH[start : start + rows], targets_N[start : start + rows]
-        if len(targets_N) > rows and torch.is_grad_enabled():
-            chunks.append(checkpoint(_score, model, *inputs, sampling, use_reentrant=False))
-        else:
-            chunks.append(_score(model, *inputs, sampling))
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _score
+    if len(targets_N) > rows and torch.is_grad_enabled():
+        compute = partial(checkpoint, _score, use_reentrant=False)
+    chunks = [
+        compute(model, hidden_NH[start : start + rows], targets_N[start : start + rows], sampling)
+        for start in range(0, max(1, len(targets_N)), rows)
+    ]
     return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
@@ -92,25 +73,6 @@ def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
     return hidden_NH
 
 
-def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """Return the logits that a model makes of last hidden states, in float32: [N, V].
-
-    The model's own forward pass makes them, with these states in the place of its backbone's:
-    models scale or cap logits after the head, each in its way.
-
-    Raises:
-        InputError: when its forward pass takes the states from another module.
-    """
-    with _giving(model, hidden_NH[None]) as given:
-        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
-        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
-    if not given:
-        raise InputError(
-            f"a {model.config.model_type} model computes logits in a way that is not known"
-        )
-    return logits_NV.float()
-
-
 @dataclass
 class _Output(BaseModelOutput):  # type: ignore[misc]
     """A backbone's output of nothing but the last hidden states."""
@@ -120,18 +82,17 @@ class _Output(BaseModelOutput):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-@contextmanager
-def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[bool]]:
-    """Make a model's backbone give these last hidden states for a `with` block.
+def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """Return the logits that a model makes of last hidden states, in float32: [N, V].
 
-    Yields:
-        A list that is no longer empty once the backbone was called.
+    The model's own forward pass makes them, with these states in the place of its backbone's:
+    models scale or cap logits after the head, each in its way.
     """
     given: list[bool] = []
 
     def give(*_: object, **__: object) -> BaseModelOutput:
         given.append(True)
-        return _Output(last_hidden_state=hidden_1NH)
+        return _Output(last_hidden_state=hidden_NH[None])
 
     backbone = backbone_of(model)
     replaced = [backbone]
@@ -141,13 +102,19 @@ def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[b
     for module in replaced:
         module.forward = give
     try:
-        yield given
+        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
     finally:
         for module, own in zip(replaced, before, strict=True):
             if own is None:
                 del module.forward
             else:
                 module.forward = own
+    if not given:
+        raise InputError(
+            f"a {model.config.model_type} model computes logits in a way that is not known"
+        )
+    return logits_NV.float()
 
 
 def _score(

@@ -1,47 +1,49 @@
-"""Weights of a sharded model: every rank reads its own slices from the safetensors files.
+"""Weights of a sharded model: each rank reads its own from the files; all gather them whole.
 
 A model is built without memory for its weights (on the meta device) and sharded. Each parameter's
 shard is then read from the files, one parameter at a time, so no process ever holds the whole
-model. The layout of the files is Transformers' business: its conversions merge the experts of a
-checkpoint, for instance.
+model. The layout of the files is Transformers' business: the experts of a layer are one parameter,
+for instance, and many tensors in the files. Engines and exported models get the form of the files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from mmap import mmap
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     WeightConverter,
+    WeightTransform,
     convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from turnwise.core.process import environment_variable
-from turnwise.internals.transformers import compute_missing, mark_loaded
+from turnwise.internals.transformers import compute_missing, conversions_of, mark_loaded
+from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Transformers reads many tensors at once without it."""
-_ADAPTED = ".base_layer."
-"""Part of the names of weights in a layer with an adapter."""
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # Transformers reads many tensors at once without it
+_ADAPTED = ".base_layer."  # part of the names of weights in a layer with an adapter
 
 
 def weight_files(path: str) -> list[str]:
-    """Return the safetensors files of a model; none if it has weights in another format.
-
-    Args:
-        path: Folder or Hugging Face name.
-    """
+    """Return the safetensors files of a model; none if it has weights in another format."""
     if single := cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
         return [single]
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
@@ -66,11 +68,7 @@ def can_be_sliced(model: PreTrainedModel) -> bool:
 
 
 def read_tensor(files: list[str], name: str) -> torch.Tensor:
-    """Read one whole tensor.
-
-    Raises:
-        ValueError: when no file has it.
-    """
+    """Read one whole tensor; raises `ValueError` when no file has it."""
     with _slices(files) as slices:
         if name not in slices:
             raise ValueError(f"{name} is missing from its files")
@@ -79,15 +77,7 @@ def read_tensor(files: list[str], name: str) -> torch.Tensor:
 
 
 def read_shards(module: nn.Module, files: list[str], device: torch.device) -> None:
-    """Fill the parameters of a sharded model that are on the meta device, and its buffers.
-
-    Args:
-        module: The module that holds the model.
-        device: Device of this rank's shards.
-
-    Raises:
-        ValueError: when the files lack a parameter, or have one of another shape.
-    """
+    """Fill the parameters of a sharded model that are on the meta device, and its buffers."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     for name, parameter in model.named_parameters():
@@ -146,3 +136,87 @@ def _slices(files: list[str]) -> Iterator[Slices]:
             file = stack.enter_context(safe_open(path, "pt", backend="pread"))
             slices |= {name: _Slice(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         yield slices
+
+
+def full_tensors(model: PreTrainedModel) -> NamedTensors:
+    """Yield each tensor whole, under its name in the files; every rank must iterate over all.
+
+    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
+    """
+    return _tensors(model, whole)
+
+
+def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
+    """Yield what `full_tensors` yields, on the meta device, without gathering anything."""
+    return _tensors(model, lambda parameter: torch.empty(parameter.shape, device="meta"))
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong into a model's files, such as the bias of some routers.
+
+    Training does not change them, so engines have them already.
+    """
+    kept = model.state_dict().keys()
+    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return revert_weight_conversion(model, found) if found and _transforms(model) else found
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a sharded parameter whole; every rank must call it."""
+    tensor = parameter.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != "cpu":
+        return tensor.full_tensor()
+    # gloo would gather into a buffer of its own, and copy: the whole tensor twice.
+    local, number = tensor.to_local(), dist.get_rank()
+    gathered = _mapped(tensor.shape, tensor.dtype)
+    for rank, part in enumerate(gathered.chunk(dist.get_world_size())):
+        if rank == number:
+            part.copy_(local)
+        dist.broadcast(part, src=rank)
+    return gathered
+
+
+def _mapped(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor whose memory the process gives back when the tensor is freed.
+
+    The C library would keep it, and take more for the next tensor if that does not fit into it.
+    """
+    count = shape.numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap(-1, count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _tensors(
+    model: PreTrainedModel, gathered: Callable[[torch.Tensor], torch.Tensor]
+) -> NamedTensors:
+    transforms = _transforms(model)
+    if not transforms:
+        for name, parameter in model.named_parameters():
+            yield name, gathered(parameter)
+        return
+    merged = any(len(transform.target_patterns) > 1 for transform in transforms)
+
+    def unit(named: tuple[str, torch.Tensor]) -> str:
+        """Return the parameter's name, up to the number of its layer if tensors merge several."""
+        parts = named[0].split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+        return ".".join(parts[: number + 1]) if merged else named[0]
+
+    for _, group in groupby(model.named_parameters(), key=unit):
+        tensors = {name: gathered(parameter) for name, parameter in group}
+        tensors = revert_weight_conversion(model, tensors)
+        for name in list(tensors):  # none is kept once it is yielded
+            yield name, tensors.pop(name)
+
+
+def _transforms(model: PreTrainedModel) -> Iterable[WeightTransform]:
+    """Return the conversions between the model's files and its parameters."""
+    used = conversions_of(model)
+    if used is not None:
+        return used
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in known if not isinstance(transform, PrefixChange)]

@@ -17,12 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
 from turnwise.core import logs
-from turnwise.core.actor import (
-    ActorHandle,
-    create_placement_group,
-    is_death,
-    killed_on_failure,
-)
+from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
@@ -40,7 +35,7 @@ from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
     from turnwise.training.layout_check import AgreedLayout
-    from turnwise.training.model import ModelName
+    from turnwise.training.lora import ModelName
     from turnwise.training.rank import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -57,7 +52,6 @@ class TrainerActor:
         logs.follow()
 
     def node(self) -> str:
-        """Return the address of this rank's node."""
         return str(ray.util.get_node_ip_address())
 
     def open_store(self, host: str) -> str:
@@ -76,7 +70,6 @@ class TrainerActor:
         return os.getpid(), self._policy.agreed
 
     def call(self, method: str, *args: object) -> object:
-        """Call any method of the rank."""
         result: object = getattr(self._policy, method)(*args)
         return result
 
@@ -89,11 +82,6 @@ class TrainerGroup:
 
     Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
     the one that did not answer within `training.step_timeout` seconds.
-
-    Example:
-        trainer = await TrainerGroup.start(config, Path("runs/run"))
-        metrics = await trainer.train(samples)
-        trainer.kill()
     """
 
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
@@ -108,26 +96,16 @@ class TrainerGroup:
         self._timeout = config.training.step_timeout
 
     @classmethod
-    async def start(
-        cls,
-        config: Config,
-        folder: Path,
-        *,
-        num_gpus: float = 0,
-    ) -> "TrainerGroup":
-        """Start all ranks, each in an actor with `training.resources`.
-
-        Args:
-            folder: Folder of the run.
-            num_gpus: GPUs of each rank; less than 1 is a share of one.
-
-        Raises:
-            InputError: when the model cannot be loaded or does not fit.
-            DeadlineError: when the cluster has no room.
-        """
+    async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
+        """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         from turnwise.training.rank import RankInfo, threads_of
 
         training = config.training
+        kind: type[TrainerActor] = TrainerActor
+        if training.colocated:
+            from turnwise.training.colocated import ColocatedTrainerActor
+
+            kind = ColocatedTrainerActor
         find_transport(config.weights.transport)  # a wrong name is an error before ranks start
         group = await create_placement_group(
             training.ranks,
@@ -143,7 +121,7 @@ class TrainerGroup:
         }
         ranks = [
             ActorHandle.create(
-                _actor_class(training.colocated),
+                kind,
                 name=f"policy rank {rank}",
                 config=config,
                 log=f"policy-{rank}",
@@ -157,7 +135,11 @@ class TrainerGroup:
         ]
         trainer = cls(config, ranks, num_gpus > 0)
         with killed_on_failure(*ranks):
-            address = await trainer._open_rendezvous() if len(ranks) > 1 else ""
+            address = ""
+            if len(ranks) > 1:  # ranks of one node meet at an address that only it can reach
+                nodes = await trainer._each("report its address", "node")
+                host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
+                address = await trainer._first("open a rendezvous address", "open_store", host)
             places = [RankInfo(rank, len(ranks), address) for rank in range(len(ranks))]
             arguments = [(config, place, str(folder)) for place in places]
             started = await trainer._each("start", "start", arguments)
@@ -167,12 +149,6 @@ class TrainerGroup:
         if agreed.warning:
             logger.warning("%s", agreed.warning)
         return trainer
-
-    async def _open_rendezvous(self) -> str:
-        """Open the ranks' rendezvous store; on one node, it is reachable only from there."""
-        nodes = await self._each("report its address", "node")
-        host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
-        return str(await self._first("open a rendezvous address", "open_store", host))
 
     @property
     def actors(self) -> dict[str, RayActor]:
@@ -205,19 +181,13 @@ class TrainerGroup:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score sequences with one of the trainer's models.
+        """Score the masked tokens of sequences with one of the trainer's models.
 
-        Args:
-            token_ids: For each sequence its T tokens.
-            masks: For each sequence T times 1 (a token to be scored) or 0; a first token, which
-                nothing precedes, is never scored.
+        A first token, which nothing precedes, is never scored.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
             under `sampling`, or, from the value model, the expected return before it.
-
-        Raises:
-            InputError: when the trainer has no such model.
         """
         samples = [
             Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
@@ -232,7 +202,11 @@ class TrainerGroup:
                 [("score", name, share[0]) for share in planned],
             )
             found = {number: values for reply in replies for number, values in reply}
-        return [_spread(sample, found.get(sample.sequence, [])) for sample in samples]
+        spread = []
+        for sample in samples:
+            values = iter(found.get(sample.sequence, []))
+            spread.append([next(values) if scored else 0.0 for scored in sample.response_mask_T])
+        return spread
 
     async def publish(self) -> Publication:
         """Publish the weights; return rank 0's manifest, and the canary of this version."""
@@ -244,12 +218,12 @@ class TrainerGroup:
         await self._same("send its weights", "send", devices)
 
     async def offload(self) -> int:
-        """Offload on all ranks; return the bytes offloaded."""
         return sum(await self._same("offload its tensors", "offload"))
 
     async def rendezvous(self) -> tuple[str, int]:
-        what = "open a rendezvous address"
-        address: tuple[str, int] = await self._first(what, "call", "rendezvous")
+        address: tuple[str, int] = await self._first(
+            "open a rendezvous address", "call", "rendezvous"
+        )
         return address
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
@@ -259,7 +233,6 @@ class TrainerGroup:
         await self._same(f"save {folder}", "save", folder)
 
     async def load(self, folder: Path) -> int:
-        """Resume from a checkpoint; return its version."""
         versions = await self._same(f"load {folder}", "load", folder)
         self.version = versions[0]
         return self.version
@@ -296,11 +269,7 @@ class TrainerGroup:
     async def _each(
         self, what: str, method: str, arguments: Sequence[Sequence[object]] | None = None
     ) -> list[Any]:
-        """Call a method of all ranks' actors, each with its own arguments.
-
-        Returns:
-            The replies, in the order of the ranks.
-        """
+        """Call a method of all ranks' actors, each with its own arguments; return the replies."""
         waits = [
             asyncio.ensure_future(rank.call(method, *own, what=what, seconds=self._timeout))
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
@@ -329,20 +298,6 @@ class TrainerGroup:
             if not pending:
                 return
             await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _actor_class(colocated: bool) -> type[TrainerActor]:
-    if not colocated:
-        return TrainerActor
-    from turnwise.training.colocated import ColocatedTrainerActor
-
-    return ColocatedTrainerActor
-
-
-def _spread(sample: Sample, values: Sequence[float]) -> list[float]:
-    """Return a value for each token of a sequence: that of a masked token, 0.0 for others."""
-    rest = iter(values)
-    return [next(rest) if scored else 0.0 for scored in sample.response_mask_T]
 
 
 def _rank_of_cause(error: BaseException | None) -> int:

@@ -7,29 +7,15 @@ token of every sample with the engine's record. Reports can be added to get one 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory.ids import checksums, fingerprint
-from turnwise.trajectory.trajectory import (
-    Branch,
-    Trajectory,
-    Turn,
-)
+from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
 
 
 @dataclass(slots=True)
 class ExactnessReport:
-    """Counts of sampled, trained and exact tokens; reports of several trajectories can be added.
-
-    Example:
-        >>> report = ExactnessReport()
-        >>> for trajectory in group.trajectories:
-        ...     report += audit(trajectory)
-        >>> print(report)
-        exact      100 % of 7 trained tokens; 7 sampled
-                   4 turns, 1 bridged, forked: 1 retry, 1 new_conversation
-    """
+    """Counts of sampled, trained and exact tokens; reports of several trajectories can be added."""
 
     trajectories: int = 0
     turns: int = 0
@@ -50,16 +36,12 @@ class ExactnessReport:
     """Description of the first difference; None if there is none."""
 
     def __iadd__(self, other: "ExactnessReport") -> "ExactnessReport":
-        self.trajectories += other.trajectories
-        self.turns += other.turns
-        self.bridged += other.bridged
-        self.forked += other.forked
-        self.tokens_sampled += other.tokens_sampled
-        self.tokens_trained += other.tokens_trained
-        self.tokens_exact += other.tokens_exact
-        self.masked += other.masked
-        self.violations += other.violations
-        self.first_violation = self.first_violation or other.first_violation
+        first = self.first_violation or other.first_violation
+        for item in fields(self):
+            if item.name != "first_violation":
+                ours, theirs = getattr(self, item.name), getattr(other, item.name)
+                setattr(self, item.name, ours + theirs)
+        self.first_violation = first
         return self
 
     @property
@@ -69,41 +51,35 @@ class ExactnessReport:
 
     def to_dict(self) -> JsonObject:
         """Return all fields and `exact_percent` as plain values, for metrics and checkpoints."""
-        return {
-            "exact_percent": self.percent,
-            "tokens_trained": self.tokens_trained,
-            "tokens_exact": self.tokens_exact,
-            "tokens_sampled": self.tokens_sampled,
-            "masked": dict(sorted(self.masked.items())),
-            "trajectories": self.trajectories,
-            "turns": self.turns,
-            "bridged": self.bridged,
-            "forked": dict(sorted(self.forked.items())),
-            "violations": self.violations,
-            "first_violation": self.first_violation,
-        }
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        counters = {key: dict(sorted(values[key].items())) for key in ("masked", "forked")}
+        return {"exact_percent": self.percent, **values, **counters}
 
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "ExactnessReport":
         """Build a report from the values that `to_dict` returned."""
-        known = {key: value for key, value in tree.items() if key != "exact_percent"}
-        counters = {key: Counter(known[key]) for key in ("masked", "forked")}
-        return cls(**{**known, **counters})
+        values = {key: value for key, value in tree.items() if key != "exact_percent"}
+        counters = {key: Counter(values[key]) for key in ("masked", "forked")}
+        return cls(**{**values, **counters})
 
     def __str__(self) -> str:
         """Return two lines for people, or three if there is a violation."""
-        trained = f"{_percent(self.percent)} of {self.tokens_trained:,} trained tokens"
+        # Rounded down, so that 100 % means all.
+        percent = "100" if self.percent == 100.0 else f"{math.floor(self.percent * 100) / 100:.2f}"
+        trained = f"{percent} % of {self.tokens_trained:,} trained tokens"
         if not self.tokens_trained:
             trained = "no token was trained"
-        lines = [
-            f"exact      {trained}; {self.tokens_sampled:,} sampled"
-            f"{_counts(', not trained', self.masked)}",
-            f"           {self.turns:,} turns, {self.bridged:,} bridged"
-            f"{_counts(', forked', self.forked) or ', none forked'}",
-        ]
+        masked, forked = (
+            ", ".join(f"{n:,} {why}" for why, n in counts.items())
+            for counts in (self.masked, self.forked)
+        )
+        text = f"exact      {trained}; {self.tokens_sampled:,} sampled"
+        text += f", not trained: {masked}" if masked else ""
+        text += f"\n           {self.turns:,} turns, {self.bridged:,} bridged, "
+        text += f"forked: {forked}" if forked else "none forked"
         if self.first_violation is not None:
-            lines.append(f"           {self.violations} violations; first: {self.first_violation}")
-        return "\n".join(lines)
+            text += f"\n           {self.violations} violations; first: {self.first_violation}"
+        return text
 
 
 def audit(
@@ -119,7 +95,6 @@ def audit(
     finite and versions never decrease along a branch.
 
     Args:
-        trajectory: The record.
         samples: The training samples; None takes `trajectory.samples()`.
         masked: Reason why sampled tokens are in no sample; None makes such tokens a violation.
 
@@ -167,78 +142,60 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             return
         available = 0 if turn.parent is None else turns[turn.parent].path_length
         if not 0 <= turn.prefix_length <= available:
-            yield (
-                f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
-            )
+            yield f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
             return
         lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
         if len(set(lengths)) != 1:
             yield f"turn {index}: tokens, log-probs and versions are {lengths}"
             return
-        before = _total_before(turns, turn, totals)
+        before = 0  # the sum of the ids that its prompt takes over
+        if _continues(turns, turn):
+            before = totals[turn.parent or 0]
+        elif turn.parent is not None:
+            path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
+            before = sum(path[: turn.prefix_length])
         totals.append(before + turn.sums[0])
-        yield from (
-            [*_check_ids(index, turn)]
-            or [*_check_values(index, turn, _last_version(turns, turn))]
-            or [*_check_record(index, turn, before)]
-        )
+        for problem in _differences(turn, before, _last_version(turns, turn)):
+            yield f"turn {index}: {problem}"
 
 
-def _check_values(index: int, turn: Turn, version_before: int) -> Iterator[str]:
-    for position, logprob in enumerate(turn.logprobs):
-        if not (math.isfinite(logprob) and logprob <= 1e-4):
-            yield f"turn {index}: sampled token {position} has log-prob {logprob}"
-    before = version_before
-    for position, version in enumerate(turn.weight_versions):
-        if version < before:
-            yield (
-                f"turn {index}: sampled token {position} has weight version {version} after "
-                f"{before}"
-            )
-        before = version
+def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
+    """Compare a stored turn with what was recorded of it.
 
-
-def _check_ids(index: int, turn: Turn) -> Iterator[str]:
+    Args:
+        total_before: Sum of the ids that its prompt takes over.
+        version: Weight version of the token sampled before it.
+    """
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
-    if not (change or moment):
-        return
-    position = moment // change - 1 if change and moment % change == 0 else -1
-    if not 0 <= position < len(ids):
-        yield f"turn {index}: several of its {len(ids)} token ids are not those recorded"
-        return
-    kind = "sampled"
-    at = position - len(turn.added_token_ids)
-    if at < 0:
-        kind, at = "added", position
-    yield (
-        f"turn {index}: {kind} token {at} is {ids[position]}, where {ids[position] - change} "
-        "was recorded"
-    )
-
-
-def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
-    """Compare the call of the engine that the stored turn describes with the recorded one."""
-    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    if change or moment:
+        position = moment // change - 1 if change and moment % change == 0 else -1
+        if not 0 <= position < len(ids):
+            return [f"several of its {len(ids)} token ids are not those recorded"]
+        at = position - len(turn.added_token_ids)
+        where = f"sampled token {at}" if at >= 0 else f"added token {position}"
+        right = ids[position] - change
+        return [f"{where} is {ids[position]}, where {right} was recorded"]
+    found = [
+        f"sampled token {position} has log-prob {logprob}"
+        for position, logprob in enumerate(turn.logprobs)
+        if not (math.isfinite(logprob) and logprob <= 1e-4)
+    ]
+    for position, after in enumerate(turn.weight_versions):
+        if after < version:
+            found.append(f"sampled token {position} has weight version {after} after {version}")
+        version = after
+    if found:
+        return found
     length = turn.prefix_length + len(turn.added_token_ids)
     if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
-        yield (
-            f"turn {index}: its prompt of {length} tokens is not the one of {turn.record[0]} that "
-            "the engine had"
-        )
-    elif sampled != turn.record[2]:
-        yield f"turn {index}: its sampled tokens, log-probs or versions are not those recorded"
-
-
-def _total_before(turns: Sequence[Turn], turn: Turn, totals: Sequence[int]) -> int:
-    """Return the sum of the ids that a turn's prompt takes over from its parent's path."""
-    if turn.parent is None:
-        return 0
-    if _continues(turns, turn):
-        return totals[turn.parent]
-    path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
-    return sum(path[: turn.prefix_length])
+        engines = turn.record[0]
+        return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
+    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    if sampled != turn.record[2]:
+        return ["its sampled tokens, log-probs or versions are not those recorded"]
+    return []
 
 
 def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
@@ -303,32 +260,27 @@ def _check_sample(
             known.update(range(end - first))
             exact += 0 if problems else end - first
         for position in () if whole else range(start, end):
-            origin = _Origin(index, position - first, ids[position - start])
-            problem = _check_token(turn, origin, sample, position, known)
-            problems += [problem] if problem else []
+            origin = index, position - first, ids[position - start]
+            if problem := _check_token(turn, origin, sample, position, known):
+                problems.append(problem)
             exact += bool(sample.response_mask[position]) and not problems
         start = end
     return exact, problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The recorded token that a sample's token was made from."""
-
-    turn: int
-    sampled: int
-    """Position among the turn's sampled tokens; negative for a token of the prompt."""
-    token: int
-
-
 def _check_token(
-    turn: Turn, origin: _Origin, sample: Branch, position: int, trained: set[int]
+    turn: Turn, origin: tuple[int, int, int], sample: Branch, position: int, trained: set[int]
 ) -> str | None:
-    """Return a sentence about the first difference of one token; None if it is exact."""
-    token, sampled = sample.token_ids[position], origin.sampled
-    if token != origin.token:
+    """Return a sentence about the first difference of one token; None if it is exact.
+
+    Args:
+        origin: Its turn, its position among the sampled tokens of that (negative for a token of the
+            prompt), and its id there.
+    """
+    token, (index, sampled, recorded_id) = sample.token_ids[position], origin
+    if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"
-        return f"token {position} is {token}, where turn {origin.turn} {source} {origin.token}"
+        return f"token {position} is {token}, where turn {index} {source} {recorded_id}"
     if not sample.response_mask[position]:
         return None
     if sampled < 0:
@@ -337,21 +289,9 @@ def _check_token(
         return f"token {position} ({token}) is trained twice"
     trained.add(sampled)
     for name, ours, recorded in (
-        ("log-prob", sample.logprobs, turn.logprobs),
-        ("weight version", sample.weight_versions, turn.weight_versions),
+        ("log-prob", sample.logprobs[position], turn.logprobs[sampled]),
+        ("weight version", sample.weight_versions[position], turn.weight_versions[sampled]),
     ):
-        if ours[position] != recorded[sampled]:
-            return (
-                f"token {position} ({token}) has {name} {ours[position]}, where "
-                f"{recorded[sampled]} was sampled"
-            )
+        if ours != recorded:
+            return f"token {position} ({token}) has {name} {ours}, where {recorded} was sampled"
     return None
-
-
-def _counts(title: str, counts: Counter[str]) -> str:
-    return f"{title}: " + ", ".join(f"{n:,} {why}" for why, n in counts.items()) if counts else ""
-
-
-def _percent(value: float) -> str:
-    """Format a percentage rounded down, so that 100 % means all."""
-    return "100 %" if value == 100.0 else f"{math.floor(value * 100) / 100:.2f} %"

@@ -22,35 +22,36 @@ other three. It reads them off a placeholder conversation that ends with the new
 After the sentinel the template writes the same text as after any assistant's turn. The completion
 already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion that was cut
 off after `4` gets all of it. The work grows with the new messages and not with the history, and
-this works with any template (see `seam`). If the placeholder does not show how to continue, the
-bridge returns a reason, and the caller starts a new branch.
+this works with any template. If the placeholder does not show how to continue, the bridge returns a
+reason, and the caller starts a new branch.
+
+The seam between an assistant's turn and the messages after it is read off such renderings: how the
+template ends a turn, which token may end it instead, and what comes before the first new message. A
+seam is valid for all messages of the same roles and tool names, so it is cached.
 """
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
-from turnwise.trajectory.seam import NotShown, find_seam, has_content_parts
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.trajectory import Message, common_prefix
 
 _MAX_SEAMS = 256
 """Maximum number of cached seams: their keys contain tool names, which a model can invent."""
+_QUESTION = "placeholder question"
+_SENTINEL = "sentinel 0f1e2d3c"
+"""Content of the placeholder's assistant turn; no real conversation contains it."""
+_NEW_MESSAGE = "new message 5b6a7988"
+"""Content of the new messages while the template is probed, followed by their index."""
+
+_Content = str | list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The next turn's prompt, or the reason why there is none.
-
-    Example:
-        following = bridge(
-            template,
-            prompt_token_ids=prompt,
-            completion_token_ids=completion.token_ids,
-            new_messages=[{"role": "user", "content": "And tomorrow?"}],
-        )
-        if following.token_ids is None:
-            print(following.fork_reason, following.detail)
-    """
+    """The next turn's prompt, or the reason why there is none."""
 
     prompt_token_ids: Sequence[int]
     completion_token_ids: Sequence[int]
@@ -113,13 +114,19 @@ def bridge(
     def fork(reason: str, detail: str) -> Bridge:
         return Bridge(prompt_token_ids, completion_token_ids, [], reason, detail)
 
-    messages = _named(new_messages)
+    messages: list[Message] = [  # many templates require a tool's name and a call's id
+        {"name": "tool", "tool_call_id": f"call{index:05d}", **message}
+        if message["role"] == "tool"
+        else dict(message)
+        for index, message in enumerate(new_messages)
+    ]
     roles = tuple((message["role"], message.get("name")) for message in messages)
-    key = (roles, bool(tools), has_content_parts(messages))
+    key = (roles, bool(tools), _has_content_parts(messages))
     last = template.special_tokens.get(completion_token_ids[-1]) if completion_token_ids else None
-    for cached in (template.seams.get(key), None):
+    known = template.seams.get(key)
+    for cached in (known, None):
         try:
-            seam = cached or find_seam(template, messages, tools)
+            seam = cached if isinstance(cached, Seam) else find_seam(template, messages, tools)
             following = seam.following(template, messages, tools)
         except NotShown as error:
             return fork(error.reason, str(error))
@@ -138,29 +145,16 @@ def bridge(
                 "end that turn before these messages",
             )
         if following is not None and following.startswith(seam.joint[:start]):
-            return Bridge(
-                prompt_token_ids,
-                completion_token_ids,
-                _encode_after(template, last, following[start:]),
-            )
+            added = _encode_after(template, last, following[start:])
+            return Bridge(prompt_token_ids, completion_token_ids, added)
     return fork(
         "unlike_placeholder",
         "the template renders these messages differently depending on their contents",
     )
 
 
-def _named(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with a tool name and call id in tool messages: many templates require them."""
-    return [
-        {"name": "tool", "tool_call_id": f"call{index:05d}", **message}
-        if message["role"] == "tool"
-        else dict(message)
-        for index, message in enumerate(messages)
-    ]
-
-
 def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[int]:
-    """The ids of `text` behind the special token `last`, or behind ordinary text.
+    """Return the ids of `text` behind the special token `last`, or behind ordinary text.
 
     Some tokenizers treat the beginning of a text specially, so words are never encoded alone.
     """
@@ -169,3 +163,245 @@ def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[i
     anchor = last or "x"
     head, whole = template.encode(anchor), template.encode(anchor + text)
     return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)
+
+
+class NotShown(Exception):
+    """The rendering of a placeholder conversation lacks a part that the seam is read from."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """A `fork_reason` of `Bridge`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """The text between an assistant's turn and new messages of certain roles."""
+
+    placeholder: list[Message]
+    """The conversation that ends with the assistant's turn."""
+    sentinels: int
+    """Number of times that the placeholder's rendering contains the sentinel."""
+    joint: str
+    """Text from the last sentinel to the first new message's content."""
+    call_end: str | None
+    """Beginning of the joint that completes a tool call, "" for a turn without calls. None if the
+    template does not show where the call ends and the turn's end begins."""
+    turn_end: str
+    """Text after `call_end` that ends the turn; may be empty."""
+    sampled_end: str
+    """Beginning of the joint that the model itself may sample. If the completion ends with a
+    special token that occurs in it, everything up to that token was sampled."""
+    stop_tokens: frozenset[str]
+    """Special tokens that may end a turn in place of the template's own."""
+
+    def following(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Tools | None
+    ) -> str | None:
+        """Return everything that the template writes behind the placeholder's last sentinel."""
+        text = template.render_text([*self.placeholder, *messages], tools=tools)
+        parts = text.split(_SENTINEL, self.sentinels)
+        return parts[self.sentinels] if len(parts) > self.sentinels else None
+
+    def start(
+        self, template: ChatTemplate, last: str | None, completion: Sequence[int]
+    ) -> int | None:
+        """Return how many of the joint's characters the completion holds; None if unknown.
+
+        Args:
+            last: The special token that the completion ends with; None if it ends with text.
+        """
+        pattern = template.special_token_pattern
+        if last is not None:
+            found = self.sampled_end.find(last)
+            if found >= 0:
+                # If another end of the turn comes before it, that must have been sampled too.
+                before = (
+                    "" if self.call_end is None else self.sampled_end[len(self.call_end) : found]
+                )
+                if (
+                    last in self.stop_tokens
+                    or pattern.search(before) is None
+                    or template.decode_all(completion[-len(before) - 1 :]).endswith(before + last)
+                ):
+                    return found + len(last)
+            if not self.turn_end and self.joint.startswith(self.sampled_end + last):
+                return len(self.sampled_end) + len(last)
+        if self.call_end is None:
+            return None
+        token = pattern.search(self.turn_end)
+        if last in self.stop_tokens and token is not None:
+            return len(self.call_end) + token.end()
+        words = self.turn_end[: token.start()] if token else self.turn_end
+        if not words or not completion:
+            return len(self.call_end)
+        return len(self.call_end) + overlap(template.decode_all(completion[-len(words) :]), words)
+
+
+def overlap(text: str, following: str) -> int:
+    """Return the number of characters with which a text ends and another begins."""
+    return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
+
+
+def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> Seam:
+    """Probe the template with the first placeholder conversation that it accepts.
+
+    Args:
+        messages: The new messages; tool messages have a name and a call id.
+
+    Raises:
+        NotShown: when the template hides the assistant's turn or a new message.
+        Exception: the template's error for the first placeholder with calls, or for the answer.
+    """
+    as_parts = _has_content_parts(messages)
+    new = [
+        {**message, "content": _content(f"{_NEW_MESSAGE} {index}.", as_parts)}
+        for index, message in enumerate(messages)
+    ]
+    answer = _conversation(_content(_SENTINEL, as_parts), as_parts)
+    rendered = _probe(template, answer, new, tools)
+    if messages and messages[0]["role"] == "tool":
+        user: list[Message] = [{"role": "user", "content": new[0]["content"]}]
+        before_user = _probe(template, answer, user, tools)
+        plain = rendered if isinstance(before_user, Exception) else before_user
+        refusals: list[Exception] = []
+        for placeholder in _calling_placeholders(messages, as_parts):
+            calling = _probe(template, placeholder, new, tools)
+            if not isinstance(calling, Exception):
+                return _seam(template, placeholder, calling, plain)
+            refusals.append(calling)
+        if not any(isinstance(refusal, NotShown) for refusal in refusals):
+            raise refusals[0]
+    if isinstance(rendered, Exception):
+        raise rendered
+    return _seam(template, answer, rendered, rendered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """The parts of a rendered placeholder conversation."""
+
+    header: str
+    """Text before the question: the beginning of a conversation and of a user's message."""
+    ending: str
+    """Text behind the last sentinel if the conversation ends with that turn."""
+    joint: str
+    """Text from the last sentinel to the first new message's content, or to the end of the
+    generation prompt if there is no new message."""
+    sentinels: int
+
+
+def _seam(
+    template: ChatTemplate,
+    placeholder: list[Message],
+    rendering: _Rendering,
+    plain: _Rendering | Exception,
+) -> Seam:
+    """Return the seam behind a rendered turn; `plain` shows how a turn without calls ends."""
+    turn_end, stop_tokens = None, frozenset[str]()
+    if not isinstance(plain, Exception):
+        turn_end, stop_tokens = _turn_end(template, plain)
+    joint, ending, call_end = rendering.joint, rendering.ending, None
+    if turn_end:
+        before, found, _ = joint.partition(turn_end)
+        call_end = before if found and ending.startswith(before) else None
+    elif turn_end is not None and joint.startswith(ending):
+        call_end = ending
+    if call_end is not None:
+        sampled_end = call_end + (turn_end or "")
+    elif rendering is plain:
+        sampled_end = ""
+    else:
+        sampled_end = joint[: common_prefix(ending, joint)]
+    return Seam(
+        placeholder=placeholder,
+        sentinels=rendering.sentinels,
+        joint=joint,
+        call_end=call_end,
+        turn_end=turn_end or "",
+        sampled_end=sampled_end,
+        stop_tokens=stop_tokens,
+    )
+
+
+def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None, frozenset[str]]:
+    """Return the text that ends an assistant's turn when other messages follow, and the special
+    tokens with which the model may end it instead.
+
+    Usually the same text ends a conversation's last turn. If not (an end-of-conversation token, or
+    a token for final turns), the first special token ends the turn if both renderings agree up to
+    it; else it is None.
+    """
+    ending, joint, pattern = rendering.ending, rendering.joint, template.special_token_pattern
+    last, inner = pattern.search(ending), pattern.search(joint)
+    turn_end = None
+    if joint.startswith(ending):
+        turn_end = ending
+    elif last and inner and ending[: last.start()] == joint[: inner.start()]:
+        turn_end = joint[: inner.end()]
+    token = pattern.search(turn_end or "")
+    if token is not None and rendering.header.endswith(token.group()):
+        return turn_end, frozenset()  # it is the next message's header, which nothing may replace
+    stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
+    stops.add(last.group() if last else None)
+    return turn_end, frozenset(text for text in stops if text is not None)
+
+
+def _probe(
+    template: ChatTemplate,
+    placeholder: list[Message],
+    new: Sequence[Message],
+    tools: Tools | None,
+) -> _Rendering | Exception:
+    """Render a placeholder conversation; a failure is returned, because another may succeed."""
+    try:
+        alone = template.render_text(placeholder, tools=tools, add_generation_prompt=False)
+        continued = template.render_text([*placeholder, *new], tools=tools)
+    except Exception as error:  # a template may raise anything
+        return error
+    sentinels = alone.count(_SENTINEL)
+    if not sentinels or continued.count(_SENTINEL) != sentinels:
+        return NotShown("unlike_placeholder", "the template leaves out the assistant's answer")
+    following = continued.split(_SENTINEL)[sentinels]
+    positions = [following.find(f"{_NEW_MESSAGE} {index}.") for index in range(len(new))]
+    if -1 in positions or positions != sorted(positions):
+        roles = ", ".join(str(message["role"]) for message in new)
+        return NotShown(
+            "message_dropped", f"the template leaves out, or moves, one of these messages: {roles}"
+        )
+    return _Rendering(
+        header=alone.partition(_QUESTION)[0].rstrip(),
+        ending=alone.split(_SENTINEL)[sentinels],
+        joint=following.partition(_NEW_MESSAGE)[0],
+        sentinels=sentinels,
+    )
+
+
+def _has_content_parts(messages: Sequence[Message]) -> bool:
+    """Return whether a content is a list of parts, as templates of vision models ask for."""
+    return any(isinstance(message.get("content"), list) for message in messages)
+
+
+def _content(text: str, as_parts: bool) -> _Content:
+    return [{"type": "text", "text": text}] if as_parts else text
+
+
+def _conversation(content: _Content | None, as_parts: bool, **more: object) -> list[Message]:
+    question = {"role": "user", "content": _content(_QUESTION, as_parts)}
+    return [question, {"role": "assistant", "content": content, **more}]
+
+
+def _calling_placeholders(messages: Sequence[Message], as_parts: bool) -> Iterator[list[Message]]:
+    """Yield placeholders with a call for each leading tool message, in all accepted forms."""
+    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
+    for content in (_content("", as_parts), None):
+        for arguments in ({"a": _SENTINEL}, json.dumps({"a": _SENTINEL})):
+            calls = [
+                {
+                    "type": "function",
+                    "id": result["tool_call_id"],
+                    "function": {"name": result["name"], "arguments": arguments},
+                }
+                for result in results
+            ]
+            yield _conversation(content, as_parts, tool_calls=calls)

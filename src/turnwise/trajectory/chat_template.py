@@ -1,57 +1,40 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
 The tokenizer's template decides every id of a prompt. `bridge` builds the ids that lead from one
-turn to the next.
+turn to the next. A template's fixed parts are encoded once: a tokenizer divides a text at its
+special tokens before anything else, and encodes what lies between two of them by itself. So the ids
+of a rendered conversation are those of its segments, each of which begins with a special token:
+
+    <|im_start|>system\\nYou can call ...<|im_end|>\\n     the same in every prompt
+    <|im_start|>user\\nWhat is 12 * 7?<|im_end|>\\n        new
+    <|im_start|>assistant\\n                              the same in every prompt
 """
 
 import copy
+import itertools
 import re
 import threading
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TypeAlias
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
-from turnwise.trajectory.segments import SegmentEncoder, segment_starts
 from turnwise.trajectory.trajectory import Message
-
-if TYPE_CHECKING:
-    from turnwise.trajectory.seam import Seam
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""
 _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that rendering and decoding need."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def all_special_ids(self) -> list[int]: ...
-    @property
-    def all_special_tokens(self) -> list[str]: ...
-    def get_added_vocab(self) -> dict[str, int]: ...
-    def apply_chat_template(
-        self,
-        conversation: list[Message],
-        *,
-        tools: list[JsonObject] | None,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        **kwargs: object,
-    ) -> object: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> object: ...
+CACHED_ENTRIES = 2**16
+"""Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
+_CACHED_CHARACTERS = 2**22
+"""Characters of all cached segments; their ids take at most 4 bytes each."""
+Tokenizer: TypeAlias = Foreign
+"""A Hugging Face tokenizer."""
 
 
 class ChatTemplate:
@@ -103,16 +86,22 @@ class ChatTemplate:
         self.stop_token_ids: set[int] = set() if eos is None else {eos}
         """The ids at which generation stops; those of the model's generation settings are added
         after loading."""
-        self.seams: dict[tuple[object, ...], Seam] = {}
+        self.seams: dict[object, object] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
         self.shows_tools: bool | None = None
         """Result of `check_tools`; None before a prompt with tools."""
-        self._control = _control_token_pattern(tokenizer) if escape_special_tokens else None
-        if escape_special_tokens and not self._can_escape():
-            raise InputError(
-                "model.escape_special_tokens: this model's tokenizer cannot write its special "
-                "tokens as plain text"
-            )
+        self._control: re.Pattern[str] | None = None
+        if escape_special_tokens:  # of the added tokens, only those that control the model
+            added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+            control = {str(token) for token in added if token.special}
+            self._control = _any_of({*tokenizer.all_special_tokens, *control})
+            text = "a".join(["", *tokenizer.all_special_tokens, ""])
+            ids = self.encode(self.escape(text))
+            if self.decode_all(ids) != text or {*ids} & {*tokenizer.all_special_ids}:
+                raise InputError(
+                    "model.escape_special_tokens: this model's tokenizer cannot write its special "
+                    "tokens as plain text"
+                )
 
     def with_variables(self, **template_kwargs: object) -> "ChatTemplate":
         """Return the same template with more variables; it shares the tokenizer and is cheap."""
@@ -129,13 +118,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a whole conversation.
-
-        Raises:
-            Exception: as `render_text` does.
-        """
-        if self.missing and not tools and (text := _plain_text(messages)) is not None:
-            return self.encode(self.escape(text), add_special_tokens=True)
+        """Return the ids of a whole conversation; raises what `render_text` does."""
+        if self.missing and not tools and len(messages) == 1:
+            content = messages[0].get("content")
+            if isinstance(content, str) and messages[0].get("role") == "user":
+                return self.encode(self.escape(content), add_special_tokens=True)
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
@@ -186,11 +173,6 @@ class ChatTemplate:
         text = text.replace(_GUARD, "")
         return self._control.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
 
-    def _can_escape(self) -> bool:
-        text = "a".join(["", *self.tokenizer.all_special_tokens, ""])
-        ids = self.encode(self.escape(text))
-        return self.decode_all(ids) == text and not {*ids} & {*self.tokenizer.all_special_ids}
-
     def _escaped(self, message: Message) -> Message:
         if self._control is None or message["role"] == "assistant":
             return message
@@ -238,21 +220,12 @@ class ChatTemplate:
     @cached_property
     def special_token_pattern(self) -> re.Pattern[str]:
         """Pattern of any special token in a text; the longer of two wins."""
-        texts = sorted(self.special_tokens.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        return _any_of(self.special_tokens.values())
 
 
-def _control_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Pattern of the tokens that control the model, without other added ones such as <think>."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of several texts, of which the longest wins; it never matches if empty."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
-def _plain_text(messages: Sequence[Message]) -> str | None:
-    """Return the text of a conversation that is a single text of the user; else None."""
-    content = messages[0].get("content") if len(messages) == 1 else None
-    return content if isinstance(content, str) and messages[0].get("role") == "user" else None
 
 
 def _encoder(
@@ -275,7 +248,7 @@ def _encoder(
         starts = segment_starts(backend.get_added_tokens_decoder())
         if starts is None or add_special_tokens:
             return encode_fast
-        return SegmentEncoder(encode_fast, starts)
+        return by_segments(encode_fast, starts, IdCache(_CACHED_CHARACTERS))
     lock = threading.Lock()
 
     def encode(text: str) -> list[int]:
@@ -283,3 +256,96 @@ def _encoder(
             return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     return encode
+
+
+class IdCache:
+    """Token ids by key; the least recently used are dropped first. Threads may share a cache.
+
+    Args:
+        room: Sum of the sizes of all entries.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.made = 0
+        """Number of entries that were made."""
+        self._room = room
+        self._entries: OrderedDict[Hashable, tuple[array[int], int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(
+        self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
+    ) -> "array[int]":
+        """Return the ids of a key, made on first use; those of the key None are never kept.
+
+        Args:
+            size: Part of the room that they take; their number if not given.
+        """
+        with self._lock:
+            if (entry := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                return entry[0]
+        ids = array("I", make())
+        size = len(ids) if size is None else size
+        with self._lock:
+            self.made += 1
+            if key is not None and key not in self._entries:
+                self._entries[key] = ids, size
+                self._room -= size
+                while self._room < 0 or len(self._entries) > CACHED_ENTRIES:
+                    self._room += self._entries.popitem(last=False)[1][1]
+        return ids
+
+
+def by_segments(
+    encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
+) -> Callable[[str], list[int]]:
+    """Return a function that encodes texts as `encode` does, by segments that a cache keeps.
+
+    Args:
+        starts: Pattern of the special tokens at which segments begin (`segment_starts`).
+    """
+
+    def encode_segments(text: str) -> list[int]:
+        edges = [found.start() for found in starts.finditer(text)]
+        if not edges:
+            return encode(text)
+        edges = [*([0] if edges[0] else []), *edges, len(text)]
+        ids: list[int] = []
+        for start, end in itertools.pairwise(edges):
+            part = text[start:end]
+            ids.extend(cache.get(part, partial(encode, part), len(part)))
+        return ids
+
+    return encode_segments
+
+
+def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens at which a text may be divided; None if there is none.
+
+    Args:
+        added: A tokenizer's added tokens by id. One that takes the spaces before it, that may
+            begin inside another, or with which another one begins that is no such token, is no
+            such token. Tokens that depend on the characters around them (`single_word`) forbid
+            any division.
+    """
+    if any(token.single_word for token in added.values()):
+        return None
+    raw = [token for token in added.values() if not token.normalized and token.content]
+    starts: list[str] = []
+    for token in sorted(raw, key=lambda token: len(token.content), reverse=True):
+        # Where a longer token begins with this one, the text may hold the longer one.
+        longer = [other.content for other in raw if len(other.content) > len(token.content)]
+        if (
+            not token.lstrip
+            and not any(  # it may begin within another
+                other.content[index:].startswith(token.content[: len(other.content) - index])
+                for other in raw
+                for index in range(1, len(other.content))
+            )
+            and all(text in starts for text in longer if text.startswith(token.content))
+        ):
+            starts.append(token.content)
+    return _any_of(starts) if starts else None

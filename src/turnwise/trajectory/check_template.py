@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnwise.errors import InputError, first_line
-from turnwise.trajectory.bridge import bridge
+from turnwise.trajectory.bridge import bridge, overlap
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.left_out import left_out
 from turnwise.trajectory.trajectory import Message
@@ -46,11 +46,7 @@ _VERDICTS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The bridge's result in one case.
-
-    Example:
-        forked = [finding for finding in check_template(template) if finding.verdict == "forks"]
-    """
+    """The bridge's result in one case."""
 
     case: str
     verdict: str
@@ -72,27 +68,22 @@ class _Case:
 def check_template(template: ChatTemplate) -> list[Finding]:
     """Try the bridge on every kind of conversation that agent loops make.
 
-    Example:
-        template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
-        print(report(check_template(template)))
-
     Raises:
         InputError: when there is no template.
     """
     if template.missing:
         raise InputError(template.missing)
-    return [_try(template, case) for case in _cases()]
-
-
-def _cases() -> list[_Case]:
     user, more = _message("user", "How is it in Oslo?"), _message("user", "And tomorrow?")
     system = _message("system", "Be brief.")
     answer = _message("assistant", "It rains.")
     cut = _message("assistant", "It rai")
     thought = _message("assistant", f"<think>\nI know it.\n{_THOUGHT_END}\n\nIt rains.")
     one, two = _calling("Oslo"), _calling("Oslo", "Bergen")
-    result, other = _result(0, "rain"), _result(1, "sun")
-    return [
+    result, other = (
+        _message("tool", content, name="weather", tool_call_id=f"call{index:05d}")
+        for index, content in enumerate(("rain", "sun"))
+    )
+    cases = [
         _Case("an answer, then the user", [user], answer, [more]),
         _Case("under a system message", [system, user], answer, [more]),
         _Case("reasoning and an answer, then the user", [user], thought, [more]),
@@ -102,6 +93,7 @@ def _cases() -> list[_Case]:
         _Case("a call, then its result and the user", [user], one, [result, more], TOOLS),
         _Case("an answer after a call, then the user", [user, one, result], answer, [more], TOOLS),
     ]
+    return [_try(template, case) for case in cases]
 
 
 def _message(role: str, content: str, **more: object) -> Message:
@@ -118,10 +110,6 @@ def _calling(*cities: str) -> Message:
         for index, city in enumerate(cities)
     ]
     return _message("assistant", "", tool_calls=calls)
-
-
-def _result(index: int, content: str) -> Message:
-    return _message("tool", content, name="weather", tool_call_id=f"call{index:05d}")
 
 
 def _try(template: ChatTemplate, case: _Case) -> Finding:
@@ -145,15 +133,9 @@ def _try(template: ChatTemplate, case: _Case) -> Finding:
     )
     if text == rendered:
         return Finding(case.title, "exact")
-    difference = difflib.unified_diff(
-        rendered.splitlines(),
-        text.splitlines(),
-        "as the template renders it",
-        "as the model sees it",
-        lineterm="",
-        n=1,
-    )
-    return Finding(case.title, "keeps", "\n".join(difference))
+    names = "as the template renders it", "as the model sees it"
+    lines = difflib.unified_diff(rendered.splitlines(), text.splitlines(), *names, lineterm="", n=1)
+    return Finding(case.title, "keeps", "\n".join(lines))
 
 
 def _sampled_text(template: ChatTemplate, case: _Case, opening: str) -> str:
@@ -175,23 +157,14 @@ def _sampled_text(template: ChatTemplate, case: _Case, opening: str) -> str:
     said = text.rfind(answer) + len(answer)
     ends = [end for end in ends if end.start() >= said][:1]
     end = text[said : ends[0].end()] if ends else text[said:]
-    if _THOUGHT_END in content and (opened := _overlap(opening, content)):
+    if _THOUGHT_END in content and (opened := overlap(opening, content)):
         # The generation prompt opens the block of reasoning, and the model goes on in it.
         return content[opened:] + end
     return text[:said] + end
 
 
-def _overlap(text: str, following: str) -> int:
-    """Return the number of characters with which a text ends and another begins."""
-    return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
-
-
 def report(findings: Sequence[Finding], hidden: Sequence[str] = ()) -> str:
-    """Return the findings as lines for people.
-
-    Args:
-        hidden: Result of `left_out`.
-    """
+    """Return the findings, and the result of `left_out`, as lines for people."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:8} {finding.case}")
@@ -218,28 +191,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="Template to use instead, as model.chat_template names it.",
     )
     options = parser.parse_args(arguments)
+    from transformers import AutoTokenizer  # a second to import
+
+    from turnwise.config.data import template_text  # imports the whole configuration
+
     try:
-        template = _load(options.model, options.chat_template)
+        source = options.chat_template and template_text(options.chat_template)
+    except ValueError as error:
+        sys.exit(f"check_template: --chat-template: {error}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"check_template: {options.model} cannot be loaded: {first_line(error)}")
+    template = ChatTemplate(tokenizer, chat_template=source)
+    try:
         findings = check_template(template)
     except InputError as error:
         sys.exit(f"check_template: {error}")
     sys.stdout.write(report(findings, left_out(template, TOOLS)) + "\n")
-
-
-def _load(model: str, chat_template: str | None) -> ChatTemplate:
-    from transformers import AutoTokenizer  # a second to import
-
-    from turnwise.config.chat_template import template_text  # imports the whole configuration
-
-    try:
-        source = None if chat_template is None else template_text(chat_template)
-    except ValueError as error:
-        raise InputError(f"--chat-template: {error}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{model} cannot be loaded: {first_line(error)}") from error
-    return ChatTemplate(tokenizer, chat_template=source)
 
 
 if __name__ == "__main__":

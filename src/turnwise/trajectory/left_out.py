@@ -28,9 +28,6 @@ def check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tool
 
     Raises:
         InputError: when the prompt is the same without them; it names the keys.
-
-    Example:
-        >>> check_tools(template, [{"role": "user", "content": "How is it in Oslo?"}], schemas)
     """
     if template.shows_tools is None:
         template.shows_tools = _shows_tools(template, messages, tools)
@@ -43,9 +40,6 @@ def check_messages(template: ChatTemplate, messages: Sequence[Message]) -> None:
 
     Raises:
         InputError: naming the role of a message that the template leaves out.
-
-    Example:
-        >>> check_messages(template, [{"role": "system", "content": "Be brief."}, question])
     """
     if hidden := _hidden_roles(template, messages):
         raise InputError(
@@ -60,9 +54,6 @@ def check_results(template: ChatTemplate, tools: Tools | None) -> None:
 
     Raises:
         InputError: when the template leaves it out, or there is no template.
-
-    Example:
-        >>> check_results(template, schemas)
     """
     if template.missing:
         raise InputError(template.missing)
@@ -74,12 +65,7 @@ def check_results(template: ChatTemplate, tools: Tools | None) -> None:
 
 
 def left_out(template: ChatTemplate, tools: Tools) -> list[str]:
-    """Name all that a template leaves out of ordinary conversations.
-
-    Example:
-        >>> left_out(ChatTemplate(tokenizer, chat_template=template_text("chatml")), schemas)
-        ['tools']
-    """
+    """Name all that a template leaves out of ordinary conversations."""
     said: Message = {"role": "assistant", "content": f"<think>\n{_MARK} 1.\n</think>\n\n4"}
     found = []
     if not _shows_tools(template, [_USER], tools):
@@ -104,36 +90,24 @@ def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Too
 
 def _hidden_roles(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
     """Return the roles of messages with a content that the template leaves out."""
-    marks = [f"{_MARK} {index}." for index in range(len(messages))]
+    marked: list[Message] = [dict(message) for message in messages]
+    marks: list[tuple[str, str]] = []
+    for index, message in enumerate(marked):
+        if content := message.get("content"):
+            mark = f"{_MARK} {index}."
+            part = [{"type": "text", "text": mark}]
+            message["content"] = part if isinstance(content, list) else mark
+            marks.append((str(message["role"]), mark))
     try:
-        text = template.render_text(
-            [
-                {**message, "content": _like(message["content"], mark)}
-                if message.get("content")
-                else message
-                for message, mark in zip(messages, marks, strict=True)
-            ]
-        )
+        text = template.render_text(marked)
     except Exception:  # a template may raise anything, also for these contents only
         return []
-    return [
-        str(message["role"])
-        for message, mark in zip(messages, marks, strict=True)
-        if message.get("content") and mark not in text
-    ]
-
-
-def _like(content: object, text: str) -> object:
-    """Return a text in the form of a content."""
-    return [{"type": "text", "text": text}] if isinstance(content, list) else text
+    return [role for role, mark in marks if mark not in text]
 
 
 def _shows_results(template: ChatTemplate, tools: Tools | None) -> bool:
+    after = [_RESULT]
     result = bridge(
-        template,
-        prompt_token_ids=[],
-        completion_token_ids=[],
-        new_messages=[_RESULT],
-        tools=tools,
+        template, prompt_token_ids=[], completion_token_ids=[], new_messages=after, tools=tools
     )
     return result.fork_reason != "message_dropped"

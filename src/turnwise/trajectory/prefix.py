@@ -1,31 +1,23 @@
 """Put the model's own ids back into a re-rendered conversation.
 
 A caller that keeps messages as text renders and tokenises the whole conversation again, and the
-sampled text comes back as other ids. `replace_prefix_tokens` restores the model's ids, as
-NeMo-RL's function of that name does: the model's ids up to the end of its last turn, and the
-template's ids from there. There are two differences. The end is found by the ids around it, because
-a template that drops reasoning moves it; and a result that would lose a message, or keep a turn
-that the caller has edited, is an error. `bridge` needs neither this nor a rendering of the whole
-conversation.
+sampled text comes back as other ids. `replace_prefix_tokens` restores the model's ids, as NeMo-RL's
+function of that name does: the model's up to the end of its last turn, and the template's from
+there. There are two differences. The end is found by the ids around it, because a template that
+drops reasoning moves it; and a result that would lose a message, or keep a turn that the caller has
+edited, is an error. `bridge` needs none of this.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
+from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory.ids import common_prefix
-
-
-class PrefixTokenizer(Protocol):
-    """The part of a tokenizer that `replace_prefix_tokens` needs; `decode` is optional."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
+from turnwise.trajectory.trajectory import common_prefix
 
 
 def replace_prefix_tokens(
-    tokenizer: PrefixTokenizer,
+    tokenizer: Foreign,
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
@@ -89,10 +81,10 @@ def replace_prefix_tokens(
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:
     """Return the position in `template` of the EOS at `prefix[end]`.
 
-    A template may change the contents of assistant turns once messages follow, such as drop
-    their reasoning. Usually the rendering up to that EOS is then a prefix and a suffix of
-    `prefix`, with one gap between them. If no position or several fit, take the EOS that ends as
-    many turns; the caller checks that they are the same turns.
+    A template may change the contents of assistant turns once messages follow, such as drop their
+    reasoning. Usually the rendering up to that EOS is then a prefix and a suffix of `prefix`, with
+    one gap between them. If no position or several fit, take the EOS that ends as many turns; the
+    caller checks that they are the same turns.
     """
     if template[: len(prefix)] == prefix:
         return end
@@ -102,7 +94,8 @@ def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -
         position
         for position in ends
         if position >= start
-        and start + _common_suffix(prefix[: end + 1], template[: position + 1]) > position
+        and start + common_prefix(prefix[: end + 1][::-1], template[: position + 1][::-1])
+        > position
     ]
     if len(fitting) == 1:
         return fitting[0]
@@ -126,9 +119,6 @@ def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -
 
     They occur in the last turn, and at the end of `following` as its generation prompt, before
     anything else that the prompt opens (`<think>`).
-
-    Raises:
-        TrajectoryError: when the last assistant turn does not end with EOS.
     """
     before = _last_index(prefix[:end], [eos])
     last_turn = prefix[0 if before is None else before + 1 : end]
@@ -200,11 +190,11 @@ def _changes(decode: Callable[[list[int]], object], model: list[int], template: 
         ends = _continued(sent, ends, _plain(sampled[begun:start]))
         ends |= _continued(sent, ends, _plain(sampled[start:end]))
         ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), end
-    last = _plain(sampled[begun:])
-    if len(sent) in _continued(sent, ends, last):
+    if len(sent) in _continued(sent, ends, _plain(sampled[begun:])):
         return ""
-    at = common_prefix(sent, _plain(sampled))
-    return f"{_short(sent[at:])} where the model's continues with {_short(_plain(sampled)[at:])}"
+    ours = _plain(sampled)
+    at = common_prefix(sent, ours)
+    return f"{_short(sent[at:])} where the model's continues with {_short(ours[at:])}"
 
 
 def _reasoning(text: str) -> Iterator[tuple[int, int]]:
@@ -232,13 +222,6 @@ def _plain(text: str) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:36]} ...")
-
-
-def _common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return length
 
 
 def _last_index(ids: list[int], part: list[int]) -> int | None:

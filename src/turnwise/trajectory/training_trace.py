@@ -10,7 +10,7 @@ as it was. A trace of another program has none of them.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import compress, groupby
 from pathlib import Path
@@ -26,8 +26,6 @@ _OF_TRAJECTORY = tuple(
     for item in fields(Trajectory)
     if item.name != "turns" and not item.name.startswith("_")
 )
-
-
 _OF_TURNS = tuple(name for name in _OF_TRAJECTORY if name.startswith("turn_"))
 """Fields with an entry for each turn, if they are not empty."""
 
@@ -40,51 +38,38 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
 
     Raises:
         InputError: when the trajectory has no turn.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> to_training_trace(trajectory)["turns"][0]["loss_mask"]
-        [0, 0, 1, 1]
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
-    turns = [_to_turn(trajectory, index) for index in range(len(trajectory.turns))]
+    turns: list[JsonObject] = []
+    for index, turn in enumerate(trajectory.turns):
+        prompt = trajectory.prompt_token_ids(index)
+        names = ("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs")
+        ours: JsonObject = {name: getattr(turn, name) for name in names}
+        ours["record"] = list(turn.record)
+        if any(logprob > 0 for logprob in turn.logprobs):
+            ours["logprobs"] = turn.logprobs
+        turns.append(
+            {
+                "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
+                "prompt_token_ids": prompt,
+                "completion_token_ids": turn.completion_token_ids,
+                "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
+                "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
+                "request": {"messages": turn.messages} if turn.messages else {},
+                "response": {},
+                "metadata": {_OURS: ours},
+            }
+        )
     kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
     turns[0]["metadata"][_OURS]["trajectory"] = kept | {"events": dict(trajectory.events)}
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
-def _to_turn(trajectory: Trajectory, index: int) -> JsonObject:
-    turn = trajectory.turns[index]
-    prompt = trajectory.prompt_token_ids(index)
-    sampled = len(turn.completion_token_ids)
-    ours: JsonObject = {
-        "weight_versions": turn.weight_versions,
-        "finish_reason": turn.finish_reason,
-        "fork_reason": turn.fork_reason,
-        "adapter": turn.adapter,
-        "added_logprobs": turn.added_logprobs,
-        "record": list(turn.record),
-    }
-    if any(logprob > 0 for logprob in turn.logprobs):
-        ours["logprobs"] = turn.logprobs
-    return {
-        "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
-        "prompt_token_ids": prompt,
-        "completion_token_ids": turn.completion_token_ids,
-        "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
-        "loss_mask": [0] * len(prompt) + [1] * sampled,
-        "request": {"messages": turn.messages} if turn.messages else {},
-        "response": {},
-        "metadata": {_OURS: ours},
-    }
-
-
 def from_training_trace(
     trace: JsonObject, *, name: str = "trace", weight_version: int = 0
 ) -> Trajectory:
-    """Return the trajectory of a training trace, of ours or of another program.
+    """Return the trajectory of a training trace, also from another program.
 
     A call whose loss mask trains no token is left out: later prompts hold its tokens as context.
     Tokens that the mask leaves out at the ends of a completion are context too.
@@ -95,12 +80,6 @@ def from_training_trace(
 
     Raises:
         InputError: naming the first call that is malformed, or that was changed after its export.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> from_training_trace(to_training_trace(trajectory)) == trajectory
-        True
     """
     turns = trace.get("turns")
     if trace.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION or not isinstance(turns, list):
@@ -119,12 +98,11 @@ def from_training_trace(
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
         trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
+    number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):
-            if not isinstance(values, list) or len(values) != len(trained):
-                raise InputError(
-                    f"{name}: {field} must have an entry for each of {len(trained)} turns"
-                )
+            if not isinstance(values, list) or len(values) != number:
+                raise InputError(f"{name}: {field} must have an entry for each of {number} turns")
             kept = kept | {field: list(compress(values, trained))}
     for field, value in kept.items():
         if field not in _OF_TRAJECTORY:
@@ -142,7 +120,9 @@ def _add_turn(
     logprobs = ours.get("logprobs") or turn.get("per_token_logps")
     versions = ours.get("weight_versions", [version] * len(completion))
     mask = turn.get("loss_mask")
-    if not isinstance(logprobs, list) or not all(map(_is_number, logprobs)):
+    if not isinstance(logprobs, list) or any(
+        type(logprob) not in (int, float) or not math.isfinite(logprob) for logprob in logprobs
+    ):
         raise InputError(f"{where}: per_token_logps must be finite numbers")
     if len(logprobs) != len(completion) or len(versions) != len(completion):
         raise InputError(f"{where}: a log-prob and a version belong to each completion token")
@@ -150,10 +130,16 @@ def _add_turn(
         raise InputError(f"{where}: loss_mask must cover prompt and completion")
     if any(mask[: len(prompt)]):
         raise InputError(f"{where}: loss_mask trains a token of the prompt")
-    trained = _trained(mask[len(prompt) :], where)
-    if completion and not trained:
+    mask = mask[len(prompt) :]
+    if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
+        raise InputError(f"{where}: loss_mask must hold 0 and 1")
+    pieces = [bit for bit, _ in groupby(mask)].count(1)
+    if pieces > 1:
+        raise InputError(f"{where}: loss_mask trains a completion in {pieces} pieces")
+    if completion and not pieces:
         return False
-    first, last = trained.start, trained.stop
+    first = mask.index(1) if pieces else 0
+    last = first + sum(mask)
     prompt = [*prompt, *completion[:first]]
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
@@ -168,20 +154,9 @@ def _add_turn(
         adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
-    whole = len(trained) == len(completion)
-    if whole and "record" in ours and tuple(ours["record"]) != made.record:
+    if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
         raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
     return True
-
-
-def _trained(mask: Sequence[int], where: str) -> range:
-    """Return the positions that a completion's mask trains, which must be in one piece."""
-    if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
-        raise InputError(f"{where}: loss_mask must hold 0 and 1")
-    pieces = [bit for bit, _ in groupby(mask)]
-    if pieces.count(1) > 1:
-        raise InputError(f"{where}: loss_mask trains a completion in {pieces.count(1)} pieces")
-    return range(mask.index(1), mask.index(1) + sum(mask)) if any(mask) else range(0)
 
 
 def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
@@ -191,53 +166,35 @@ def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
     return ids
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def export_traces(source: Path, target: Path) -> int:
-    """Write the trajectories of a JSON Lines file as training traces, one a line.
+    """Write the trajectories of a JSON Lines file as training traces, and return their number.
 
-    Returns:
-        The number of traces; trajectories without a turn are left out.
+    Trajectories without a turn are left out.
 
     Raises:
         InputError: when the source cannot be read.
-
-    Example:
-        export_traces(Path("runs/demo/trajectories/step-0001.jsonl"), Path("traces.jsonl"))
     """
-    lines = [
-        json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
-        for trajectory in _read(source)
-        if trajectory.turns
-    ]
+    try:
+        lines = [
+            json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
+            for trajectory in read_jsonl(source)
+            if trajectory.turns
+        ]
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source} holds no trajectories: {error!r}") from error
     with translate_unwritable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return len(lines)
 
 
-def _read(source: Path) -> Iterator[Trajectory]:
-    try:
-        yield from read_jsonl(source)
-    except OSError as error:
-        raise InputError(f"{source} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{source} holds no trajectories: {error!r}") from error
-
-
 def import_traces(source: Path, target: Path) -> int:
-    """Write the training traces of a JSON Lines file as trajectories, one a line.
-
-    Returns:
-        The number of trajectories.
+    """Write the training traces of a JSON Lines file as trajectories, and return their number.
 
     Raises:
         InputError: naming the first line that is no training trace.
-
-    Example:
-        import_traces(Path("traces.jsonl"), Path("trajectories.jsonl"))
     """
     trajectories = []
     try:

@@ -6,19 +6,25 @@ tree is a line; sub-agents, retries and edited histories make branches. Each bra
 sample, in which tokens that an earlier branch trains are context. Messages are also stored, for
 people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines; its
 only file format is JSON Lines.
+
+The experts of a mixture that computed each token are kept as the engine reports them. A *row* is
+the choice of one token: the numbers of its experts in each layer, in bytes. All rows of a model
+have one length; nothing here reads them. A request has a row for each id of its prompt and
+completion but the last, which no layer has computed yet: the next turn of the conversation has it.
 """
 
+import base64
 import json
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError, translate_unwritable
-from turnwise.trajectory.experts import as_text, from_text, rows_after, rows_of_path
-from turnwise.trajectory.ids import checksums, common_prefix, fingerprint
 
 MAX_REWARD = 1e6
 """Largest absolute reward, so that squares and sums of rewards cannot overflow."""
@@ -34,11 +40,6 @@ class Turn:
 
     Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
     of its parent's path, then `added_token_ids`, then `completion_token_ids`.
-
-    Example:
-        >>> turn = Turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> turn.path_length
-        4
     """
 
     added_token_ids: list[int]
@@ -49,10 +50,9 @@ class Turn:
     weight_versions: list[int]
     """The weight version that sampled each token."""
     finish_reason: str
-    """The engine's reason: stop, length ..."""
     added_logprobs: list[float | None] | None = None
-    """Log-probs of the added ids, None for the first token of a sequence; None as a whole if
-    they were not requested."""
+    """Those of the added ids, None for the first token of a sequence; None as a whole if they were
+    not requested."""
     parent: int | None = None
     """Index of the turn whose path this one begins with; None if it shares no id with any."""
     prefix_length: int = 0
@@ -68,15 +68,12 @@ class Turn:
     adapter: str = ""
     """Name in `serving.adapters` of the adapter that sampled; "" for the policy."""
     experts: bytes = b""
-    """A row of `experts.py` for each position from the last one of the parent's path on, but for
-    the last one of this path; empty if the engine returned none."""
+    """A row for each position from the last one of the parent's path on, except for the last one of
+    this path; empty if the engine returned none."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            "completion_token_ids": len(self.completion_token_ids),
-            "logprobs": len(self.logprobs),
-            "weight_versions": len(self.weight_versions),
-        }
+        names = ("completion_token_ids", "logprobs", "weight_versions")
+        lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1:
             raise TrajectoryError("inconsistent_turn", f"a turn's lengths differ: {lengths}")
 
@@ -90,13 +87,6 @@ class Branch:
     """A path from the conversation's start to the end of a turn that no other continues.
 
     Lists of `T` entries, one for each token.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> branch = trajectory.branches()[0]
-        >>> branch.token_ids, branch.response_mask
-        ([11, 12, 7, 2], [0, 0, 1, 1])
     """
 
     leaf: int
@@ -111,7 +101,7 @@ class Branch:
     turns: list[int] = field(default_factory=list)
     """Index of the turn that sampled each token; -1 where the response mask is 0."""
     experts: bytes = b""
-    """T - 1 rows of `experts.py`; empty if the engine returned none for some turn."""
+    """T - 1 rows; empty if the engine returned none for some turn."""
 
 
 @dataclass(slots=True)
@@ -132,7 +122,6 @@ class Trajectory:
     """Position within the group, from 0."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """The conversation, for people and rewards."""
     reward: float | None = None
     """Weighted sum of the reward's parts; None until the trajectory has been judged."""
     status: Status = "running"
@@ -150,7 +139,7 @@ class Trajectory:
     player_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     environment: str = ""
-    """Name of the environment, in a run with several; otherwise ""."""
+    """Its name, in a run with several."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 
@@ -173,12 +162,10 @@ class Trajectory:
         Args:
             prompt_token_ids: The whole prompt.
             completion_token_ids: The sampled ids, with one log-prob and one version each.
-            finish_reason: The engine's reason: stop, length ...
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
                 `branched` if it continues a turn before that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
-            adapter: As in `Turn`.
             experts: A row for each id of prompt and completion but the last.
 
         Raises:
@@ -197,21 +184,22 @@ class Trajectory:
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
+        row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         turn = Turn(
-            added_token_ids=added,
-            completion_token_ids=completion_token_ids,
-            logprobs=logprobs,
-            weight_versions=weight_versions,
-            finish_reason=finish_reason,
-            added_logprobs=prompt_logprobs[shared:] if prompt_logprobs else None,
-            parent=parent,
-            prefix_length=shared,
-            fork_reason=fork_reason,
+            added,
+            completion_token_ids,
+            logprobs,
+            weight_versions,
+            finish_reason,
+            prompt_logprobs[shared:] if prompt_logprobs else None,
+            parent,
+            shared,
+            fork_reason,
             sums=checksums([*added, *completion_token_ids]),
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
             adapter=adapter,
-            experts=rows_after(experts, len(prompt) + len(completion_token_ids), shared),
+            experts=experts[row * max(0, shared - 1) :],
         )
         self.turns.append(turn)
         prompt += completion_token_ids
@@ -271,10 +259,8 @@ class Trajectory:
     @property
     def final_text(self) -> str:
         """Text of the last assistant message, without special tokens; "" if there is none."""
-        for message in reversed(self.messages):
-            if message["role"] == "assistant":
-                return str(message.get("content") or "")
-        return ""
+        said = (m.get("content") for m in reversed(self.messages) if m["role"] == "assistant")
+        return str(next(said, None) or "")
 
     def _leaves(self) -> list[int]:
         continued = {
@@ -287,25 +273,19 @@ class Trajectory:
     def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
         """Build one branch; `trained` counts, by turn, the sampled tokens of earlier branches."""
         path = self._path(leaf)
-        own = [(self.turns[index], length) for index, length in path]
-        experts = rows_of_path(
-            (t.experts, t.prefix_length, t.path_length - t.prefix_length, n) for t, n in own
-        )
+        experts = _rows_of_path((self.turns[index], length) for index, length in path)
         branch = Branch(leaf, [], [], [], [], experts=experts)
         for index, length in path:
             turn = self.turns[index]
             added = turn.added_token_ids[:length]
             sampled = max(0, length - len(turn.added_token_ids))
             known = min(trained.get(index, 0), sampled)
-            branch.token_ids.extend(added)
-            branch.token_ids.extend(turn.completion_token_ids[:sampled])
-            unsampled = len(added) + known
-            branch.response_mask.extend([0] * unsampled + [1] * (sampled - known))
-            branch.logprobs.extend([0.0] * unsampled)
-            branch.logprobs.extend(turn.logprobs[known:sampled])
-            branch.weight_versions.extend([-1] * unsampled)
-            branch.weight_versions.extend(turn.weight_versions[known:sampled])
-            branch.turns.extend([-1] * unsampled + [index] * (sampled - known))
+            context = len(added) + known
+            branch.token_ids.extend([*added, *turn.completion_token_ids[:sampled]])
+            branch.response_mask.extend([0] * context + [1] * (sampled - known))
+            branch.logprobs.extend([0.0] * context + turn.logprobs[known:sampled])
+            branch.weight_versions.extend([-1] * context + turn.weight_versions[known:sampled])
+            branch.turns.extend([-1] * context + [index] * (sampled - known))
             trained[index] = max(trained.get(index, 0), sampled)
         return branch
 
@@ -325,7 +305,11 @@ class Trajectory:
 
     def to_json(self) -> str:
         """Return one line of JSON that `from_json` reads back without loss."""
-        tree = _shallow_dict(self) | {"turns": [_turn_dict(turn) for turn in self.turns]}
+        tree = _shallow_dict(self)
+        tree["turns"] = [_shallow_dict(turn) for turn in self.turns]
+        for turn in tree["turns"]:
+            if rows := turn.pop("experts"):
+                turn["experts"] = base64.b64encode(rows).decode()
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -340,7 +324,7 @@ class Trajectory:
             Turn(
                 **turn
                 | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])}
-                | {"experts": from_text(turn.get("experts", ""))}
+                | {"experts": base64.b64decode(turn.get("experts", ""))}
             )
             for turn in tree.pop("turns")
         ]
@@ -359,17 +343,60 @@ class Trajectory:
 
 def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
     """Return a dataclass as a dictionary of its public fields (`asdict` would copy every list)."""
-    return {
-        item.name: getattr(record, item.name)
-        for item in fields(record)
-        if not item.name.startswith("_")
-    }
+    names = (item.name for item in fields(record))
+    return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
 
-def _turn_dict(turn: Turn) -> JsonObject:
-    tree = _shallow_dict(turn)
-    rows = tree.pop("experts")
-    return {**tree, "experts": as_text(rows)} if rows else tree
+def _row_size(rows: bytes, count: int) -> int:
+    return len(rows) // count if count else 0
+
+
+def _rows_of_path(turns: Iterable[tuple[Turn, int]]) -> bytes:
+    """Return a row for each id of a path but the last; empty if a turn has none.
+
+    Args:
+        turns: The turns of the path, each with the number of its own ids on the path.
+    """
+    parts = []
+    for turn, length in turns:
+        first = int(turn.prefix_length == 0)  # no row of an earlier path
+        count = turn.path_length - turn.prefix_length - first
+        if not turn.experts and count > 0:
+            return b""
+        parts.append(turn.experts[: _row_size(turn.experts, count) * (length - first)])
+    return b"".join(parts)
+
+
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of ids or characters."""
+    length, step = 0, 64
+    limit = min(len(a), len(b))
+    while length < limit:
+        step = min(step, limit - length)
+        if a[length : length + step] == b[length : length + step]:
+            length, step = length + step, step * 2
+        elif step == 1:
+            break
+        else:
+            step //= 2
+    return length
+
+
+def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
+    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
+    return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
+
+
+def fingerprint(
+    prompt_token_ids: Sequence[int],
+    completion_token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    weight_versions: Sequence[int],
+) -> tuple[int, int, int]:
+    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
+    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
+    sampled += array("d", logprobs).tobytes()
+    return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -377,9 +404,6 @@ def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
     Raises:
         TurnwiseError: when it cannot be written.
-
-    Example:
-        write_jsonl(Path("trajectories.jsonl"), group.trajectories)
     """
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
@@ -406,3 +430,66 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
                     raise
                 return  # the program ended while it wrote the line, as in an evaluation
             yield trajectory
+
+
+class TrajectoryLog(Sequence[Trajectory]):
+    """The trajectories of a JSON Lines file, in the order of their places; 24 bytes of memory each.
+
+    The file has them in the order in which they were appended. An existing file is replaced by
+    the first append.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begun = False
+        self._starts, self._places, self._sorted = array("Q"), array("Q"), array("Q")
+
+    def append(self, place: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append the trajectories of one problem, whose position among all is `place`.
+
+        Raises:
+            TurnwiseError: when they cannot be written.
+        """
+        lines = [f"{trajectory.to_json()}\n".encode() for trajectory in trajectories]
+        with translate_unwritable(self.path):
+            if not self._begun:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab" if self._begun else "wb") as file:
+                start = file.tell()
+                file.write(b"".join(lines))
+        self._begun = True
+        for line in lines:
+            self._starts.append(start)
+            self._places.append(place)
+            start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(index, slice):
+            return list(self._read(self._order[index]))
+        (trajectory,) = self._read([self._order[index]])
+        return trajectory
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return self._read(self._order)
+
+    @property
+    def _order(self) -> "array[int]":
+        """Positions of the trajectories in the file, in the order of their places."""
+        if len(self._sorted) < len(self):
+            self._sorted = array("Q", sorted(range(len(self)), key=self._places.__getitem__))
+        return self._sorted
+
+    def _read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
+        if not len(numbers):
+            return
+        with self.path.open("rb") as file:
+            for number in numbers:
+                file.seek(self._starts[number])
+                yield Trajectory.from_json(file.readline().decode())

@@ -1,17 +1,23 @@
 """Run folders as the viewer reads them: by byte ranges, while a run may still write.
 
 metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
-and a summary of each line; a trajectory is then read by its range alone.
+and a summary of each line; a trajectory is then read by its range alone. Without a run there are
+two recorded ones, which `examples/calculator/recording.py` trained: their archive has the files
+that the viewer reads, and the tokenizer.
 """
 
 import hashlib
 import json
 import mmap
 import re
+import tempfile
 import threading
+import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +25,18 @@ import yaml
 
 from turnwise.config import masked_value
 from turnwise.core.files import numbered
+from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.observe.alarms import alarms_of_run
+from turnwise.observe.conversations import said
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Renderer
-from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
+RECORDING = Path(__file__).with_name("demo_runs.zip")
+"""The archive of the recorded runs."""
 _EXCERPT = 160
 """Characters of a question or an answer in a summary."""
 _INDICES = 8
@@ -37,6 +46,14 @@ _PLACE_BYTES = 4096
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")
 """Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
+_BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
+    chr(256 + number): value for number, value in enumerate(_OTHERS)
+}
+"""GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +68,52 @@ class FileIndex:
     """One for each line: what lists and filters show."""
 
 
-@dataclass(slots=True)
+class TokenTexts:
+    """The texts of a tokenizer's ids, by its `tokenizer.json`; None knows no text."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._bytes: dict[int, bytes] = {}
+        self._special: set[int] = set()
+        if path is None:
+            return
+        tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = tree["model"].get("vocab", {})
+        if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        decode = _of_byte_level if "ByteLevel" in json.dumps(tree.get("decoder")) else _of_pieces
+        self._bytes = {number: decode(token) for token, number in vocabulary.items()}
+        for added in tree.get("added_tokens", ()):
+            self._bytes[added["id"]] = added["content"].encode()
+            self._special |= {added["id"]}
+
+    def of(self, ids: Iterable[int]) -> JsonObject:
+        """Return `[text, bytes as hex, whether the token is an added one]` by id, as JSON has it.
+
+        Bytes that are no whole character are shown as `\\xNN`. Unknown ids are left out.
+        """
+        return {
+            str(token): [
+                self._bytes[token].decode("utf-8", "backslashreplace"),
+                self._bytes[token].hex(" "),
+                token in self._special,
+            ]
+            for token in sorted(ids)
+            if token in self._bytes
+        }
+
+
+@dataclass
 class RunFiles:
     """Reads one run folder; safe to use from several threads.
 
-    Args:
-        path: The folder; its files may be incomplete, or still grow.
-        name: Unique name among the runs that are shown.
-
-    Raises:
-        InputError: when the folder is none of a run.
-
-    Example:
-        run = RunFiles(Path("runs/demo"), "demo")
-        rows = run.rows()["rows"]
+    A file, line or turn that is not there is a LookupError, and one that cannot be read an
+    InputError.
     """
 
     path: Path
     name: str
     _indices: dict[str, FileIndex] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _texts: TokenTexts | None = None
-    _renderer: Renderer | None = None
 
     def __post_init__(self) -> None:
         if not (self.path / "config.yaml").is_file():
@@ -84,16 +125,11 @@ class RunFiles:
         return {"name": self.name, "path": str(self.path), "files": files}
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the whole lines of metrics.jsonl after a place, and the place after them.
+        """Return the whole lines of metrics.jsonl after a place ("": all lines), and the place
+        after them.
 
         If the bytes before the place are no longer those that were read, a resumed run has written
         the file again: all its lines are returned, with `reset` true.
-
-        Args:
-            after: The `offset` of the last reading; "" for all lines.
-
-        Raises:
-            InputError: when a line is no JSON object.
         """
         path = self.path / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
@@ -109,11 +145,7 @@ class RunFiles:
         return {"rows": rows, "offset": _place(data, max(start, end)), "reset": reset}
 
     def config(self, *, public: bool = False) -> dict[str, object]:
-        """Return the configuration by dotted key.
-
-        Args:
-            public: Mask what may be a secret.
-        """
+        """Return the configuration by dotted key; if `public`, secrets are masked."""
         tree = self._config()
         if public:
             tree = {key: masked_value(key, value) for key, value in tree.items()}
@@ -147,31 +179,20 @@ class RunFiles:
         return {path.stem: path for path in found if _is_own(path)}
 
     def _file(self, name: str) -> Path:
-        """Return a file of trajectories.
-
-        Raises:
-            KeyError: when there is no such file.
-        """
         path = self.path / ("" if name in _SEPARATE else "trajectories") / f"{name}.jsonl"
         if not _NAME.fullmatch(name) or not _is_own(path):
             raise KeyError(name)
         return path
 
     def index(self, name: str) -> FileIndex:
-        """Return the lines of a file of trajectories, scanned again only if it has changed.
-
-        Raises:
-            KeyError: when there is no such file.
-            InputError: naming the line that is no trajectory.
-        """
+        """Return the lines of a file of trajectories, scanned again only if it has changed."""
         path = self._file(name)
         stat = path.stat()
         version = stat.st_size, stat.st_mtime_ns
         with self._lock:
-            kept = self._indices.get(name)
+            kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = scan(path, version)
-            self._indices.pop(name, None)
+                kept = _scan(path, version)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
@@ -183,15 +204,11 @@ class RunFiles:
         return [name for name, path in self.files().items() if _contains(path, start)]
 
     def line(self, name: str, index: int) -> bytes:
-        """Return one trajectory as the bytes of its line.
-
-        Raises:
-            KeyError, IndexError: when there is no such file or line.
-        """
+        """Return one trajectory as the bytes of its line."""
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
-        return read_range(self._file(name), *ranges[index])
+        return _read_range(self._file(name), *ranges[index])
 
     def search(self, name: str, text: str) -> list[int]:
         """Return the trajectories in whose messages a text occurs, in any case."""
@@ -200,24 +217,17 @@ class RunFiles:
         found = []
         path = self._file(name)
         for index, place in enumerate(self.index(name).ranges):
-            line = read_range(path, *place)
+            line = _read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
-            if any(wanted in said.casefold() for said in _texts(parse(line))):
+            if any(wanted in text.casefold() for text in _texts(parse(line))):
                 found.append(index)
         return found
 
     def audit(self, name: str, index: int) -> JsonObject:
-        """Return the exactness report of one trajectory."""
         return audit(self._trajectory(name, index)).to_dict()
 
     def _trajectory(self, name: str, index: int) -> Trajectory:
-        """Return one trajectory.
-
-        Raises:
-            KeyError, IndexError: when there is no such file or line.
-            InputError: when the line holds none, or one whose turns do not fit together.
-        """
         line = self.line(name, index)
         try:
             return Trajectory.from_json(line.decode())
@@ -234,7 +244,6 @@ class RunFiles:
         return {key: np.nan_to_num(values).tolist() for key, values in columns.items()}
 
     def timeline(self, name: str) -> JsonObject:
-        """Return the times of the turns of each trajectory of a file; none if it has none."""
         path = self.path / TIMELINE / f"{self._file(name).stem}.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
         try:
@@ -248,41 +257,28 @@ class RunFiles:
         for index in indices:
             for turn in parse(self.line(name, index))["turns"]:
                 ids.update(turn["added_token_ids"], turn["completion_token_ids"])
-        return self._token_texts().of(ids)
+        return self._texts.of(ids)
 
-    def _token_texts(self) -> TokenTexts:
-        with self._lock:
-            if self._texts is None:
-                self._texts = TokenTexts(find_tokenizer(self.path, self.config()))
-        return self._texts
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(find_tokenizer(self.path, self.config()))
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        model = self._config().get("model")
+        tokenizer = find_tokenizer(self.path, self.config())
+        return Renderer(tokenizer, model if isinstance(model, dict) else {})
 
     def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
-        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it.
-
-        The first call imports the tokenizer's library, which takes seconds.
-
-        Raises:
-            KeyError, IndexError: when there is no such file, line or turn.
-            InputError: when the line is no trajectory.
-        """
-        trajectory = self._trajectory(name, index)
-        with self._lock:
-            if self._renderer is None:
-                model = self._config().get("model")
-                tokenizer = find_tokenizer(self.path, self.config())
-                self._renderer = Renderer(tokenizer, model if isinstance(model, dict) else {})
-        compared = self._renderer.compare(trajectory, leaf)
+        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it."""
+        compared = self._renderer.compare(self._trajectory(name, index), leaf)
         ids = {*compared.get("closing", ())}
         ids.update(*(rendered for _, _, rendered, _ in compared.get("pieces", ())))
-        return compared | {"texts": self._token_texts().of(ids)}
+        return compared | {"texts": self._texts.of(ids)}
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
-    """Return run folders by unique name, in their order.
-
-    Raises:
-        InputError: naming a folder without a run.
-    """
+    """Return run folders by unique name, in their order."""
     runs: dict[str, RunFiles] = {}
     for path in paths:
         name, number = path.resolve().name, 2
@@ -292,8 +288,16 @@ def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
     return runs
 
 
-def scan(path: Path, version: tuple[int, int]) -> FileIndex:
-    """Read a file of trajectories once, line by line."""
+@contextmanager
+def demo_runs() -> Iterator[list[Path]]:
+    """Unpack the recorded runs for the length of a `with` block; return their folders."""
+    with tempfile.TemporaryDirectory(prefix="turnwise-demo-") as place:
+        with zipfile.ZipFile(RECORDING) as archive:
+            archive.extractall(place)
+        yield sorted(Path(place).iterdir())
+
+
+def _scan(path: Path, version: tuple[int, int]) -> FileIndex:
     ranges, summaries, start = [], [], 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -309,12 +313,7 @@ def scan(path: Path, version: tuple[int, int]) -> FileIndex:
 
 
 def summarise(tree: JsonObject) -> JsonObject:
-    """Return what lists and filters show of a trajectory.
-
-    Example:
-        >>> summarise({"problem_id": "rows:1", "turns": [], "messages": []})["tokens"]
-        0
-    """
+    """Return what lists and filters show of a trajectory."""
     turns, messages = tree["turns"], tree["messages"]
     versions = [v for turn in turns for v in turn["weight_versions"][:: max(1, len(turns))]]
     versions += [turn["weight_versions"][-1] for turn in turns if turn["weight_versions"]]
@@ -335,10 +334,18 @@ def summarise(tree: JsonObject) -> JsonObject:
         "tools": _tools(messages),
         "turns": len(turns),
         "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
-        "length": max((_path_length(turn) for turn in turns), default=0),
+        "length": max(
+            (
+                turn.get("prefix_length", 0)
+                + len(turn["added_token_ids"])
+                + len(turn["completion_token_ids"])
+                for turn in turns
+            ),
+            default=0,
+        ),
         "versions": [min(versions), max(versions)] if versions else [],
-        "question": _said(asked)[:_EXCERPT],
-        "answer": _said(answered)[-_EXCERPT:],
+        "question": said(asked)[:_EXCERPT],
+        "answer": said(answered)[-_EXCERPT:],
     }
 
 
@@ -348,8 +355,7 @@ def parse(line: bytes) -> JsonObject:
     return tree
 
 
-def read_range(path: Path, start: int, length: int) -> bytes:
-    """Return a byte range of a file."""
+def _read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
@@ -375,22 +381,6 @@ def _is_own(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _path_length(turn: Mapping[str, object]) -> int:
-    lists = (turn[key] for key in ("added_token_ids", "completion_token_ids"))
-    own = sum(len(ids) for ids in lists if isinstance(ids, list))
-    before = turn.get("prefix_length", 0)
-    return own + (before if isinstance(before, int) else 0)
-
-
-def _said(message: JsonObject) -> str:
-    """Return a message's text and its calls, as one text."""
-    content = message.get("content")
-    if isinstance(content, list):  # parts of a message
-        content = "".join(str(part.get("text") or "") for part in content)
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
-    return "\n".join([*([str(content)] if content else []), *calls])
-
-
 def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
     """Return for each tool the number of its answers, and of those that are errors.
 
@@ -405,16 +395,13 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
             name = names.get(message.get("tool_call_id")) or message.get("name")
             counted = counts.setdefault(str(name or "an unreadable call"), [0, 0])
             counted[0] += 1
-            counted[1] += not name or _said(message).casefold().startswith("error")
+            counted[1] += not name or said(message).casefold().startswith("error")
     return counts
 
 
 def _texts(tree: JsonObject) -> Iterator[str]:
-    for message in tree["messages"]:
-        yield _said(message)
-    for turn in tree["turns"]:
-        for message in turn.get("messages", ()):
-            yield _said(message)
+    for messages in (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"])):
+        yield from map(said, messages)
 
 
 def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -423,3 +410,40 @@ def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
+    """Return the `tokenizer.json` of a run, or None if it is gone.
+
+    Looks in the run's checkpoints, at `model.tokenizer` and `model.path` (from the working
+    directory, and from the folder above `runs`), and in the cache of the Hugging Face Hub.
+    """
+    folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
+    names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
+    for name in names:
+        own = converted(name)
+        folders += [Path(name), run.resolve().parent.parent / name, *([own] if own else [])]
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            return folder / "tokenizer.json"
+    for name in names:
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # downloaded before; nothing is downloaded
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(name, "tokenizer.json")
+            if isinstance(cached, str):
+                return Path(cached)
+    return None
+
+
+def _of_byte_level(token: str) -> bytes:
+    """Return the bytes that a byte-level token stands for: one printable character each."""
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode()
+
+
+def _of_pieces(token: str) -> bytes:
+    if found := _BYTE.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    return token.replace("\u2581", " ").encode()

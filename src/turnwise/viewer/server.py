@@ -1,40 +1,71 @@
-"""The viewer's HTTP server: run folders as JSON, and the page that shows them."""
+"""The page that shows run folders: served over HTTP to who has the token, or as one file.
+
+The file shows a step, or a trajectory, without a server (`turnwise view --export`): it holds the
+page's scripts and styles and the answers that the page asks for. Nothing in it can load or send
+anything: its policy allows only its own scripts, by their hashes.
+"""
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import json
+import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from http.cookies import CookieError, SimpleCookie
 from importlib import resources
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import parse_qsl, quote, urlencode
 
 import uvicorn
 from fastapi import FastAPI, Query, Response
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
-from turnwise.viewer.guard import Guard
-from turnwise.viewer.run_files import RunFiles, parse
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.observe.conversations import trajectory_file
+from turnwise.trajectory import Trajectory
+from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HOST = "127.0.0.1"
+_HOSTS = {_HOST, "localhost"}
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+_LARGEST = 100 * 2**20
+"""Bytes of trajectories that one file may hold; browsers read more only slowly."""
+_MODULES = (
+    *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
+    *("trajectory.js", "steps.js", "app.js"),
+)
+"""The page's modules, each after those that it imports."""
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
-    """Return the application that shows runs.
-
-    Args:
-        token: Text that every request must know.
-        port: Port that the server listens on, part of the cookie's name.
-
-    Example:
-        app = make_app(open_runs([Path("runs/demo")]), secrets.token_urlsafe(24), 8080)
-    """
+    """Return the application that shows runs to those who know the token; the port names its
+    cookie."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     pages = static_files()
+    in_run = "/api/runs/{run}"
 
     @app.exception_handler(InputError)
     async def explain(_: object, error: InputError) -> JSONResponse:
@@ -56,60 +87,117 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def list_runs() -> JsonObject:
         return {"runs": [run.describe() for run in runs.values()]}
 
-    @app.get("/api/runs/{run}/metrics")
+    @app.get(f"{in_run}/metrics")
     def metrics(
         run: str, offset: Annotated[str, Query(pattern=r"^(0|\d{1,18}-[0-9a-f]{16})?$")] = ""
     ) -> JsonObject:
         return runs[run].rows(offset)
 
-    @app.get("/api/runs/{run}/alarms")
+    @app.get(f"{in_run}/alarms")
     def alarms(run: str) -> JsonObject:
         return runs[run].alarms()
 
-    @app.get("/api/runs/{run}/config")
+    @app.get(f"{in_run}/config")
     def config(run: str) -> dict[str, object]:
         return runs[run].config()
 
-    @app.get("/api/runs/{run}/problem")
+    @app.get(f"{in_run}/problem")
     def files_with(run: str, name: str) -> JsonObject:
         return {"files": runs[run].files_with(name)}
 
-    @app.get("/api/runs/{run}/files/{file}")
+    _add_files(app, runs)
+    return _Guard(app, token, port)
+
+
+def _add_files(app: FastAPI, runs: Mapping[str, RunFiles]) -> None:
+    in_file = "/api/runs/{run}/files/{file}"
+
+    @app.get(in_file)
     def summaries(run: str, file: str) -> JsonObject:
         return {"trajectories": runs[run].index(file).summaries}
 
-    @app.get("/api/runs/{run}/files/{file}/search")
+    @app.get(f"{in_file}/search")
     def search(run: str, file: str, q: Annotated[str, Query(min_length=1)]) -> JsonObject:
         return {"found": runs[run].search(file, q)}
 
-    @app.get("/api/runs/{run}/files/{file}/timeline")
+    @app.get(f"{in_file}/timeline")
     def timeline(run: str, file: str) -> JsonObject:
         return runs[run].timeline(file)
 
-    @app.get("/api/runs/{run}/files/{file}/{index}")
+    @app.get(f"{in_file}/{{index}}")
     def trajectory(run: str, file: str, index: int) -> Response:
         line = runs[run].line(file, index)
         if b"NaN" in line or b"Infinity" in line:  # which JSON does not have
             line = json.dumps(parse(line)).encode()
         return Response(line, media_type="application/json")
 
-    @app.get("/api/runs/{run}/files/{file}/{index}/tokens")
+    @app.get(f"{in_file}/{{index}}/tokens")
     def tokens(run: str, file: str, index: int) -> JsonObject:
         return runs[run].vocabulary(file, [index])
 
-    @app.get("/api/runs/{run}/files/{file}/{index}/audit")
+    @app.get(f"{in_file}/{{index}}/audit")
     def exactness(run: str, file: str, index: int) -> JsonObject:
         return runs[run].audit(file, index)
 
-    @app.get("/api/runs/{run}/files/{file}/{index}/values")
+    @app.get(f"{in_file}/{{index}}/values")
     def values(run: str, file: str, index: int) -> JsonObject:
         return runs[run].token_values(file, index)
 
-    @app.get("/api/runs/{run}/files/{file}/{index}/template/{leaf}")
+    @app.get(f"{in_file}/{{index}}/template/{{leaf}}")
     def template(run: str, file: str, index: int, leaf: int) -> JsonObject:
         return runs[run].compare_with_template(file, index, leaf)
 
-    return Guard(app, token, port)
+
+class _Guard:
+    """ASGI middleware that answers only who has the token: one host, reading only, and headers
+    that trust no text.
+
+    The token comes once in the query; it is then kept in a cookie, and the address no longer
+    contains it. A host name other than this machine's is refused, so that no other site's name can
+    be pointed here.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+        self._app, self._token = app, token
+        self._cookie = f"turnwise-view-{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._answer(scope)(scope, receive, send_guarded)
+
+    def _answer(self, scope: Scope) -> ASGIApp:
+        headers = Headers(scope=scope)
+        if headers.get("host", "").rpartition(":")[0] not in _HOSTS:
+            return PlainTextResponse("unknown host", 403)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("read only", 405)
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = dict(query).get("token")
+        if given is not None and self._matches(given):
+            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            target = "/" + scope["path"].lstrip("/\\") + (f"?{rest}" if rest else "")
+            response = RedirectResponse(target, 303)
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+            return response
+        try:
+            kept = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+        except CookieError:
+            kept = None
+        if given is None and kept is not None and self._matches(kept.value):
+            return self._app
+        return PlainTextResponse(
+            "open the address that `turnwise view` printed: it contains the token", 403
+        )
+
+    def _matches(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def static_files() -> dict[str, str]:
@@ -122,36 +210,36 @@ def static_files() -> dict[str, str]:
     }
 
 
-async def serve(runs: Mapping[str, RunFiles], port: int, announce: Callable[[str], None]) -> None:
-    """Serve runs on this machine until cancelled.
+async def view(
+    folders: Sequence[Path], port: int, announce: Callable[[str], None], *, demo: bool = False
+) -> None:
+    """Serve runs on this machine until cancelled; port 0 takes a free one.
 
-    Args:
-        port: 0 takes a free one.
-        announce: Called with the address, which contains the token, once the server listens.
-
-    Raises:
-        InputError: when the port is in use.
+    `announce` is called with the address, which contains the token, once the server listens.
     """
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((_HOST, port))
-    except OSError as error:
-        listening.close()
-        raise InputError(f"--port {port}: {error.strerror}; choose another") from error
-    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
-    options = uvicorn.Config(
-        make_app(runs, token, port), log_level="error", access_log=False, ws="none", lifespan="off"
-    )
-    server = _Server(options)
-    listening.listen()
-    announce(f"http://{_HOST}:{port}/?token={token}")
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    try:
-        await asyncio.shield(serving)
-    finally:
-        server.should_exit = server.force_exit = True
-        await serving
+    with ExitStack() as stack:
+        recorded = stack.enter_context(demo_runs()) if demo else []
+        runs = open_runs([*folders, *recorded])
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((_HOST, port))
+        except OSError as error:
+            listening.close()
+            raise InputError(f"--port {port}: {error.strerror}; choose another") from error
+        port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+        app = make_app(runs, token, port)
+        server = _Server(
+            uvicorn.Config(app, log_level="error", access_log=False, ws="none", lifespan="off")
+        )
+        listening.listen()
+        announce(f"http://{_HOST}:{port}/?token={token}")
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
 
 
 class _Server(uvicorn.Server):
@@ -160,3 +248,82 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def write_page(
+    folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
+) -> None:
+    """Write one page of a step of a run (None: the last), or of one trajectory, numbered from 0."""
+    [run] = open_runs([folder]).values()
+    file = trajectory_file(run.path, step, heldout).stem
+    try:
+        lines = run.index(file).ranges
+    except KeyError:
+        raise InputError(f"{run.path} has no trajectories named {file}") from None
+    chosen = range(len(lines)) if index is None else [index]
+    if index is not None and not 0 <= index < len(lines):
+        raise InputError(f"{file} has {len(lines)} trajectories, numbered from 0")
+    if (size := sum(lines[i][1] for i in chosen)) > _LARGEST:
+        raise InputError(
+            f"{file} has {size / 2**20:,.0f} MiB of trajectories, too many for one page: choose "
+            "one with --trajectory"
+        )
+    name = quote(run.name, safe="!~*'()")  # as the page encodes it
+    prefix = f"/api/runs/{name}"
+    described = run.describe() | {"files": {file: size}}
+    answers: JsonObject = {
+        "/api/runs": {"runs": [described]},
+        f"{prefix}/metrics": run.rows(),
+        f"{prefix}/alarms": run.alarms(),
+        f"{prefix}/config": run.config(public=True),
+        f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
+        f"{prefix}/files/{file}/timeline": run.timeline(file),
+        "tokens": run.vocabulary(file, chosen),
+    }
+    for i in chosen:
+        line = run.line(file, i)
+        answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        for branch in Trajectory.from_json(line.decode()).branches():
+            compared = run.compare_with_template(file, i, branch.leaf)
+            answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
+        answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
+        answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
+    start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
+    with translate_unwritable(target):
+        target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")
+
+
+def _page(data: JsonObject) -> str:
+    files = static_files()
+    assert set(_MODULES) == {name for name in files if name.endswith(".js")}
+    # One script: imports are left out, as the names in all modules are unique.
+    script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
+    style = files["style.css"]
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    # "<" never appears in the data as such, so that no text can end the element.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    html = files["index.html"]
+    for old, new in (
+        (
+            '<link rel="stylesheet" href="/static/style.css">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            f"<style>{style}</style>",
+        ),
+        (
+            '<script type="module" src="/static/app.js"></script>',
+            f'<script type="application/json" id="embedded">{embedded}</script>\n'
+            f'<script type="module">{script}</script>',
+        ),
+        ('<link rel="icon" href="/static/icon.svg">', '<link rel="icon" href="data:,">'),
+    ):
+        before, found, after = html.partition(old)
+        assert found, f"index.html has no {old}"
+        html = before + new + after
+    return html
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -10,13 +10,14 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
-from turnwise.viewer.differences import differences
+from turnwise.trajectory.trajectory import common_prefix
 
 TOOLS_UNKNOWN = (
     "The first prompt is taken as the engine had it, because descriptions of tools are not in the "
@@ -27,24 +28,18 @@ HISTORY_CHANGED = (
     "of tools, which are not in the run's files, are missing from its rendering."
 )
 
+_MOST_COMPARED = 250_000
+"""Largest product of two lengths that are compared id by id."""
+
 
 @dataclass(slots=True)
 class Renderer:
-    """The chat template of a run, loaded when it is first needed; threads may share it.
-
-    Args:
-        tokenizer: The run's `tokenizer.json`; None if it has none.
-        model: The section `model` of the run's configuration.
-
-    Example:
-        renderer = Renderer(Path("runs/demo/checkpoints/step-0010/tokenizer.json"), {})
-        print(renderer.compare(trajectory, leaf=2)["identical"])
-    """
+    """The chat template of a run, loaded from its `tokenizer.json` and the section `model` of its
+    configuration when it is first needed; threads may share it."""
 
     tokenizer: Path | None
     model: JsonObject = field(default_factory=dict)
     _template: ChatTemplate | None = None
-    _error: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def compare(self, trajectory: Trajectory, leaf: int) -> JsonObject:
@@ -55,33 +50,16 @@ class Renderer:
             numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered ids,
             whether the texts are equal]`, the ids that the template adds at the end (`closing`),
             and a `note`.
-
-        Raises:
-            IndexError: when there is no such turn.
         """
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
-        try:
-            with self._lock:
-                template = self._loaded()
-                return _compare(template, trajectory, leaf)
-        except InputError as error:
-            return {"error": str(error)}
-
-    def _loaded(self) -> ChatTemplate:
-        """Return the template.
-
-        Raises:
-            InputError: naming what is missing, each time.
-        """
-        if self._template is None and not self._error:
+        with self._lock:
             try:
-                self._template = _load(self.tokenizer, self.model)
+                if self._template is None:
+                    self._template = _load(self.tokenizer, self.model)
+                return _compare(self._template, trajectory, leaf)
             except InputError as error:
-                self._error = str(error)
-        if self._template is None:
-            raise InputError(self._error)
-        return self._template
+                return {"error": str(error)}
 
 
 def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
@@ -110,6 +88,32 @@ def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
         ) from error
 
 
+def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return the places in which two lists of ids differ, in their order: start and end in each.
+
+    Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
+    so that the time grows with the length.
+    """
+    first = common_prefix(ids, other)
+    last = common_prefix(ids[first:][::-1], other[first:][::-1])
+    own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
+    width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
+    a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
+    found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
+    for start, other_start, size in SequenceMatcher(None, a, b).get_matching_blocks():
+        length = size + width - 1
+        if not size:  # the last one, at both ends
+            start, other_start = len(own), len(theirs)
+        elif (inside := max(at - start, other_at - other_start)) > 0:  # of the match before
+            start, other_start, length = start + inside, other_start + inside, length - inside
+            if length <= 0:
+                continue
+        if start > at or other_start > other_at:
+            found.append((first + at, first + start, first + other_at, first + other_start))
+        at, other_at = start + length, other_start + length
+    return found
+
+
 def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:
     ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
     try:
@@ -120,13 +124,13 @@ def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonO
         raise InputError(f"the template refuses the messages: {first_line(error)}") from error
     found = differences(ids, rendered)
     closing: list[int] = []
-    if found and found[-1].start == len(ids):  # nobody went on after the last turn
-        closing = rendered[found.pop().other_start :]
+    if found and found[-1][0] == len(ids):  # nobody went on after the last turn
+        closing = rendered[found.pop()[2] :]
     pieces = []
-    for place in found:
-        own, other = ids[place.start : place.end], rendered[place.other_start : place.other_end]
-        same_text = template.decode_all(own) == template.decode_all(other)
-        pieces.append([place.start, place.end, other, same_text])
+    for start, end, other_start, other_end in found:
+        other = rendered[other_start:other_end]
+        same_text = template.decode_all(ids[start:end]) == template.decode_all(other)
+        pieces.append([start, end, other, same_text])
     return {
         "error": None,
         "identical": not pieces,
@@ -149,9 +153,9 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
     def decode(ids: Sequence[int]) -> str:
         return template.decode_all(ids[:-1] if ids and ids[-1] in stops else ids)
 
-    first = first_of_branch(trajectory, leaf)
-    opening = messages_before(trajectory, first, decode)
-    whole = conversation_of(trajectory, leaf, decode)
+    first = _chain(trajectory, leaf)[0]
+    opening = _messages_before(trajectory, first, decode)
+    whole = _conversation_of(trajectory, leaf, decode)
     if opening is None or whole is None:
         raise InputError("the messages of this branch are not recorded one by one")
     text = template.render_text(whole, add_generation_prompt=False)
@@ -168,14 +172,18 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
     return template.encode(text), HISTORY_CHANGED
 
 
-def first_of_branch(trajectory: Trajectory, leaf: int) -> int:
-    """Return the turn with which a branch began: all later ones continue the turn before them."""
-    while (before := _continued(trajectory, leaf)) is not None:
-        leaf = before
-    return leaf
+def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
+    """Return the turns that end with one, each of which begins with the whole path of the one
+    before it."""
+    turns, chain = trajectory.turns, [leaf]
+    while (parent := turns[chain[0]].parent) is not None:
+        if turns[chain[0]].prefix_length != turns[parent].path_length:
+            break
+        chain.insert(0, parent)
+    return chain
 
 
-def conversation_of(
+def _conversation_of(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Message] | None:
     """Return the messages up to the answer of a turn; None if they are not known."""
@@ -184,12 +192,12 @@ def conversation_of(
         if index == len(trajectory.turns) - 1 and answers:
             return messages[: answers[-1] + 1]
         return messages[: answers[index] + 1] if len(answers) == len(trajectory.turns) else None
-    before = messages_before(trajectory, index, decode)
+    before = _messages_before(trajectory, index, decode)
     assert before is not None
     return [*before, _answer(trajectory, index, before, decode)]
 
 
-def messages_before(
+def _messages_before(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Message] | None:
     """Return the messages that led to a turn; None if they are not known."""
@@ -198,18 +206,15 @@ def messages_before(
         if len(answers) == len(trajectory.turns):
             return trajectory.messages[: answers[index]]
         return trajectory.messages[: answers[0]] if answers and index == 0 else None
-    chain = [index]
-    while (above := _continued(trajectory, chain[-1])) is not None:
-        chain.append(above)
     before: list[Message] = []
-    for at in reversed(chain):
+    earlier = index
+    for at in _chain(trajectory, index):
         own = trajectory.turns[at].messages
         if not before or own[: len(before)] == before:
             before = list(own)
         else:  # the messages since the turn before
-            earlier = _continued(trajectory, at)
-            assert earlier is not None
             before = [*before, _answer(trajectory, earlier, before, decode), *own]
+        earlier = at
     return before
 
 
@@ -238,18 +243,15 @@ def _says(message: Message, text: str) -> bool:
 
 
 def _values(arguments: object) -> list[str]:
-    """Return the values of a call's arguments as JSON has them."""
+    """Return the values of a call's arguments as JSON has them; nested ones are left out."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
             return [str(arguments)]
     values = arguments.values() if isinstance(arguments, dict) else ()
-    return [json.dumps(each, ensure_ascii=False) for each in values if not _nested(each)]
-
-
-def _nested(value: object) -> bool:
-    return isinstance(value, dict | list)
+    flat = (each for each in values if not isinstance(each, dict | list))
+    return [json.dumps(each, ensure_ascii=False) for each in flat]
 
 
 def _answers(trajectory: Trajectory) -> list[int]:
@@ -261,11 +263,3 @@ def _answers(trajectory: Trajectory) -> list[int]:
 
 def _by_turn(trajectory: Trajectory) -> bool:
     return any(turn.messages for turn in trajectory.turns)
-
-
-def _continued(trajectory: Trajectory, index: int) -> int | None:
-    """Return the turn whose whole path a turn begins with; None if there is none."""
-    turn = trajectory.turns[index]
-    if turn.parent is None or turn.prefix_length != trajectory.turns[turn.parent].path_length:
-        return None
-    return turn.parent

@@ -1,6 +1,6 @@
 """Servers of OpenEnv's own wheel: `python openenv_servers.py PORT calculator|echo SESSIONS`.
 
-Runs in the environment that `make .venv-openenv/.installed` makes.
+Runs in the environment that `make .venv-interop/.installed` makes.
 """
 
 import sys

@@ -15,7 +15,7 @@ import turnwise
 from tests.conftest import ROOT, command_environment, python
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.simulated import SimulatedEngine
-from turnwise.compat import openenv_session
+from turnwise.compat import openenv
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code
@@ -27,7 +27,7 @@ from turnwise.rollouts.episode import Episode, LocalEpisode, playing
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
-VENV = ROOT / ".venv-openenv"
+VENV = ROOT / ".venv-interop"
 SERVERS = "tests/rollouts/foreign/openenv_servers.py"
 
 
@@ -131,7 +131,7 @@ async def test_typed_actions_are_one_tool(which: str) -> None:
         episode.turn_ended(0)
         assert (await episode.toolbox.call("act", '{"message": "hi"}')).text == "hi"
         assert (await episode.toolbox.call("act", "{}")).outcome == "bad_arguments"
-        with pytest.raises(openenv_session.OpenEnvError, match="Invalid message; message: Field"):
+        with pytest.raises(openenv.OpenEnvError, match="Invalid message; message: Field"):
             await call_user_code(episode.environment.act, {}, name="act", seconds=60)
         episode.turn_ended(1)
         assert (await episode.toolbox.call("act", '{"message": "bye"}')).text == "bye"
@@ -236,7 +236,7 @@ async def test_more_trajectories_than_places_wait_for_one(
 async def test_a_server_that_stays_full_is_named(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openenv_session, "CAPACITY_SECONDS", 0.1)
+    monkeypatch.setattr(openenv, "CAPACITY_SECONDS", 0.1)
     async with plain_server("echo", sessions=0) as server:
         group = await run(load_environment(f"openenv:{server.url}"), ["hi"])
         assert server.begun == 0

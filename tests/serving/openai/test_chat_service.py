@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from examples.calculator.tool import TOOL_SCHEMA
-from turnwise.chat.tool_formats import is_object
+from turnwise.chat.tool_parser import is_object
 from turnwise.config import Config
 from turnwise.serving.openai.requests import read
 from turnwise.serving.openai.server import OpenAIServer

@@ -34,7 +34,7 @@ class Hung(SimulatedEngine):
 
 
 async def test_those_that_answer_are_shown_and_the_others_named() -> None:
-    """C38: a hung worker is asked once, however often somebody looks."""
+    """A hung worker is asked once, however often somebody looks."""
     scheduler, hung = Scheduler(ServingConfig(), 1.0), Hung()
     for name, engine in (("a", Told()), ("b", Dead()), ("c", hung), ("d", Told())):
         scheduler.add(name, engine)
@@ -50,7 +50,7 @@ async def test_those_that_answer_are_shown_and_the_others_named() -> None:
 
 
 async def test_one_engine_alone_is_asked_by_its_own_name() -> None:
-    """C38: a worker's own server."""
+    """A worker's own server."""
     tokens, _ = await EngineMetrics(Told(name="worker-7")).collect()
     assert tokens.samples[0].labels["worker"] == "worker-7"
 
@@ -70,7 +70,7 @@ class Slow(Told):
 
 
 async def test_two_who_look_at_once_both_see_the_workers() -> None:
-    """C38: one asks again at the moment in which the answers of the other arrive."""
+    """One asks again at the moment in which the answers of the other arrive."""
     engine = Slow(name="worker-0")
     metrics = EngineMetrics(engine, seconds=60.0)
     first = asyncio.create_task(metrics.collect())

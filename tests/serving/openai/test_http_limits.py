@@ -362,7 +362,7 @@ async def test_any_model_name_is_served_and_one_is_listed(
 async def test_the_index_and_the_list_tell_where_everything_is(
     http: httpx.AsyncClient, server: OpenAIServer
 ) -> None:
-    """C9: the workers' own servers too."""
+    """The workers' own servers too."""
     assert (await http.get("/")).json()["workers"] == {}
     server.workers = lambda: {"worker-0": "http://10.0.0.1:4711/v1"}
     assert (await http.get("/")).json()["workers"] == {"worker-0": "http://10.0.0.1:4711/v1"}

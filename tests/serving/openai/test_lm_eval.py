@@ -30,8 +30,8 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def harness() -> Path:
-    subprocess.run(["make", "-s", ".venv-lmeval/.installed"], cwd=ROOT, check=True, timeout=900)
-    return ROOT / ".venv-lmeval" / "bin" / "python"
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=ROOT, check=True, timeout=900)
+    return ROOT / ".venv-interop" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,6 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
 async def test_a_prompt_begins_with_the_ids_before_it_without_a_sessions_name(
     client: AsyncOpenAI, model: str, script: dict[str, Any], template: ChatTemplate, way: str
 ) -> None:
-    """B5"""
     body = {**script, "return_token_ids": True}
     asked: dict[str, Any] = {"model": model, "tools": [TOOL_SCHEMA]}
     first = await client.chat.completions.create(messages=[QUESTION], extra_body=body, **asked)

@@ -14,7 +14,7 @@ import pytest
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import ChatTemplate

@@ -1,10 +1,11 @@
 """Micro-batches for tests: random tokens in float64, or exactly those that a test names."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from turnwise.training.tokens import Tokens
+from turnwise.training.algorithms import TokenLoss, Tokens, make_advantage, make_loss
 
 
 def some_tokens(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.3) -> Tokens:
@@ -56,3 +57,13 @@ def gradient_N(loss: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """d loss / d logprob of each token."""
     (gradient,) = torch.autograd.grad(loss, tokens.logprobs_N)
     return gradient
+
+
+def group_advantages(config: Any, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
+    """The advantages of one step's groups."""
+    return make_advantage(config).of_groups(rewards)
+
+
+def token_loss(config: Any, tokens: Tokens) -> TokenLoss:
+    """The losses of a micro-batch's tokens."""
+    return make_loss(config)(tokens)

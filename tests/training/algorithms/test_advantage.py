@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.algorithms.some_tokens import group_advantages
 from turnwise.config import DrGrpo, Gae, Grpo, ReinforcePP, Rloo
-from turnwise.training.algorithms import group_advantages
 
 Rewards = list[list[float]]
 

@@ -8,7 +8,7 @@ objectives. Theirs are tables of all tokens. Values and gradients are compared.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from types import SimpleNamespace
@@ -19,18 +19,12 @@ import torch
 
 from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
 from turnwise.rollouts import Group
-from turnwise.training.algorithms import (
-    gae,
-    kl_N,
-    moments,
-    normalised,
-    objective,
-    reward_penalty,
-)
+from turnwise.training.algorithms import Tokens
+from turnwise.training.algorithms.advantages import gae, moments, normalised
+from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
-from turnwise.training.tokens import Tokens
 from turnwise.trajectory import Trajectory
 
 PROMPT = 3
@@ -196,21 +190,23 @@ def spread(
     """From a trajectory's advantages, or rewards, to its tokens', as the policy does it."""
     algorithm = config.algorithm
     for own, batch, _ in batches:
-        batch.advantages_N = batch.advantages_N.double()
+        doubled = batch.tokens.advantages_N.double()
+        batch.tokens = replace(batch.tokens, advantages_N=doubled)
         for span in batch.spans():
             if isinstance(algorithm.advantage, Gae):
-                rewards_T = torch.zeros_like(batch.advantages_N[span])
-                rewards_T[-1] = batch.advantages_N[span][-1]
+                rewards_T = torch.zeros_like(batch.tokens.advantages_N[span])
+                rewards_T[-1] = batch.tokens.advantages_N[span][-1]
                 values_T = picked(tables.values, own)[span]
-                batch.advantages_N[span], _ = gae(rewards_T, values_T, algorithm.advantage)
+                batch.tokens.advantages_N[span], _ = gae(rewards_T, values_T, algorithm.advantage)
             elif algorithm.kl.coef and algorithm.kl.where == "reward":
                 old_N, reference_N = picked(tables.old, own), picked(tables.reference, own)
                 kl_T = kl_N(old_N, reference_N, algorithm.kl.estimator)[span]
-                batch.advantages_N[span] -= reward_penalty(kl_T, algorithm.kl.coef)
+                batch.tokens.advantages_N[span] -= reward_penalty(kl_T, algorithm.kl.coef)
     if isinstance(algorithm.advantage, Gae):
-        sums_3 = moments(torch.cat([batch.advantages_N for _, batch, _ in batches]))
+        sums_3 = moments(torch.cat([batch.tokens.advantages_N for _, batch, _ in batches]))
         for _, batch, _ in batches:
-            batch.advantages_N = normalised(batch.advantages_N, sums_3)
+            scores = normalised(batch.tokens.advantages_N, sums_3)
+            batch.tokens = replace(batch.tokens, advantages_N=scores)
 
 
 def ours(tables: Tables, config: Config) -> torch.Tensor:
@@ -223,12 +219,12 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
         tokens = Tokens(
             picked(tables.logprobs, own),
             picked(tables.old if corrected else tables.engine, own),
-            batch.engine_logprobs_N.double(),
-            batch.advantages_N,
-            batch.sequence_N,
-            batch.sequences,
-            batch.trajectory_tokens_N,
-            batch.staleness_N,
+            batch.tokens.engine_logprobs_N.double(),
+            batch.tokens.advantages_N,
+            batch.tokens.sequence_N,
+            batch.tokens.sequences,
+            batch.tokens.trajectory_tokens_N,
+            batch.tokens.staleness_N,
             picked(tables.reference, own),
         )
         total = (

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training.algorithms.some_tokens import gradient_N, tokens_of
+from tests.training.algorithms.some_tokens import gradient_N, token_loss, tokens_of
 from turnwise.config import Cispo
-from turnwise.training.algorithms import token_loss
 
 
 @given(

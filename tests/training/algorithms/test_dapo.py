@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.training.algorithms import has_signal, overlong_penalty
+from turnwise.training.algorithms.advantages import has_signal, overlong_penalty
 
 
 @pytest.mark.parametrize(

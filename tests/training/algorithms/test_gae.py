@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.config import Gae
-from turnwise.training.algorithms import gae, moments, normalised, value_loss
+from turnwise.training.algorithms.advantages import gae, moments, normalised, value_loss
 
 number = st.floats(-3, 3)
 steps = st.lists(st.tuples(number, number), min_size=1, max_size=12)

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from tests.training.algorithms.some_tokens import gradient_N, some_tokens, tokens_of
+from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
 from turnwise.config import Gspo
-from turnwise.training.algorithms import token_loss, token_weights
-from turnwise.training.tokens import Tokens
+from turnwise.training.algorithms import Tokens
+from turnwise.training.algorithms.total_loss import token_weights
 
 
 def sequence_mean(tokens: Tokens, loss_N: torch.Tensor) -> torch.Tensor:

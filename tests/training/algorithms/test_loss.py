@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.training.algorithms.some_tokens import gradient_N, some_tokens, tokens_of
+from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
 from turnwise.config import Cispo, Dpo, Gspo, PpoClip
-from turnwise.training.algorithms import token_loss, token_weights
-from turnwise.training.algorithms.ratio import importance_ratio
+from turnwise.training.algorithms.interface import importance_ratio
+from turnwise.training.algorithms.total_loss import token_weights
 
 POLICY_GRADIENTS = [PpoClip(), PpoClip(dual_clip=3.0), Gspo(), Cispo()]
 LOSSES = [*POLICY_GRADIENTS, Dpo()]

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training.algorithms.some_tokens import gradient_N, tokens_of
+from tests.training.algorithms.some_tokens import gradient_N, token_loss, tokens_of
 from turnwise.config import PpoClip
-from turnwise.training.algorithms import token_loss
 
 
 def reference(log_ratio: float, advantage: float, config: PpoClip) -> tuple[float, float, bool]:

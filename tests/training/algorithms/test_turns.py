@@ -11,8 +11,7 @@ from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_advantage, make_algorithm
-from turnwise.training.algorithms.gae import gae
-from turnwise.training.algorithms.turn_returns import normalised_by_turn, turn_returns
+from turnwise.training.algorithms.advantages import gae, normalised_by_turn, turn_returns
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
 

@@ -218,11 +218,8 @@ ROLES = tuple(_FLAT)
 
 
 def _expanded(value: object) -> object:
-    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables.
-
-    A variable's text is read as a Python or YAML value. One that is not set and has no default is
-    null.
-    """
+    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables,
+    read as Python or YAML values; one that is not set and has no default is null."""
     if isinstance(value, dict):
         return {key: _expanded(below) for key, below in value.items()}
     if isinstance(value, list):
@@ -242,16 +239,11 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file and of everything it includes; included files come first.
-
-    A later tree therefore has the last word.
+    """Yield the trees of a file and of everything it includes, of which a later one wins.
 
     Args:
         kind: Name of such a file in errors: "model file".
         including: The files that lead to this one.
-
-    Raises:
-        InputError: naming the file that cannot be read, holds no keys, or includes itself.
     """
     where = path.resolve()
     if where in including:
@@ -309,27 +301,18 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def read_model_file(path: str | Path) -> Settings:
-    """Return the settings of the policy's file and of everything it includes.
+    """Return the settings of the policy's file and of everything it includes."""
+    return read_model(path)[0]
+
+
+def read_model(path: str | Path) -> tuple[Settings, Args]:
+    """Return the settings of the policy's file, and its flat keys, whose values they include.
 
     Raises:
         InputError: naming the file that cannot be read or is included by itself, or every key
             that is unknown (with the nearest known one), that vLLM no longer has, or that is not
             supported.
     """
-    return _resolved(path)[0]
-
-
-def read_model_args(path: str | Path) -> Args:
-    """Return the values of a file's flat keys, as written in the file.
-
-    Raises:
-        InputError: as `read_model_file` does.
-    """
-    return _resolved(path)[1]
-
-
-def _resolved(path: str | Path) -> tuple[Settings, Args]:
-    """Return the settings of a file, and its flat keys, whose values they include."""
     mistakes: list[str] = []
     settings: Settings = {}
     flat: Args = {}
@@ -434,10 +417,7 @@ def _meant(args: Args) -> Settings:
 
 
 def args_of(config: Config, own: Args) -> Args:
-    """Return a configuration under ChatLearn's names, with the other flat keys of a model's file.
-
-    `num_inference_per_prompt` is 1, because `n` holds it.
-    """
+    """Return a configuration under ChatLearn's names, with a model's other flat keys."""
     sampling, held_out = config.sampling, config.eval.sampling
     both = {"temperature", "top_k", "top_p"}
     return {
@@ -446,7 +426,7 @@ def args_of(config: Config, own: Args) -> Args:
         "vllm_input_ids_key": "input_ids",
         "init_shuffle_prompts": 0,
         **own,
-        "num_inference_per_prompt": 1,
+        "num_inference_per_prompt": 1,  # `n` holds it
         "seq_length": config.model.max_length,
         "max_new_tokens": sampling.max_tokens,
         "n": sampling.n,
@@ -466,15 +446,7 @@ def role_of(name: str) -> str | None:
 
 
 def model_settings(name: str, role: str, path: str | Path) -> Settings:
-    """Return the values that the file of a model beside the policy sets.
-
-    Args:
-        name: The model's name in the pipeline's file.
-        role: ppo_policy, ppo_value, reference, reward or value.
-
-    Raises:
-        InputError: naming the file, and every key that is unknown.
-    """
+    """Return the values that the file of a model beside the policy sets, named as in `models`."""
     flat = _FLAT[role]
     taken = _TRAINER_SECTIONS if role == "ppo_policy" else tuple(flat.values())
     settings = Settings()

@@ -76,7 +76,7 @@ from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
 
-CONVERSATION = "turnwise.pipeline.conversation:Conversation"
+CONVERSATION = "turnwise.pipeline.prompts:Conversation"
 """Default of `environment`: rows are prompts, answered in one turn."""
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """Sections of a pipeline's file beside those of a configuration."""
@@ -438,11 +438,7 @@ class _Reader:
         return {"serving.workers": count}
 
     def _sizes(self, runtime: Tree, config: Config) -> Settings:
-        """Return the sizes of an episode and of batches, which count samples.
-
-        Args:
-            config: The configuration without them.
-        """
+        """Return the sizes of an episode and of batches, which count samples."""
         sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
@@ -475,11 +471,8 @@ class _Reader:
         return total // part
 
     def _config(self, more: Settings) -> Config:
-        """Return the configuration.
-
-        In increasing precedence: the models' settings, the file's own sections, the caller's
-        settings, overrides.
-        """
+        """Return the configuration; in increasing precedence: the models' settings, the file's own
+        sections, the caller's settings, overrides."""
         defaults = {"environment": CONVERSATION}
         return make_config(self._merged(more), self._overrides, defaults, self._over)
 

@@ -19,13 +19,11 @@ trajectories are finished. It also gets the row's other columns as lists, `train
 
 import inspect
 import json
-import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -53,11 +51,7 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 def load_trl(path: str) -> EnvironmentType:
-    """Import the environment factory `package.module:Name`.
-
-    Raises:
-        InputError: when it cannot be imported, or is no environment of TRL's.
-    """
+    """Import the environment factory `package.module:Name`."""
     return TrlEnvironments(load_object(path, "environment"))
 
 
@@ -70,10 +64,6 @@ class TrlEnvironments:
 
     Raises:
         InputError: when the factory is something else, or a class without `reset`.
-
-    Example:
-        environments = TrlEnvironments(MyEnv)
-        turnwise.train(model="...", environment=environments, data=rows)
     """
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
@@ -95,23 +85,18 @@ class TrlEnvironments:
         self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
 
     def __call__(self, row: Row) -> "TrlEnvironment":
-        """Return the environment of a row.
-
-        Raises:
-            InputError: when the row names no environment of the dictionary.
-        """
+        """Return the environment of a row."""
         return TrlEnvironment(row, self)
 
     @property
     def rewards(self) -> bool:
-        """Whether an instance has a `get_reward`; makes the first instance of each factory."""
-        rewards = False
-        for name, factory in self._factories.items():
-            if factory is not None:
-                instance = self.take(name)
-                self.give_back(name, instance)
-                rewards = rewards or hasattr(type(instance), "get_reward")
-        return rewards
+        """Whether an instance has a `get_reward`; makes first instances to see it."""
+        for name in self._factories:
+            instance = self.take(name)
+            self.give_back(name, instance)
+            if hasattr(type(instance), "get_reward"):
+                return True
+        return False
 
     def name_for(self, row: Row) -> object:
         """Return the name of a row's factory."""
@@ -122,13 +107,15 @@ class TrlEnvironments:
         return name
 
     def take(self, name: object) -> Any:
-        """Return a free instance, or a new one; runs user code."""
+        """Return a free instance, or a new one, by user code; None without a factory."""
+        factory = self._factories[name]
+        if factory is None:
+            return None
         try:
             return self._free[name].pop()
         except IndexError:
-            factory = self._factories[name]
-        instance = None if factory is None else factory()
-        if factory is not None and not callable(getattr(instance, "reset", None)):
+            instance = factory()
+        if not callable(getattr(instance, "reset", None)):
             raise InputError(
                 f"{type(instance).__name__} has no reset, which TRL's environments need"
             )
@@ -146,7 +133,8 @@ class TrlEnvironment(Environment):
         self._row = row
         self._environments = environments
         self._name = environments.name_for(row)
-        self._calls = _Calls()
+        self._calls: list[object] = []
+        """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
         """The user's object; None before `setup`, and without a factory."""
         prompt = row.get("prompt", _NO_PROMPT)
@@ -155,7 +143,6 @@ class TrlEnvironment(Environment):
         self.problem = prompt
 
     def setup(self) -> None:
-        """Take an instance, reset it with the row, and read its observation and tools."""
         given = self._environments
         self.instance = given.take(self._name)
         tools = list(given.tools)
@@ -193,7 +180,6 @@ class TrlEnvironment(Environment):
         self.problem = [*before, {**last, "content": joined}]
 
     def reward(self, trajectory: Trajectory) -> float | Awaitable[float]:
-        """Return what the instance's `get_reward` returns."""
         if not hasattr(type(self.instance), "get_reward"):
             if self._environments.chooses:
                 return 0.0  # another environment of the dictionary may have one
@@ -203,8 +189,7 @@ class TrlEnvironment(Environment):
         return reward
 
     def _group_ended(self) -> None:
-        """Give the instance back."""
-        if self.instance is not None and not self._calls.running:
+        if self.instance is not None and not self._calls:
             self._environments.give_back(self._name, self.instance)
 
 
@@ -225,39 +210,29 @@ class TextLoop(SingleTurnLoop):
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
-class _Calls:
-    """The number of an instance's calls that have not returned."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.running += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.running -= 1
-
-
 class _Tool:
     """A function or method of TRL's as a tool of ours: it returns a text."""
 
-    def __init__(self, function: ToolFunction, calls: _Calls) -> None:
+    def __init__(self, function: ToolFunction, calls: list[object]) -> None:
         self.__name__ = function.__name__
         self.__func__ = getattr(function, "__func__", function)  # describes it to the model
         self._function = function
         self._calls = calls
 
     def __call__(self, **arguments: object) -> object:
-        with self._calls:
+        self._calls.append(self)
+        try:
             result = self._function(**arguments)
             return self._finish(result) if inspect.isawaitable(result) else _shown(result)
+        finally:
+            self._calls.pop()
 
     async def _finish(self, result: Awaitable[object]) -> object:
-        with self._calls:
+        self._calls.append(self)
+        try:
             return _shown(await result)
+        finally:
+            self._calls.pop()
 
 
 def _shown(result: object) -> object:
@@ -270,8 +245,7 @@ def _shown(result: object) -> object:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
+class TrainerState(NamedTuple):
     """The part of TRL's `trainer_state` that a rollout knows."""
 
     global_step: int

@@ -5,7 +5,7 @@ Values that cannot be mapped raise an `InputError` that names the field.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import NoReturn
 
@@ -50,19 +50,12 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     Args:
         rows: Rows of the training data; None if their number is unknown.
         tools: Whether the model has tools.
-
-    Raises:
-        InputError: naming a field that cannot be mapped.
     """
     _refuse_unsupported(args)
-    (n, groups), updates = _groups(args), updates_per_step(args)
-    steps = _steps(args, rows)
+    n, groups, updates, steps = _sizes(args, rows)
     every = steps if rows is None else max(1, rows // groups)
-    schedule = str(args.lr_scheduler_type)
-    if schedule not in _SCHEDULES:
-        _refuse("lr_scheduler_type", schedule, f"it must be {', '.join(_SCHEDULES)}")
-    if args.optim not in _OPTIMIZERS:
-        _refuse("optim", args.optim, f"the optimizer is AdamW: {', '.join(_OPTIMIZERS)}")
+    schedule = _one_of(args, "lr_scheduler_type", _SCHEDULES)
+    _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
     warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
@@ -75,6 +68,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
         **_model(args),
+        "rollout.max_turns": 1,  # so dr_grpo's constant is that of one completion
         "rollout.prompts_per_step": groups,
         "training.steps": steps,
         "training.updates_per_step": updates,
@@ -88,13 +82,10 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.checkpoint_every": _interval(args, "save", updates, steps, every),
         "eval.every": _interval(args, "eval", updates, steps, every),
         **_sampling(args, n),
-        **_engine(args),
         **_algorithm(args, tools=tools),
     }
-    calls = args.max_tool_calling_iterations
-    if not tools:
-        values["rollout.max_turns"] = 1  # so dr_grpo's constant is that of one completion
-    else:
+    if tools:
+        calls = args.max_tool_calling_iterations
         values["rollout.max_turns"] = _UNLIMITED if calls is None else calls + 1
         values["rollout.max_response_tokens"] = args.max_completion_length
     return values | args.turnwise
@@ -127,6 +118,14 @@ def _refuse(name: str, value: object, why: str) -> NoReturn:
     raise InputError(f"GRPOConfig.{name}={value!r} is not supported: {why}")
 
 
+def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
+    """Return the text of a field that accepts only some."""
+    value = str(getattr(args, name))
+    if value not in known:
+        _refuse(name, value, why + ", ".join(known))
+    return value
+
+
 def updates_per_step(args: GRPOConfig) -> int:
     """Return the number of optimizer steps on each batch of completions."""
     return max(1, _per_generation(args) // args.gradient_accumulation_steps)
@@ -150,33 +149,28 @@ def _per_generation(args: GRPOConfig) -> int:
     return max(batches, accumulated)
 
 
-def _groups(args: GRPOConfig) -> tuple[int, int]:
-    """Return trajectories per group, and groups per training step."""
-    n = args.num_generations or 1
+def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
+    """Return trajectories per group, groups per training step, updates per step, and steps."""
+    n, updates = args.num_generations or 1, updates_per_step(args)
     samples = args.per_device_train_batch_size * _per_generation(args)
     if n < 2:
         _refuse("num_generations", n, "a group needs at least 2")
     if samples % n:
         why = f"a step has {samples} completions, which it does not divide"
         _refuse("num_generations", n, why)
-    return n, samples // n
-
-
-def _steps(args: GRPOConfig, rows: int | None) -> int:
-    updates = updates_per_step(args)
+    groups = samples // n
     if args.max_steps > 0:
         if args.max_steps % updates:
             why = f"each batch of completions is for {updates} optimizer steps"
             _refuse("max_steps", args.max_steps, why)
-        return args.max_steps // updates
+        return n, groups, updates, args.max_steps // updates
     if rows is None:
         _refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
-    groups = _groups(args)[1]
     if rows < groups:
         raise InputError(
             f"train_dataset has {rows} rows, but a step of GRPOConfig's batch sizes needs {groups}"
         )
-    return math.ceil(args.num_train_epochs * (rows // groups))
+    return n, groups, updates, math.ceil(args.num_train_epochs * (rows // groups))
 
 
 def _count(value: float, whole: int) -> int:
@@ -186,11 +180,9 @@ def _count(value: float, whole: int) -> int:
 
 def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int) -> int:
     """Return training steps between saves or evaluations; 0 for none."""
-    strategy = str(getattr(args, f"{kind}_strategy"))
-    if strategy in ("no", "epoch"):
-        return 0 if strategy == "no" else epoch
+    strategy = _one_of(args, f"{kind}_strategy", ("no", "steps", "epoch"))
     if strategy != "steps":
-        _refuse(f"{kind}_strategy", strategy, "it must be no, steps or epoch")
+        return 0 if strategy == "no" else epoch
     given = args.save_steps if kind == "save" else args.eval_steps or args.logging_steps
     return max(1, math.ceil(_count(given, steps * updates) / updates))
 
@@ -203,7 +195,8 @@ def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
 
 
 def _model(args: GRPOConfig) -> dict[str, object]:
-    """Return the precision of forward passes, with master weights in float32, and the attention."""
+    """Return the precision of forward passes, with master weights in float32, the attention, and
+    how the engine runs."""
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
@@ -211,19 +204,25 @@ def _model(args: GRPOConfig) -> dict[str, object]:
         _refuse("model_init_kwargs", given, "only dtype and attn_implementation can be set")
     if dtype not in ("None", "auto", "float32", "bfloat16"):
         _refuse("model_init_kwargs", {"dtype": dtype}, "dtype must be float32 or bfloat16")
-    return {
+    values: dict[str, object] = {
         "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
         "training.attention": "auto" if attention in (None, "sdpa") else attention,
     }
+    if args.use_vllm:
+        size = args.vllm_tensor_parallel_size
+        values |= {"engine.tensor_parallel_size": size, "training.ranks": size}
+        values["training.colocated"] = True
+        for field in ("vllm_gpu_memory_utilization", "vllm_model_impl"):
+            if (value := getattr(args, field)) != getattr(GRPOConfig, field):
+                values[f"engine.vllm_args.{field.removeprefix('vllm_')}"] = value
+    return values
 
 
 def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
     values: dict[str, object] = {
-        "n": n,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
+        name: getattr(args, name) for name in ("temperature", "top_p", "top_k")
     }
+    values["n"] = n
     if args.max_completion_length is not None:
         values["max_tokens"] = args.max_completion_length
     for key, value in _dictionary(args, "generation_kwargs").items():
@@ -231,24 +230,10 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
             _refuse("generation_kwargs", {key: value}, f"it takes {', '.join(_SAMPLING)}")
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
-    return {f"sampling.{key}": value for key, value in values.items()} | {
-        f"eval.sampling.{key}": value for key, value in evaluation.items()
+    sections = {"sampling": values, "eval.sampling": evaluation}
+    return {
+        f"{name}.{key}": value for name, each in sections.items() for key, value in each.items()
     }
-
-
-def _engine(args: GRPOConfig) -> dict[str, object]:
-    if not args.use_vllm:
-        return {}
-    size = args.vllm_tensor_parallel_size
-    values: dict[str, object] = {
-        "engine.tensor_parallel_size": size,
-        "training.colocated": True,
-        "training.ranks": size,
-    }
-    for field in ("vllm_gpu_memory_utilization", "vllm_model_impl"):
-        if (value := getattr(args, field)) != getattr(GRPOConfig, field):
-            values[f"engine.vllm_args.{field.removeprefix('vllm_')}"] = value
-    return values
 
 
 def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
@@ -326,9 +311,6 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
 
     Args:
         model: The model's folder or name: without `target_modules`, PEFT chooses by its kind.
-
-    Raises:
-        InputError: naming a field that Turnwise cannot honour.
     """
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):

@@ -21,8 +21,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.data import given_rows
 from turnwise.run import commands
 from turnwise.run.api import run_command
-from turnwise.run.commands import TrainingResult
-from turnwise.run.inputs import ProgramInputs
+from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.tools import ToolFunction
 
 _CONTEXT = 4096
@@ -34,7 +33,6 @@ class TrainOutput(NamedTuple):
     """The result of `GRPOTrainer.train`, as in Transformers."""
 
     global_step: int
-    """Optimizer steps."""
     training_loss: float
     """Mean loss of the steps that trained anything."""
     metrics: dict[str, float]
@@ -94,15 +92,15 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        for name, value in (
-            ("reward_processing_classes", reward_processing_classes),
-            ("callbacks", callbacks),
-            ("optimizers", [one for one in optimizers if one is not None]),
-            ("quantization_config", quantization_config),
-            ("rollout_func", rollout_func),
-        ):
-            if value:
-                _refuse(name)
+        unsupported: dict[str, object] = {
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": any(one is not None for one in optimizers),
+            "quantization_config": quantization_config,
+            "rollout_func": rollout_func,
+        }
+        for name in [name for name, value in unsupported.items() if value]:
+            _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(
                 "start the script with python, not with torchrun or accelerate launch: the run "
@@ -111,19 +109,14 @@ class GRPOTrainer:
         self.args = _with_folder(args, model)
         self._environments = TrlEnvironments(environment_factory, tools or ())
         rows = self._rows(train_dataset, environment_factory)
-        self._eval_rows = _listed(eval_dataset, "eval_dataset")
+        eval_rows = _listed(eval_dataset, "eval_dataset")
         with_tools = bool(tools) or environment_factory is not None
-        known = None if train_dataset is None else len(rows)
-        values = settings(self.args, known, tools=with_tools)
+        values = settings(self.args, None if train_dataset is None else len(rows), tools=with_tools)
         folder = Path(str(self.args.output_dir)).resolve()
-        environment = f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
-        if environment_factory is not None and not isinstance(environment_factory, Mapping):
-            module = getattr(environment_factory, "__module__", "__main__")
-            environment = f"trl:{module}:{_name(environment_factory)}"
         values |= {
             "output_dir": str(folder.parent),
             "name": folder.name,
-            "environment": environment,
+            "environment": _environment_path(environment_factory),
             "rollout.rewards": self._rewards(reward_funcs),
         }
         if isinstance(rows[0].get("prompt"), str):
@@ -133,14 +126,13 @@ class GRPOTrainer:
         values |= _saved(model, processing_class, folder)
         if peft_config is not None:
             trust = self.args.trust_remote_code
-            path = str(values["model.path"])
-            values |= lora_settings(peft_config, path, trust_remote_code=trust)
+            values |= lora_settings(peft_config, str(values["model.path"]), trust_remote_code=trust)
         values.setdefault("model.max_length", _context(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
         self._updates = updates_per_step(self.args)
         self._console = Console(quiet=bool(self.args.disable_tqdm))
-        self._inputs = ProgramInputs(self._environments, rows, self._eval_rows)
+        self._inputs = ProgramInputs(self._environments, rows, eval_rows)
         self.state = TrainState(max_steps=self._config.training.steps * self._updates)
         self._result: TrainingResult | None = None
 
@@ -168,7 +160,15 @@ class GRPOTrainer:
             work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")
         trained = [record for record in result.metrics if record["step"]]
-        self.state.log_history = [_logged(record, self._updates) for record in trained]
+        self.state.log_history = [
+            {  # under the names of TRL's log, with our own beside them
+                **record,
+                **{f"rewards/{name}/mean": mean for name, mean in record["reward_parts"].items()},
+                "step": record["step"] * self._updates,
+                "reward": record["reward_mean"],
+            }
+            for record in trained
+        ]
         self.state.global_step = trained[-1]["step"] * self._updates if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -176,7 +176,7 @@ class GRPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the trained model, or before training the given one, on `eval_dataset`."""
-        if self._eval_rows is None:
+        if self._inputs.eval_rows is None:
             raise InputError("GRPOTrainer.evaluate needs eval_dataset")
         settings = dict(self.settings)
         if self._result is not None and self._result.checkpoint is not None:
@@ -283,6 +283,13 @@ def _listed(rows: Iterable[Mapping[str, Any]] | None, name: str) -> Sequence[Jso
     return listed
 
 
+def _environment_path(factory: object) -> str:
+    """Return the configuration's name of the environments."""
+    if factory is None or isinstance(factory, Mapping):
+        return f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
+    return f"trl:{getattr(factory, '__module__', '__main__')}:{_name(factory)}"
+
+
 def _name(function: object) -> str:
     if isinstance(function, partial):
         return _name(function.func)
@@ -322,14 +329,3 @@ def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
         return wanted
     known = getattr(model.get_text_config(), "max_position_embeddings", None)
     return min(wanted, known or wanted)
-
-
-def _logged(record: JsonObject, updates: int) -> JsonObject:
-    """Return a line of metrics.jsonl under the names of TRL's log, with our own beside them."""
-    parts = {f"rewards/{name}/mean": value for name, value in record["reward_parts"].items()}
-    return {
-        **record,
-        **parts,
-        "step": record["step"] * updates,
-        "reward": record["reward_mean"],
-    }

@@ -28,14 +28,12 @@ class _Seat:
         self, context: RolloutContext, new: list[Message], tools: list[JsonObject]
     ) -> list[int]:
         """Return the prompt of the player's next turn, after new messages."""
+        self.messages = [*self.messages, *new]
         if self.prompt:
-            own = [*self.messages, *new]
             self.prompt = await context.next_prompt(
-                self.prompt, self.completion, new, tools=tools, conversation=own
+                self.prompt, self.completion, new, tools=tools, conversation=self.messages
             )
-            self.messages = own
         else:
-            self.messages += new
             self.prompt = await context.first_prompt(self.messages, tools=tools)
         return self.prompt
 

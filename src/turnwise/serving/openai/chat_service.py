@@ -27,7 +27,7 @@ from turnwise.chat import prompts
 from turnwise.chat.messages import Answer, Conversation, answer, plain
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
-from turnwise.chat.tool_formats import format_of, is_object
+from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer

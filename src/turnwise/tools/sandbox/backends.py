@@ -1,27 +1,33 @@
-"""The backends of a sandbox, and the keeper's specification for each.
+"""The backends of a sandbox, the keeper's specification for each, and their filter of system calls.
 
 `sandlock` (Landlock and seccomp) is a package that needs Linux 6.7; `bubblewrap` is a program of
 the Linux distribution that needs user namespaces or root. `none` limits time, memory and output,
 but gives the code all rights of this process's user.
+
+The filter is a BPF program, made by hand. It refuses what a backend alone would leave open or what
+code for a model never needs: kernel interfaces with a history of defects, memory outside the
+limits, other processes' priorities, new namespaces, and every socket but those within the machine's
+file system.
 """
 
 import importlib.util
 import json
 import os
+import platform
 import secrets
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.seccomp import filter_program
 
 Backend = Literal["sandlock", "bubblewrap", "none"]
 MISSING = (
@@ -37,26 +43,9 @@ _INSIDE, _SHARED = "/sandbox", "/dev/shm"
 _PROGRAM = "/run/turnwise.py"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one sandbox."""
-
-    seconds: float = 10.0
-    """Seconds for one call."""
-    memory: int = 512
-    """MiB of memory, of each process and of all together."""
-    disk: int = 64
-    """MiB of files."""
-    processes: int = 32
-    """Largest number of processes and threads."""
-    interpreter: str | None = None
-    """Python's executable; its folder becomes readable. None is this process's Python, without the
-    packages of its virtual environment."""
-
-
 @lru_cache
 def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return an interpreter's executable and the folders that it reads, but for the system's."""
+    """Return an interpreter's executable and the folders that it reads besides the system's."""
     if interpreter is None:
         executable, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
     else:
@@ -71,7 +60,7 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
     return executable, tuple(sorted(folders - {"/"}))
 
 
-def specify(backend: Backend, limits: Limits, *, shell: bool, lifeline: int) -> JsonObject:
+def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
     """Return the keeper's specification of a new sandbox; makes its scratch folder.
 
     Args:
@@ -79,24 +68,25 @@ def specify(backend: Backend, limits: Limits, *, shell: bool, lifeline: int) -> 
     """
     executable, prefixes = _python(limits.interpreter)
     root = os.geteuid() == 0
-    # As root, every sandbox has a user of its own: root would own the system's files, and the
-    # kernel counts processes by user.
+    # As root, every sandbox has its own user: root would own the system's files, and the kernel
+    # counts processes by user.
     uid = (1 << 30) + secrets.randbelow(1 << 29) if root and backend != "none" else None
+    bubblewrap, sandlock = backend == "bubblewrap", backend == "sandlock"
     inside: JsonObject = {
         "shell": shell,
         "memory": limits.memory * _MIB,
         "disk": limits.disk * _MIB,
-        "processes": None,
+        "processes": limits.processes if bubblewrap or uid is not None else None,
         "uid": uid,
-        "reads_all": backend == "sandlock",
-        "filter": None,
+        "reads_all": sandlock,
+        "filter": None if backend == "none" else filter_program(attributes=bubblewrap).hex(),
     }
-    if backend != "none":
-        inside["filter"] = filter_program(attributes=backend == "bubblewrap").hex()
-    if backend == "bubblewrap" or uid is not None:
-        inside["processes"] = limits.processes
-    scratch = None if backend == "bubblewrap" else _scratch(uid)
-    program = _PROGRAM if backend == "bubblewrap" else str(_HERE / "inner.py")
+    scratch = None
+    if not bubblewrap:
+        scratch = tempfile.mkdtemp(prefix="turnwise-sandbox-")
+        if uid is not None:
+            os.chown(scratch, uid, uid)
+    program = _PROGRAM if bubblewrap else str(_HERE / "inner.py")
     command = [executable, "-I", program, json.dumps(inside)]
     home = scratch or _INSIDE
     environment = {
@@ -112,19 +102,16 @@ def specify(backend: Backend, limits: Limits, *, shell: bool, lifeline: int) -> 
         "memory": limits.memory * _MIB,
         "disk": limits.disk * _MIB,
         "scratch": scratch,
-        "mounted": [_INSIDE, _SHARED] if backend == "bubblewrap" else [],
+        "mounted": [_INSIDE, _SHARED] if bubblewrap else [],
         "environment": environment,
         "command": command,
     }
-    if backend == "bubblewrap":
+    if bubblewrap:
         spec["command"] = [*_bubblewrap(prefixes, limits, root), *command]
-    elif backend == "sandlock":
+    elif sandlock:
+        readable = filter(os.path.exists, (*_SYSTEM, *_SYSTEM_FILES, *_DEVICES))
         options = {
-            "fs_readable": [
-                *filter(os.path.exists, (*_SYSTEM, *_SYSTEM_FILES, *_DEVICES)),
-                *prefixes,
-                program,
-            ],
+            "fs_readable": [*readable, *prefixes, program],
             "fs_writable": [home, "/dev/null"],
             "cwd": home,
             "clean_env": True,
@@ -132,25 +119,14 @@ def specify(backend: Backend, limits: Limits, *, shell: bool, lifeline: int) -> 
             "max_processes": limits.processes,
             "no_coredump": True,
         }
-        spec["sandlock"] = {"path": _folder_of("sandlock"), "options": options}
+        found = importlib.util.find_spec("sandlock")
+        if found is None or found.origin is None:
+            raise InputError(MISSING)
+        spec["sandlock"] = {"path": str(Path(found.origin).parents[1]), "options": options}
     return spec
 
 
-def _scratch(uid: int | None) -> str:
-    folder = tempfile.mkdtemp(prefix="turnwise-sandbox-")
-    if uid is not None:
-        os.chown(folder, uid, uid)
-    return folder
-
-
-def _folder_of(package: str) -> str:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise InputError(MISSING)
-    return str(Path(found.origin).parents[1])
-
-
-def _bubblewrap(prefixes: Sequence[str], limits: Limits, root: bool) -> list[str]:
+def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> list[str]:
     """Return bubblewrap's command line, up to the command to run."""
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
@@ -175,3 +151,106 @@ def _bubblewrap(prefixes: Sequence[str], limits: Limits, root: bool) -> list[str
         command += ["--symlink", _INSIDE, "/tmp"]
     command += ["--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]
+
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_EPERM, _ENOSYS = 1, 38
+_ARCH, _NUMBER, _FIRST_ARGUMENT = 4, 0, 16
+_NAMESPACES = 0x7E020080
+"""Flags of `clone` that begin a new namespace."""
+_AF_UNIX = 1
+_X32 = 0x40000000
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198)}
+_Numbers = dict[str, tuple[int | None, int | None]]
+"""Names of system calls, with their numbers on x86_64 and aarch64."""
+_REFUSED: dict[str, _Numbers] = {
+    "memory outside the limits": {
+        "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+        "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    },
+    "other processes": {
+        "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+        "kcmp": (312, 272), "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
+        "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
+        "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+        "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    },
+    "mounts and namespaces": {
+        "mount": (165, 40), "umount2": (166, 39), "fsopen": (430, 430), "fsmount": (432, 432),
+        "fsconfig": (431, 431), "fspick": (433, 433), "move_mount": (429, 429),
+        "open_tree": (428, 428), "mount_setattr": (442, 442), "pivot_root": (155, 41),
+        "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
+    },
+    "the kernel": {
+        "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+        "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+        "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
+        "request_key": (249, 218), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+        "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+        "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+        "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+        "personality": (135, 92), "quotactl": (179, 60), "acct": (163, 89),
+        "fanotify_init": (300, 262), "syslog": (103, 116), "settimeofday": (164, 170),
+        "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+        "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
+        "lookup_dcookie": (212, 18),
+    },
+}  # fmt: skip
+_ATTRIBUTES: _Numbers = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+}  # fmt: skip
+"""Calls on any path that Landlock does not limit to a folder."""
+
+
+def known_architecture() -> bool:
+    """Return whether this machine's system calls are known."""
+    return platform.machine() in _ARCHITECTURES
+
+
+def filter_program(*, attributes: bool) -> bytes:
+    """Return the filter as an array of `struct sock_filter` for this machine's architecture.
+
+    Args:
+        attributes: Allow changes of files' modes, owners, times and attributes.
+    """
+    audit, column = _ARCHITECTURES[platform.machine()]
+    groups = (*_REFUSED.values(), {} if attributes else _ATTRIBUTES)
+    refused = [call[column] for group in groups for call in group.values()]
+    code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
+    code.append((_LOAD, 0, 0, _NUMBER))
+    if column == 0:
+        code += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _REFUSE | _EPERM)]
+    for number in refused:
+        if number is not None:
+            code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | _EPERM)]
+    numbers = {name: call[column] for name, call in _SPECIAL.items()}
+    # clone3's flags are in memory, which a filter cannot read: libraries fall back to clone.
+    code += [(_EQUAL, 0, 1, numbers["clone3"]), (_RETURN, 0, 0, _REFUSE | _ENOSYS)]
+    code += _argument(numbers["clone"], _ANY_BIT, _NAMESPACES, matches=_REFUSE | _EPERM)
+    code += _argument(numbers["prlimit64"], _EQUAL, 0, matches=_ALLOW)  # 0: this process
+    code += _argument(numbers["socket"], _EQUAL, _AF_UNIX, matches=_ALLOW)
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def _argument(
+    number: int, test: int, value: int, *, matches: int
+) -> list[tuple[int, int, int, int]]:
+    """Return the instructions that decide a system call by its first argument."""
+    otherwise = _ALLOW if matches != _ALLOW else _REFUSE | _EPERM
+    return [
+        (_EQUAL, 0, 4, number),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (test, 0, 1, value),
+        (_RETURN, 0, 0, matches),
+        (_RETURN, 0, 0, otherwise),
+    ]

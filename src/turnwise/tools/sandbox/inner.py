@@ -49,38 +49,26 @@ def confine(spec: dict[str, Any]) -> None:
             hard = resource.getrlimit(which)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(which, (limit, limit))
-    if spec["uid"] is not None:
-        _become(spec["uid"], spec["reads_all"])
-    if spec["filter"] is not None:
-        _install(bytes.fromhex(spec["filter"]))
-
-
-def _become(uid: int, reads_all: bool) -> None:
-    """Become a user without privileges.
-
-    Args:
-        reads_all: Keep the capability to read what other users own, for a sandbox that itself
-            limits the readable folders.
-    """
-    _prctl(_KEEPCAPS, int(reads_all))
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    if reads_all:
-        version_3, mask = 0x20080522, 1 << _DAC_READ_SEARCH
-        header, sets = struct.pack("Ii", version_3, 0), struct.pack("6I", mask, mask, mask, 0, 0, 0)
-        if _libc.capset(header, sets):
-            raise OSError(ctypes.get_errno(), "capset")
-        _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
-
-
-def _install(program: bytes) -> None:
-    """Install a filter of system calls for this process and all its children."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    fields = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    filtering = ctypes.create_string_buffer(fields, len(fields))
-    _prctl(_NO_NEW_PRIVS, 1)
-    _prctl(_SET_SECCOMP, 2, ctypes.addressof(filtering))
+    if spec["uid"] is not None:  # a user without privileges
+        # A sandbox that itself limits the readable folders keeps the capability to read what other
+        # users own.
+        _prctl(_KEEPCAPS, int(spec["reads_all"]))
+        os.setgroups([])
+        os.setresgid(spec["uid"], spec["uid"], spec["uid"])
+        os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+        if spec["reads_all"]:
+            version_3, mask = 0x20080522, 1 << _DAC_READ_SEARCH
+            header = struct.pack("Ii", version_3, 0)
+            if _libc.capset(header, struct.pack("6I", mask, mask, mask, 0, 0, 0)):
+                raise OSError(ctypes.get_errno(), "capset")
+            _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
+    if spec["filter"] is not None:  # for this process and all its children
+        program = bytes.fromhex(spec["filter"])
+        buffer = ctypes.create_string_buffer(program, len(program))
+        fields = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+        filtering = ctypes.create_string_buffer(fields, len(fields))
+        _prctl(_NO_NEW_PRIVS, 1)
+        _prctl(_SET_SECCOMP, 2, ctypes.addressof(filtering))
 
 
 def _prctl(option: int, second: int, third: int = 0) -> None:
@@ -105,11 +93,25 @@ class Python:
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         process = os.getpid()
         out = _console()
+
+        def interrupt(*_: object) -> None:
+            if self._running:
+                raise KeyboardInterrupt(f"interrupted after {seconds:g} s")
+
         try:
-            signal.signal(signal.SIGALRM, lambda *_: self._interrupt(seconds))
+            signal.signal(signal.SIGALRM, interrupt)
             self._running = True
             signal.setitimer(signal.ITIMER_REAL, seconds, _INTERVAL)
-            self._execute(code, name)
+            tree = compile(code, name, "exec", ast.PyCF_ONLY_AST)
+            assert isinstance(tree, ast.Module)
+            names = self._module.__dict__
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, name, "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+                if value is not None:
+                    names["_"] = value
+                    print(repr(value))
             self._running = False
         except BaseException as error:
             self._running = False
@@ -123,22 +125,6 @@ class Python:
             for stream in {out, sys.stdout, sys.stderr}:
                 with contextlib.suppress(Exception):
                     stream.flush()
-
-    def _interrupt(self, seconds: float) -> None:
-        if self._running:
-            raise KeyboardInterrupt(f"interrupted after {seconds:g} s")
-
-    def _execute(self, code: str, name: str) -> None:
-        tree = compile(code, name, "exec", ast.PyCF_ONLY_AST)
-        assert isinstance(tree, ast.Module)
-        names = self._module.__dict__
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), names)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
-            if value is not None:
-                names["_"] = value
-                print(repr(value))
 
 
 class Shell:

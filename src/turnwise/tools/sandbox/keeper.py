@@ -22,6 +22,7 @@ OVER_MEMORY, OVER_DISK = 10, 11
 """Exit codes of a keeper that ended its sandbox because of a limit."""
 _PERIOD = 0.2
 """Seconds between two looks at the sandbox."""
+_END_SECONDS = 5.0
 _MOST_FILES = 20_000
 _SET_SUBREAPER = 36
 
@@ -35,7 +36,7 @@ def main() -> int:
     os.set_inheritable(spec["lifeline"], False)
     try:
         try:
-            ended = _sandlock(spec) if "sandlock" in spec else _command(spec)
+            ended = _start(spec)
         except Exception as error:  # for the session, which reads the output
             print(f"{type(error).__name__}: {error}", flush=True)
             return 1
@@ -44,30 +45,34 @@ def main() -> int:
             os.dup2(nothing, stream)
         return _watch(spec, ended)
     finally:
-        _end_descendants()
-        if spec["scratch"]:
-            _remove(spec["scratch"])
+        ends = time.monotonic() + _END_SECONDS
+        while (pids := _descendants()) and time.monotonic() < ends:  # some may begin meanwhile
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.005)
+        if spec["scratch"]:  # of any depth, with any modes
+            for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    command.append(spec["scratch"])
+                    subprocess.run(command, timeout=60, capture_output=True, check=False)
 
 
-def _command(spec: dict[str, Any]) -> Callable[[], bool]:
-    process = subprocess.Popen(spec["command"], env=spec["environment"], cwd=spec["scratch"])
-    return lambda: process.poll() is not None
-
-
-def _sandlock(spec: dict[str, Any]) -> Callable[[], bool]:
+def _start(spec: dict[str, Any]) -> Callable[[], bool]:
+    """Start the sandbox, and return a function that tells whether it has ended."""
+    if "sandlock" not in spec:
+        process = subprocess.Popen(spec["command"], env=spec["environment"], cwd=spec["scratch"])
+        return lambda: process.poll() is not None
     sys.path.append(spec["sandlock"]["path"])
     import sandlock
 
-    sandbox = sandlock.Sandbox(**spec["sandlock"]["options"])
-    process = sandbox.popen(spec["command"])
-    ended = threading.Event()
-
-    def wait() -> None:
-        process.wait()
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    return ended.is_set
+    sandboxed = sandlock.Sandbox(**spec["sandlock"]["options"]).popen(spec["command"])
+    waiting = threading.Thread(target=sandboxed.wait, daemon=True)
+    waiting.start()
+    return lambda: not waiting.is_alive()
 
 
 def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
@@ -81,8 +86,13 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
             return OVER_MEMORY
         if spec["scratch"] and _disk(spec["scratch"], spec["disk"]) > spec["disk"]:
             return OVER_DISK
-        if any(_files(folder) > _MOST_FILES for folder in spec["mounted"]):
-            return OVER_DISK
+        for folder in spec["mounted"]:  # file systems that only the sandbox has mounted
+            for pid in _descendants()[1:]:
+                with contextlib.suppress(OSError):
+                    inside = os.statvfs(f"/proc/{pid}/root{folder}")
+                    if inside.f_files - inside.f_ffree > _MOST_FILES:
+                        return OVER_DISK
+                    break
     return 0
 
 
@@ -123,15 +133,6 @@ def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
         return 0
 
 
-def _files(folder: str) -> int:
-    """Return the number of files in a file system that only the sandbox has mounted."""
-    for pid in _descendants()[1:]:
-        with contextlib.suppress(OSError):
-            inside = os.statvfs(f"/proc/{pid}/root{folder}")
-            return inside.f_files - inside.f_ffree
-    return 0
-
-
 def _disk(folder: str, limit: int) -> int:
     """Return the bytes that the files below a folder occupy, counting until beyond the limit."""
     total, files, folders = 0, 0, [folder]
@@ -151,26 +152,6 @@ def _disk(folder: str, limit: int) -> int:
         except OSError:  # a path that is too long
             return limit + 1
     return total
-
-
-def _end_descendants(seconds: float = 5.0) -> None:
-    """Kill all descendants, also those that begin meanwhile."""
-    ends = time.monotonic() + seconds
-    while (pids := _descendants()) and time.monotonic() < ends:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.005)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder of any depth, with any modes."""
-    for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(command, timeout=60, capture_output=True, check=False)
 
 
 if __name__ == "__main__":

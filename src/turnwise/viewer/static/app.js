@@ -4,8 +4,8 @@ import { h } from "./dom.js";
 import { exported, listRuns, startPlace } from "./data.js";
 import { clearCharts } from "./chart.js";
 import { showOverview } from "./overview.js";
-import { showStep } from "./steps.js";
 import { showTrajectory } from "./trajectory.js";
+import { showStep } from "./steps.js";
 
 const EVERY = 2000;
 const main = document.getElementById("main");

@@ -1,7 +1,6 @@
 // Curves over steps, of several runs, with alarms; one step under the pointer in all charts.
 
-import { h, svg, short } from "./dom.js";
-import { runColor } from "./color.js";
+import { h, runColor, short, svg } from "./dom.js";
 
 const WIDTH = 400;
 const HEIGHT = 170;

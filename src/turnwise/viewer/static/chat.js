@@ -1,7 +1,59 @@
-// What was said, with calls and results.
+// The tree of a trajectory's turns, and what was said on one of its branches, with calls and results.
 
 import { counted, h, mean, short } from "./dom.js";
-import { pathLength } from "./tree.js";
+
+function pathLength(turn) {
+  return turn.prefix_length + turn.added_token_ids.length + turn.completion_token_ids.length;
+}
+
+// The turns of a path, each with the number of its own ids on it.
+function pathTo(turns, leaf) {
+  const path = [];
+  let index = leaf;
+  let end = pathLength(turns[leaf]);
+  while (index !== null && index !== undefined) {
+    const turn = turns[index];
+    if (end > turn.prefix_length) {
+      path.push([index, end - turn.prefix_length]);
+      end = turn.prefix_length;
+    }
+    index = turn.parent;
+  }
+  return path.reverse();
+}
+
+export function branchesOf(turns) {
+  const continued = new Set(turns.map((_, index) => continuedBy(turns, index)));
+  const taken = new Set();
+  return turns.map((_, index) => index).filter((index) => !continued.has(index)).map((leaf, number) => {
+    const path = pathTo(turns, leaf);
+    const own = path.map(([index]) => index).filter((index) => !taken.has(index));
+    for (const index of own) taken.add(index);
+    return { number, leaf, path, own };
+  });
+}
+
+export function branchOf(branches, turn) {
+  return branches.find((branch) => branch.own.includes(turn)) ?? branches.find((branch) => branch.path.some(([index]) => index === turn)) ?? branches[0];
+}
+
+export function treeView(turns, branches, currentBranch, currentTurn, open) {
+  const items = branches.map((branch) => {
+    const first = turns[branch.own[0]];
+    const forked = branch.number > 0 && first;
+    const shared = forked ? first.prefix_length : 0;
+    const because = forked ? h("div", { class: "fork" },
+      `branch ${branch.number + 1}: ${first.fork_reason ?? "another conversation"}`,
+      h("div", { class: "quiet" }, shared ? `shares ${counted(shared, "token", "tokens")} with turn ${first.parent}` : "shares no token")) : null;
+    const list = h("ol", null, branch.own.map((index) => h("li", null, h("button", {
+      type: "button", "data-turn": index, onclick: () => open(index), "aria-current": index === currentTurn ? "true" : null,
+      "aria-label": `turn ${index}, ${counted(turns[index].completion_token_ids.length, "sampled token", "sampled tokens")}`,
+    }, h("span", { class: "row spread" }, h("span", null, `turn ${index}`), h("span", { class: "quiet small number" }, `${turns[index].completion_token_ids.length.toLocaleString("en")} tok`))))));
+    return h("li", { class: branch === currentBranch ? "current" : null }, because, forked && shared ? h("ol", null, h("li", null, list)) : list);
+  });
+  return h("nav", { class: "tree panel", "aria-label": "Turns and branches" },
+    h("h2", null, counted(branches.length, "branch", "branches"), h("span", { class: "quiet small" }, `, ${counted(turns.length, "turn", "turns")}`)), h("ol", null, items));
+}
 
 function contentOf(message) {
   const content = message.content;
@@ -9,14 +61,18 @@ function contentOf(message) {
   return content === null || content === undefined ? "" : String(content);
 }
 
+// The arguments of a call; malformed ones are the text as it is.
+function argumentsOf({ arguments: given }) {
+  try {
+    return typeof given === "string" ? JSON.parse(given) : given;
+  } catch {
+    return given;
+  }
+}
+
 function callOf(call) {
   const called = call.function ?? call;
-  let given = called.arguments;
-  if (typeof given === "string") {
-    try {
-      given = JSON.parse(given);
-    } catch { /* malformed arguments are shown as they are */ }
-  }
+  const given = argumentsOf(called);
   const text = typeof given === "string" ? given : Object.entries(given ?? {}).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ");
   return h("div", { class: "call" }, h("b", null, called.name ?? "?"), `(${text})`);
 }
@@ -59,7 +115,7 @@ export function messageCard(message, notes) {
     !said && !(message.tool_calls ?? []).length && h("div", { class: "quiet small" }, "empty"));
 }
 
-export function turnNote(turn) {
+function turnNote(turn) {
   const versions = [...new Set(turn.weight_versions)];
   const first = Math.min(...versions);
   const last = Math.max(...versions);
@@ -75,19 +131,11 @@ function continuedBy(turns, index) {
   return parent !== null && parent !== undefined && prefix === pathLength(turns[parent]) ? parent : null;
 }
 
-function argumentsOf(call) {
-  try {
-    return Object.values((typeof call.arguments === "string" ? JSON.parse(call.arguments) : call.arguments) ?? {});
-  } catch {
-    return [call.arguments];
-  }
-}
-
 // Whether a message can be the answer with this text, and is not an edited one.
 function isAnswer(message, text) {
   if (message?.role !== "assistant") return false;
   const calls = (message.tool_calls ?? []).map((call) => call.function ?? call);
-  const values = calls.flatMap((call) => argumentsOf(call)).filter((value) => value === null || typeof value !== "object");
+  const values = calls.map(argumentsOf).flatMap((given) => (typeof given === "string" ? [given] : Object.values(given ?? {}))).filter((value) => value === null || typeof value !== "object");
   return [contentOf(message).trim(), ...calls.map((call) => call.name), ...values.map((value) => JSON.stringify(value))].every((part) => text.includes(part));
 }
 

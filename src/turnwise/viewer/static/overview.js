@@ -1,9 +1,8 @@
 // Runs laid over each other: curves, alarms, and the keys in which they differ.
 
-import { chip, counted, h, mean, short } from "./dom.js";
+import { chip, counted, h, mean, runColor, short } from "./dom.js";
 import { fetchNow, link, readMetrics, runPath } from "./data.js";
 import { barChart, chart, clearCharts } from "./chart.js";
-import { runColor } from "./color.js";
 
 const PHASES = ["idle", "train", "write", "weights", "evaluate", "save"];
 const POOLS = ["fresh", "mixed", "mastered", "hopeless"];

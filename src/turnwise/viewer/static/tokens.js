@@ -1,8 +1,6 @@
 // Every token of a branch, coloured by a value, in rows of which only those in sight exist.
 
-import { h, precise, short } from "./dom.js";
-import { category, heat, signed } from "./color.js";
-import { VirtualList } from "./list.js";
+import { category, h, heat, precise, short, signed, VirtualList } from "./dom.js";
 
 const ROW = 24;
 const WIDEST = 200;

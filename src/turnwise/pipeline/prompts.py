@@ -1,14 +1,18 @@
-"""A program's prompts as problems: texts, messages, token ids, and rows of the environment."""
+"""A program's prompts as problems: texts, messages, token ids, and rows of the environment.
+
+All but rows are answered in one turn, by an environment and a loop of their own.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, describe_error
-from turnwise.pipeline.conversation import ConversationProblem, TokenProblem
-from turnwise.rollouts import Problem
-from turnwise.trajectory import ChatTemplate, Message
+from turnwise.rollouts import Problem, RolloutContext
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -16,20 +20,64 @@ Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 """A text, messages, token ids with their text, or a row of the environment."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFields:
+class Conversation:
+    """The environment of a prompt without one: its messages, no tools, and 0 as reward.
+
+    Args:
+        row: `messages`, or `prompt`, the text of a user's message.
+    """
+
+    problem: Sequence[Message]
+    tools: Sequence[Callable[..., object]] = ()
+
+    def __init__(self, row: JsonObject) -> None:
+        if "messages" in row:
+            self.problem = row["messages"]
+        elif isinstance(row.get("prompt"), str):
+            self.problem = [{"role": "user", "content": row["prompt"]}]
+        else:
+            raise InputError(
+                "without an environment a row needs prompt, a text, or messages; set environment "
+                "to read rows of another kind"
+            )
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return 0.0
+
+
+class ConversationProblem(Problem):
+    """A problem whose row holds `messages`, for people, and the engine's `input_ids`."""
+
+    __slots__ = ()
+
+
+class TokenProblem(ConversationProblem):
+    """A problem whose ids the program gave, with their text in `prompt`."""
+
+    __slots__ = ()
+
+
+class PromptLoop(SingleTurnLoop):
+    """A loop that answers exactly the row's `input_ids`."""
+
+    async def prompt(self, context: RolloutContext) -> list[int]:
+        return list(context.row["input_ids"])
+
+
+class PromptFields(NamedTuple):
     """Names of the fields of a prompt that is a mapping."""
 
     token_ids: str
-    """Field of the token ids."""
     text: str
-    """Field of their text."""
+    """Field of the text of the token ids."""
     message: str | None
     """Field of a text or messages without ids; None means that a mapping without ids is a row."""
 
 
 class ProblemBuilder:
     """Makes problems from the prompts of a batch, and counts those that are cut or left out.
+
+    Every prompt that is empty or cannot be used raises an `InputError` that names it.
 
     Args:
         name: Prefix of the problems' names.
@@ -48,22 +96,14 @@ class ProblemBuilder:
         self._left_out = 0
 
     def build(self, prompts: Sequence[Prompt]) -> list[Problem]:
-        """Make problems from prompts of any kind; leave out messages that are too long.
-
-        Raises:
-            InputError: naming the prompt that is empty or cannot be used.
-        """
+        """Make problems from prompts of any kind; leave out messages that are too long."""
         made = [self._problem(f"{self._name}:{n}", prompt) for n, prompt in enumerate(prompts, 1)]
         return [problem for problem in made if problem is not None]
 
     def build_token_prompts(
         self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]]
     ) -> list[Problem]:
-        """Make problems from token ids with a text each; None means the decoded ids.
-
-        Raises:
-            InputError: naming the prompt that is empty or contains values that are not ids.
-        """
+        """Make problems from token ids with a text each; None means the decoded ids."""
         pairs = enumerate(zip(texts, token_ids, strict=True), 1)
         return [self._tokens(f"{self._name}:{n}", {}, text, ids) for n, (text, ids) in pairs]
 
@@ -93,21 +133,13 @@ class ProblemBuilder:
         said = row[fields.message] if row else prompt
         if isinstance(said, str):
             return self._text(name, row, said)
-        if (
-            not isinstance(said, Sequence)
-            or not said
-            or not all(isinstance(m, Mapping) and "role" in m for m in said)
-        ):
+        given = said if isinstance(said, Sequence) else ()
+        if not given or not all(isinstance(m, Mapping) and "role" in m for m in given):
             raise InputError(
                 f"{name}: a prompt must be a text, a list of messages, token ids under "
                 f"{fields.token_ids}, or a row, not {repr(said)[:80]}"
             )
-        return self._messages(name, row, [dict(message) for message in said])
-
-    def _messages(
-        self, name: str, row: Mapping[str, object], messages: list[Message]
-    ) -> Problem | None:
-        """Return the problem of messages, or None where they exceed `data.max_prompt_tokens`."""
+        messages = [dict(message) for message in given]
         token_ids = self._render(name, messages)
         longest, room = self._config.data.max_prompt_tokens, self._config.model.max_length
         if longest is not None and len(token_ids) > longest:

@@ -1,0 +1,455 @@
+"""The commands of `turnwise`: each reads its arguments, and calls what does the work.
+
+`cli.command` runs each, and reports how it ended.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from turnwise import __version__
+from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
+from turnwise.config import Config, explain_config, known_keys, load_config
+from turnwise.core import logs
+from turnwise.core.aio import run_in_thread
+from turnwise.core.deadlines import deadline
+from turnwise.errors import TurnwiseError, visible
+from turnwise.run import commands
+from turnwise.training import checkpoint
+
+if TYPE_CHECKING:
+    from turnwise.observe.doctor import Finding
+
+
+def _complete_key(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that an override can begin with, for shell completion."""
+    for key, meaning in known_keys().items():
+        if key.startswith(incomplete):
+            yield f"{key}=", meaning
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning of tool-calling language models, exact to the token.",
+)
+traces = typer.Typer(no_args_is_help=True, help="Convert trajectories to traces, and from them.")
+app.add_typer(traces, name="trace")
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines file.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[key.sub=value]...",
+        help="Changes to the configuration.",
+        autocompletion=_complete_key,
+    ),
+]
+_NO_SIGNAL = (
+    "; the problems may be too easy or too hard for this model, or the reward may not tell its "
+    "answers apart"
+)
+_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
+"""Commands that need processes, engines or their stacks; the others read files on any system."""
+_NEEDLESS = ("environment", "data.path")
+"""Keys that commands without rollouts do not need."""
+_ROLLOUT_SECONDS = 900.0
+_ROLLOUT_PROBLEMS = 4
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"turnwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Parse the options before a command."""
+    if context.invoked_subcommand in _ON_LINUX and not sys.platform.startswith("linux"):
+        print_error(
+            f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
+            "view, show, export, config, plan, init and trace work here too",
+            style="red",
+        )
+        raise typer.Exit(2)
+
+
+@command_of(app)
+async def train(
+    command: Command,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="A run's folder, to continue from its last whole checkpoint."),
+    ] = None,
+) -> None:
+    """Train a model; everything about the run goes to its folder."""
+    changes = [*(overrides or ())]
+    if resume is None:
+        if file is None:
+            raise typer.BadParameter("give a FILE, or --resume runs/NAME")
+        await _train(command.of(load_config(file, changes)))
+        return
+    if file is not None:
+        changes.insert(0, file)
+    await _train(command.of(commands.config_of_run(resume, changes)), resume)
+
+
+@command_of(app)
+async def pipeline(
+    command: Command,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML file with models and runtime.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Train the models of a pipeline's file, from the last checkpoint where there is one."""
+    from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
+
+    read = await run_in_thread(lambda: read_pipeline_file(file, overrides or ()))
+    config = command.of(read.config)
+    for note in read.notes:
+        print_error(f"turnwise: {file}: {note}", style="yellow")
+    run = commands.run_folder(config)
+    saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
+    await _train(config, run if read.resumes and saved else None)
+
+
+async def _train(config: Config, resume: Path | None = None) -> None:
+    from turnwise.run.display import why_untrained
+
+    console = Console()
+    if resume is None:
+        result = await commands.train(config, console)
+    else:
+        result = await commands.resume(resume, config, console)
+    if why := why_untrained(result.metrics):
+        no_signal = any(row.get("groups_without_signal") for row in result.metrics)
+        print_text(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow")
+    print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
+
+
+@command_of(app, "eval")
+async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
+    """Evaluate the model on data.eval_path (or data.path), and save the trajectories."""
+    from turnwise.observe.conversations import Overview, show
+
+    # commands.evaluate requires data.path only if data.eval_path is not set.
+    config = command.of(load_config(file, overrides or (), optional=("data.path",)))
+    console, overview = Console(), Overview()
+    evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
+    show(console, overview)
+    lines = [
+        f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
+        for name, summary in evaluation.environments.items()
+    ]
+    several = {k: v for k, v in evaluation.summary.items() if "@" in k and k[-2:] != "@1"}
+    if several:
+        lines.append("  ".join(f"{k} {v:.4f}" for k, v in several.items()))
+    lines += [f"{name} {value:.4f}" for name, value in evaluation.env.items()]
+    lines.append(
+        f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
+        f"reward {evaluation.summary['reward_mean']:.4f}  "
+        f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
+        f"{evaluation.tokens_per_s:,.0f} tok/s"
+    )
+    print_text("\n".join([*lines, str(commands.run_folder(config) / "eval.jsonl")]))
+
+
+@command_of(app)
+async def rollout(
+    command: Command,
+    file: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Output file; default: rollouts.jsonl in the run folder.")
+    ] = None,
+) -> None:
+    """Sample the groups of data.path as training would, into a JSON Lines file."""
+    from turnwise.observe.conversations import Overview, show
+
+    config = command.of(load_config(file, overrides or ()))
+    path = output or commands.run_folder(config) / "rollouts.jsonl"
+    console, overview = Console(), Overview()
+    trajectories, dropped = await commands.rollout(
+        config, console, path, on_group=overview.add_group
+    )
+    show(console, overview)
+    print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
+
+
+@command_of(app)
+async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
+    """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
+    config = command.of(load_config(file, overrides or (), optional=_NEEDLESS))
+    async with commands.serve(config, Console()) as server:
+        print_text(f"base URL {server.base_url}")
+        for name, url in server.workers().items():
+            print_text(f"{name} {url}")
+        await asyncio.Event().wait()  # until interrupted
+
+
+@command_of(app)
+async def show(
+    command: Command,
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, or a file of trajectories.")
+    ],
+    problem: Annotated[
+        str | None, typer.Argument(help="A problem's name or number: all its trajectories.")
+    ] = None,
+    step: Step = None,
+    heldout: Annotated[bool, typer.Option(help="Those of the evaluation instead.")] = False,
+    grep: Annotated[
+        str | None, typer.Option(help="All trajectories in which this was said (a pattern).")
+    ] = None,
+    best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
+    worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
+) -> None:
+    """Print what was said in a run, and what it earned."""
+    from turnwise.observe import conversations
+    from turnwise.observe.alarms import alarms_of_run
+
+    path = conversations.trajectory_file(source, step, heldout)
+    found = conversations.select(conversations.read_trajectories(path), problem, grep)
+    if problem is None and grep is None:
+        conversations.show(Console(), conversations.Overview.of(found, best, worst))
+        for alarm in alarms_of_run(source) if source.is_dir() else ():
+            print_text(f"alarm at step {alarm.step}: {alarm.message}")
+    else:
+        conversations.show_all(Console(), found)
+    print_text(str(path))
+
+
+@command_of(app)
+async def view(
+    command: Command,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders, compared.")
+    ] = None,
+    demo: Annotated[bool, typer.Option(help="Two small recorded runs, to look around.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="By default, a free one.")] = 0,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one page instead.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Its step; default: the last one.")] = None,
+    heldout: Annotated[bool, typer.Option(help="The evaluation's trajectories instead.")] = False,
+    trajectory: Annotated[
+        int | None, typer.Option(help="One trajectory of the step, from 0; default: all.")
+    ] = None,
+) -> None:
+    """Show runs in the browser, while they train or later; --export writes a page to send."""
+    if not runs and (export is not None or not demo):
+        raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
+    from turnwise.viewer import server
+
+    folders = runs or []
+    if export is None:
+        await server.view(folders, port, print_text, demo=demo)
+        return
+    await run_in_thread(server.write_page, folders[0], export, step, heldout, trajectory)
+    print_text(str(export))
+
+
+@command_of(app)
+async def export(
+    command: Command,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, or that of a checkpoint.")
+    ],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Add a LoRA adapter to the model that it belongs to.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; default: export, or merged, in the run's.")
+    ] = None,
+) -> None:
+    """Write the trained model, or with LoRA the adapter, for other programs."""
+    written = await run_in_thread(lambda: commands.export_run(run, output, merged=merged))
+    print_text(str(written))
+
+
+@command_of(app)
+async def config(
+    command: Command,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A YAML configuration; without one, the defaults."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print the resolved configuration, or the defaults, with the meaning of each key."""
+    if file is not None and "=" in file.name and not file.exists():
+        raise typer.BadParameter("changes apply to a FILE: turnwise config FILE key.sub=value")
+    loaded = None if file is None else load_config(file, overrides or ())
+    sys.stdout.write(explain_config(loaded))
+
+
+@command_of(app)
+async def plan(
+    command: Command,
+    file: ConfigFile,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of the cluster; default: those of this machine.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GiB; default: that of this machine's.")
+    ] = None,
+) -> None:
+    """Show what each device of a training run would hold; loads no weights."""
+    from turnwise.observe.plan import print_plan  # imports torch
+
+    config = load_config(file, overrides or (), optional=_NEEDLESS)
+    await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
+
+
+@command_of(app)
+async def init(
+    command: Command,
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hugging Face name; default: the demo's in a clone, else Qwen3-0.6B."
+        ),
+    ] = None,
+) -> None:
+    """Make a project that trains at once: environment, data, configuration, test, README."""
+    from turnwise.run.project import make_project
+
+    files = await run_in_thread(lambda: make_project(name, model))
+    print_text("\n".join([*map(str, files), "", f"cd {name}", "turnwise train config.yaml"]))
+
+
+@command_of(app)
+async def doctor(
+    command: Command,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A YAML configuration; without one, this machine."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
+    ] = None,
+    rollout: Annotated[
+        bool, typer.Option("--rollout", help="Also start an engine and play some problems.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what killed engines left in shared memory.")
+    ] = False,
+) -> None:
+    """Check that everything is ready; name the command that mends what is not."""
+    if rollout and file is None:
+        raise typer.BadParameter("--rollout plays the problems of a FILE")
+    from turnwise.observe import doctor
+
+    console, config, found = Console(), None, list[doctor.Finding]()
+
+    def report(finding: doctor.Finding) -> None:
+        found.append(finding)
+        doctor.print_finding(console, finding)
+
+    if file is not None:
+        try:
+            config = command.of(load_config(file, overrides or ()))
+            report(doctor.Finding("configuration", "ok", str(file)))
+        except TurnwiseError as error:
+            report(doctor.Finding("configuration", "broken", str(error)))
+    checks = doctor.machine_checks(None if config is None else config.ray_address, clean)
+    if config is not None:
+        checks += doctor.ConfigChecks(config).all
+    findings = doctor.examine(checks)
+    while (finding := await run_in_thread(lambda: next(findings, None))) is not None:
+        report(finding)
+    if rollout and config is not None:
+        report(await _play(config, console))
+    console.print(doctor.verdict(found), highlight=False)
+    if any(finding.state == "broken" for finding in found):
+        raise typer.Exit(1)
+
+
+async def _play(config: Config, console: Console) -> "Finding":
+    """Play some problems on an engine, print the best and the worst, and compare the rewards."""
+    from turnwise.observe.conversations import Overview, show
+    from turnwise.observe.doctor import Finding, spread
+
+    few = config.with_row_limit(_ROLLOUT_PROBLEMS)
+    try:
+        async with deadline(_ROLLOUT_SECONDS, "the first problems were not played"):
+            trajectories, dropped = await commands.rollout(few, console, None)
+    except TurnwiseError as error:
+        return Finding("rollout", "broken", str(error))
+    show(console, Overview.of(trajectories))
+    return spread(trajectories, dropped)
+
+
+@command_of(app)
+async def stuck(command: Command, run: Run) -> None:
+    """Print what a run waits for, and the stacks of all of its processes."""
+    from turnwise.core.stacks import ask
+
+    typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
+
+
+@command_of(traces, "export")
+async def export_traces(command: Command, source: Source, target: Target) -> None:
+    """Write trajectories as OpenEnv's training traces."""
+    await _convert("export_traces", "traces", source, target)
+
+
+@command_of(traces, "import")
+async def import_traces(command: Command, source: Source, target: Target) -> None:
+    """Write training traces, of Turnwise or another program, as trajectories."""
+    await _convert("import_traces", "trajectories", source, target)
+
+
+async def _convert(name: str, what: str, source: Path, target: Path) -> None:
+    from turnwise.trajectory import training_trace
+
+    count = await run_in_thread(lambda: getattr(training_trace, name)(source, target))
+    print_text(f"{count} {what}\n{target}")
+
+
+@command_of(traces)
+async def timeline(
+    command: Command,
+    run: Run,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON file to write.")],
+    step: Step = None,
+    heldout: Annotated[bool, typer.Option("--heldout", help="The evaluation's turns.")] = False,
+) -> None:
+    """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
+    from turnwise.observe.timeline import write_timeline
+
+    count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
+    print_text(f"{count} turns\n{target}")
+
+
+def main() -> None:
+    """Run the command `turnwise`."""
+    # User classes are imported from the working directory.
+    sys.path.insert(0, os.getcwd())
+    logs.to_terminal()
+    run_to_the_end(app)

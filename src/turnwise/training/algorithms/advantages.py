@@ -1,0 +1,297 @@
+"""Advantage estimators, each with its formula, its paper and the differences from it.
+
+Also the parts of algorithms that decide on rewards: DAPO's signal and its overlong penalty.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from turnwise.config import Gae, MtGrpo, ReinforcePP, TurnReturns
+from turnwise.training.algorithms.interface import Advantage, ValueModel
+
+_EPSILON = 1e-6
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards are not all equal: DAPO's dynamic sampling (arXiv 2503.14476,
+    eq. 11) keeps a group only if they are not. There rewards are right or wrong; here, any."""
+    return len(set(rewards)) > 1
+
+
+def overlong_penalty(length: int, max_length: int, buffer_tokens: int, penalty: float) -> float:
+    """Return the term, between -penalty and 0, that is added to the reward of `length` tokens.
+
+        0                               up to L - buffer, and without a buffer
+        (L - buffer - length) / buffer  in the buffer: the last tokens before the longest length L
+        -1                              beyond L
+
+    Soft overlong punishment: Yu et al., "DAPO" (arXiv 2503.14476), eq. 13. Difference: it is
+    multiplied by a weight, `penalty`.
+    """
+    if not buffer_tokens:
+        return 0.0
+    room = min(0, max_length - buffer_tokens - length)
+    return penalty * max(-1.0, room / buffer_tokens)
+
+
+def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None) -> list[float]:
+    """Return values minus their mean, all 0 if they are equal.
+
+    Args:
+        scale: Also divide by their standard deviation, that of the population (divided by n).
+        mean: Their mean, if it is known exactly.
+    """
+    if not has_signal(values):
+        return [0.0] * len(values)
+    mean = sum(values) / len(values) if mean is None else mean
+    if not scale:
+        return [value - mean for value in values]
+    std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    return [(value - mean) / (std + _EPSILON) for value in values]
+
+
+class WithinGroup(Advantage):
+    """The advantages of a group by a formula of its rewards, such as `grpo`, where they differ."""
+
+    def __init__(self, formula: Callable[[Sequence[float]], list[float]]) -> None:
+        self._formula = formula
+
+    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+        """Return all 0 if the rewards are equal, None if there are fewer than two."""
+        if len(rewards) < 2:
+            return None
+        return self._formula(rewards) if has_signal(rewards) else [0.0] * len(rewards)
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """GRPO: rewards normalised within the group.
+
+        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+
+    Group Relative Policy Optimization: Shao et al., "DeepSeekMath" (arXiv 2402.03300), section
+    4.1.2. Differences: the standard deviation is that of the population (divided by n; TRL divides
+    by n - 1), which the paper leaves open, and 1e-6 avoids amplifying rewards that differ only by
+    rounding.
+    """
+    return _centred(rewards, scale=True)
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Dr. GRPO: rewards minus their group's mean.
+
+        A_i = r_i - mean(r)
+
+    Liu et al., "Understanding R1-Zero-Like Training" (arXiv 2503.20783), section 3.2: omits GRPO's
+    division by the standard deviation, which favours very easy and very hard problems. The paper's
+    other change, a constant instead of each answer's length, is `algorithm.reduction: constant`.
+    """
+    return _centred(rewards, scale=False)
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """RLOO: rewards minus the mean of the other rewards in the group (leave one out).
+
+        A_i = r_i - sum_{j != i} r_j / (n - 1)
+
+    Ahmadian et al., "Back to Basics" (arXiv 2402.14740). Differences: the paper's policy gradient
+    treats the whole answer as one action; here the loss is chosen independently of the advantage. A
+    KL penalty in the reward is subtracted from the advantage, not the baseline's rewards (see
+    `reward_penalty`).
+    """
+    total = sum(rewards)
+    return [r - (total - r) / (len(rewards) - 1) for r in rewards]
+
+
+class ReinforcePPAdvantage(Advantage):
+    """REINFORCE++: rewards normalised over the whole batch instead of within each group.
+
+        baseline none:   a_i = r_i
+        baseline group:  a_i = r_i - mean(r of its group)
+        A_i = (a_i - mean(a over the batch)) / (std(a over the batch) + 1e-6)
+
+    Hu et al., "REINFORCE++" (arXiv 2501.03262). Differences: the batch's mean and standard
+    deviation are over trajectories, not tokens, so that a long answer counts once; and the paper
+    subtracts the KL penalty before it normalises, while `kl.reward_penalty` is subtracted from the
+    normalised advantage, so that `kl.coef` does not depend on the scale of the rewards.
+    """
+
+    def __init__(self, config: ReinforcePP) -> None:
+        self._config = config
+
+    def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        """Return all 0 if all rewards, minus their baselines, are equal; with baseline `group`,
+        None for a group of fewer than two."""
+        shifted: list[list[float] | None] = [list(group) for group in rewards]
+        mean = None
+        if self._config.baseline == "group":
+            shifted = [None if len(r) < 2 else _centred(r, scale=False) for r in rewards]
+            mean = 0.0  # of differences from group means, except for rounding
+        batch = [a for group in shifted if group is not None for a in group]
+        scores = iter(_centred(batch, scale=True, mean=mean))
+        return [None if group is None else [next(scores) for _ in group] for group in shifted]
+
+
+class TurnReturnsAdvantage(Advantage):
+    """Returns of turns: each turn is credited with the rewards from it on.
+
+        G_{i,k} = sum_{j >= k} gamma^(j - k) r_{i,j}
+        A_{i,k} = (G_{i,k} - mean_i(G_{i,k})) / (std_i(G_{i,k}) + 1e-6)
+
+    `i` counts the trajectories of a group that have a turn `k`; `r_{i,k}` is the reward of turn
+    `k`, and the last turn's includes the reward of the whole trajectory.
+
+    REINFORCE with the reward-to-go and a baseline per time step: Sutton and Barto, "Reinforcement
+    Learning" (2nd edition), section 13.4; the baseline and the scale are GRPO's, over the group at
+    the same turn. Difference: where the turn has no other trajectory, its advantage is 0.
+    """
+
+    per_turn = True
+
+    def __init__(self, config: TurnReturns) -> None:
+        self._config = config
+
+    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        if len(rewards) < 2:
+            return None
+        returns = [turn_returns(turns, self._config.gamma) for turns in rewards]
+        return normalised_by_turn(returns, scale=self._config.scale)
+
+
+def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Return the discounted sum of rewards from each turn on: [1, 0, 4] by 0.5 is [2, 2, 4]."""
+    returns, following = [0.0] * len(rewards), 0.0
+    for turn in reversed(range(len(rewards))):
+        following = returns[turn] = rewards[turn] + gamma * following
+    return returns
+
+
+def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]]:
+    """Return values minus their mean over the trajectories that have that turn, 0 without others;
+    with `scale`, divided by their standard deviation."""
+    normalised = [[0.0] * len(turns) for turns in values]
+    for turn in range(max(map(len, values), default=0)):
+        present = [index for index, turns in enumerate(values) if turn < len(turns)]
+        column = _centred([values[index][turn] for index in present], scale=scale)
+        for index, value in zip(present, column, strict=True):
+            normalised[index][turn] = value
+    return normalised
+
+
+class MtGrpoAdvantage(Advantage):
+    """MT-GRPO: GRPO's advantage of the outcome, plus one for each earlier turn's own reward.
+
+        A_{i,k} = norm_i(r_{i,k}) + outcome_weight * norm_i(outcome_i)     before the last turn
+        A_{i,K} = norm_i(outcome_i)                                        at the last turn K
+
+    `norm_i` subtracts the mean over the group and divides by the standard deviation plus 1e-6; of
+    turn `k`, the group is the trajectories that continue after it. The outcome is the rest of the
+    reward: that of the last turn and of the whole trajectory.
+
+    Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment"
+    (arXiv 2505.11821v1). Differences: the paper has two turns, of which the first has a reward;
+    here any number of turns does, and trajectories may differ in their number.
+    """
+
+    per_turn = True
+
+    def __init__(self, config: MtGrpo) -> None:
+        self._config = config
+
+    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        if len(rewards) < 2:
+            return None
+        outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
+        earlier = normalised_by_turn([turns[:-1] for turns in rewards], scale=True)
+        weight = self._config.outcome_weight
+        return [
+            [advantage + weight * outcome[0] for advantage in turns] + outcome
+            for turns, outcome in zip(earlier, outcomes, strict=True)
+        ]
+
+
+class GaeAdvantage(Advantage):
+    """GAE and the value model's loss: PPO with a critic.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,     V = 0 after the last token
+        A_t     = delta_t + gamma * lambda * A_{t+1}
+        R_t     = A_t + V_t                        (target of the value model)
+
+        value loss_t = max((V_t - R_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - R_t)^2) / 2
+
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
+    (arXiv 1506.02438), eq. 16; "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 11
+    and 12. The clipped value loss is not in the papers but in their authors' implementation.
+    Differences: time steps are the trained tokens of a branch only, so tool results between them
+    are not discounted. With `level: turn` they are its turns, as in turn-level PPO (Zeng et al.,
+    arXiv 2505.11821v2): the value of a turn is that of its first token, and all of its tokens get
+    its advantage and its return. Advantages are normalised by the population standard deviation
+    (divided by the number of tokens, not by one less).
+    """
+
+    normalise = True
+
+    def __init__(self, config: Gae) -> None:
+        self._config = config
+        self.level = config.level
+        self.value_model = ValueModel(config.model, config.learning_rate, config.warmup_steps)
+
+    def of_group(self, rewards: Sequence[float]) -> list[float]:
+        """Return the rewards themselves, from which `of_tokens` computes advantages."""
+        return list(rewards)
+
+    def of_tokens(
+        self, rewards_T: torch.Tensor, values_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return gae(rewards_T, values_T, self._config)
+
+    def value_loss(
+        self, values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor
+    ) -> torch.Tensor:
+        return value_loss(values_N, old_values_N, returns_N, self._config.clip)
+
+
+def gae(
+    rewards_T: torch.Tensor, values_T: torch.Tensor, config: Gae
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and returns, [T] each and without gradient, of one branch's trained tokens.
+
+    The tokens are in order, `values_T` are from before the step, and the advantages are not yet
+    normalised.
+    """
+    rewards, values = rewards_T.tolist(), values_T.tolist()
+    assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
+    advantages = [0.0] * len(values)
+    advantage = next_value = 0.0
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + config.gamma * next_value - values[t]
+        advantage = delta + config.gamma * config.lam * advantage
+        advantages[t] = advantage
+        next_value = values[t]
+    advantages_T = values_T.new_tensor(advantages)
+    return advantages_T, advantages_T + values_T.detach()
+
+
+def value_loss(
+    values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float
+) -> torch.Tensor:
+    """Return half the clipped squared error of each value: [N]."""
+    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    error_N = torch.maximum((values_N - returns_N).square(), (near_N - returns_N).square())
+    return error_N / 2
+
+
+def moments(advantages_N: torch.Tensor) -> torch.Tensor:
+    """Return count, sum and sum of squares, [3] in float64, for `normalised`; sum them
+    over micro-batches and ranks."""
+    wide_N = advantages_N.double()
+    return torch.stack([torch.ones_like(wide_N).sum(), wide_N.sum(), wide_N.square().sum()])
+
+
+def normalised(advantages_N: torch.Tensor, moments_3: torch.Tensor) -> torch.Tensor:
+    """Return (A - mean) / (std + 1e-6), with mean and standard deviation given by the moments."""
+    count, total, squares = (float(moment) for moment in moments_3)
+    mean = total / max(1.0, count)
+    std = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))
+    return (advantages_N - mean) / (std + _EPSILON)

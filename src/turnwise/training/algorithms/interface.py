@@ -1,0 +1,211 @@
+"""The base classes of advantages and losses, and the per-token tensors that a loss gets and gives.
+
+Independent of trajectories, models and ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+
+from turnwise.config import OtherModel
+
+MAX_LOG_RATIO = 20.0
+
+
+def importance_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """Return exp(log ratio): [N], with the log ratio clamped to +-20.
+
+    So neither a ratio (at most 5e8) nor a product with it overflows: inf * 0 would make the whole
+    batch's gradient NaN. Beyond the bound, where a ratio indicates a fault rather than a change of
+    the policy, there is no gradient.
+    """
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The `N` trained tokens of a micro-batch, of `S` sequences, in order."""
+
+    logprobs_N: torch.Tensor
+    """The policy's log-probs, with gradient."""
+    old_logprobs_N: torch.Tensor
+    """Log-probs that the ratio is taken against: the engine's or, with a correction, the trainer's
+    own from before the step."""
+    engine_logprobs_N: torch.Tensor
+    """The engine's log-probs, recorded when the token was sampled."""
+    advantages_N: torch.Tensor
+    sequence_N: torch.Tensor
+    """Index of the token's sequence among the `S`; long, non-decreasing."""
+    sequences: int
+    """Number of sequences, S."""
+    trajectory_tokens_N: torch.Tensor
+    """Trained tokens of the trajectory that a token belongs to: of all its sequences, in whatever
+    micro-batch they are."""
+    staleness_N: torch.Tensor
+    """The trainer's version at the step's start minus the token's; long."""
+    reference_logprobs_N: torch.Tensor | None = None
+    """The reference model's log-probs; None where neither a KL penalty nor the loss needs them."""
+
+    def sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over each sequence's tokens: [S]."""
+        return values_N.new_zeros(self.sequences).index_add(0, self.sequence_N, values_N)
+
+    def means_S(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the mean over each sequence's tokens; 0 for a sequence without any: [S]."""
+        counts_S = self.sums_S(torch.ones_like(values_N))
+        return self.sums_S(values_N) / counts_S.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss's result: values of the `N` trained tokens; all but the loss without gradient."""
+
+    loss_N: torch.Tensor
+    """Before any reduction: the batch's loss is a weighted sum of these."""
+    ratio_N: torch.Tensor
+    """The importance ratio that the loss used."""
+    clipped_N: torch.Tensor
+    """1 where the clip removed the gradient (or, in CISPO, bounded the weight)."""
+    metrics_N: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further values, by name; metrics.jsonl has their means under `loss_metrics`."""
+
+
+class Loss:
+    """Base class of losses.
+
+    Your own class defines `__call__`. Select it in the configuration with
+    `algorithm.loss.name: package.module:Class`; all keys except `name` are passed to its
+    constructor.
+
+    Example:
+        class Reinforce(Loss):
+            def __init__(self, scale: float = 1.0) -> None:
+                self.scale = scale
+
+            def __call__(self, tokens: Tokens) -> TokenLoss:
+                loss_N = -self.scale * tokens.advantages_N * tokens.logprobs_N
+                return self.unclipped(tokens, loss_N, surprise=-tokens.logprobs_N)
+    """
+
+    needs_reference: ClassVar[bool] = False
+    """Whether it needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
+    needs_pairs: ClassVar[bool] = False
+    """Whether it compares the best trajectory of each group with the worst. Sequence 2i of its
+    tokens is then chosen and 2i + 1 rejected, advantages are not used, and the batch's loss is the
+    mean over pairs (`sequence_mean`)."""
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        """Return the losses of the `N` trained tokens of a micro-batch, before any reduction."""
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+
+    @staticmethod
+    def unclipped(tokens: Tokens, loss_N: torch.Tensor, **metrics_N: torch.Tensor) -> TokenLoss:
+        """Return the result of a loss without clipping; its ratio is pi(t) / pi_old(t).
+
+        Args:
+            metrics_N: Further values by name; see `TokenLoss.metrics_N`.
+        """
+        return TokenLoss(
+            loss_N,
+            importance_ratio((tokens.logprobs_N - tokens.old_logprobs_N).detach()),
+            torch.zeros_like(tokens.sequence_N, dtype=torch.bool),
+            {name: value_N.detach() for name, value_N in metrics_N.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueModel:
+    """The value model that an estimator requires the trainer to hold and train."""
+
+    model: OtherModel
+    """Model to start from."""
+    learning_rate: float
+    """AdamW's learning rate after warm-up."""
+    warmup_steps: int = 0
+    """Number of initial training steps that train only the value model."""
+
+
+class Advantage:
+    """Base class of advantage estimators.
+
+    Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
+    with `per_turn`, `of_turns`; with a value model, also `of_tokens` and `value_loss`. Select it in
+    the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
+    are passed to its constructor.
+
+    Example:
+        class Best(Advantage):
+            def __init__(self, bonus: float = 1.0) -> None:
+                self.bonus = bonus
+
+            def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+                return [self.bonus * (r == max(rewards)) for r in rewards]
+    """
+
+    value_model: ValueModel | None = None
+    """Value model that `of_tokens` needs; None: advantages come from rewards alone."""
+    per_turn: ClassVar[bool] = False
+    """Whether turns have advantages of their own, from `of_turns`, instead of trajectories."""
+    level: Literal["token", "turn"] = "token"
+    """Time steps of `of_tokens`: trained tokens, or turns."""
+    normalise: ClassVar[bool] = False
+    """Whether to normalise token advantages to mean 0 and standard deviation 1 over the batch;
+    applies only with a value model. Without one, `of_groups` sees the whole batch."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `of_groups` returns rewards, from which `of_tokens` computes advantages."""
+        return self.value_model is not None
+
+    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+        """Return the advantage of each trajectory of one group, or None to train none of them."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither of_group nor of_groups")
+
+    def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        """Return the advantages of each group of one step, in order.
+
+        A group whose advantages are all 0 has no signal, but still counts in the batch's mean. None
+        marks a group that is not trained, such as one with a single trajectory.
+        """
+        return [self.of_group(group) for group in rewards]
+
+    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        """Return the advantage of each turn of each trajectory of one group, or None to train none.
+
+        Called instead of `of_groups` if `per_turn` is set.
+
+        Args:
+            rewards: Reward of each turn of each trajectory; the last turn's includes the reward
+                of the whole trajectory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sets per_turn and defines no of_turns")
+
+    def of_tokens(
+        self, rewards_T: torch.Tensor, values_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the advantages and returns, [T] each, of one sequence's time steps.
+
+        Called with a value model only. A time step is a trained token or, with `level` turn, a
+        turn, whose advantage and return all of its tokens get.
+
+        Args:
+            rewards_T: Reward of each time step: the KL penalty if it is part of the reward, the
+                turn's reward at its last token, and at the end the rest of the value that
+                `of_groups` returned for the trajectory.
+            values_T: The value model's estimates from before the step, at a turn's first token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no of_tokens")
+
+    def value_loss(
+        self, values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the value model's loss for each token: [N]; by default half the squared error.
+
+        Args:
+            values_N: Estimates, with gradient.
+            old_values_N: Estimates from before the step.
+            returns_N: Returns from `of_tokens`.
+        """
+        return (values_N - returns_N).square() / 2

@@ -1,0 +1,197 @@
+"""The optimizer of a module: AdamW, its schedule, and steps that skip gradients that are not
+finite.
+
+Weights that are kept in bfloat16 have an AdamW of their own. Its steps are computed in float32 and
+rounded at random: up or down, with a probability that makes the mean of the results the exact
+value. Rounding to the nearest value would lose every step below half of the distance between two
+values, at least 1/512 of a weight, and steps of RL are mostly smaller.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from turnwise.config import TrainingConfig
+
+_ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names of parameters that do not decay, as in Transformers' trainer."""
+PART = 2**22
+"""Values of a weight that a step of `RoundingAdamW` computes at once."""
+PART_BYTES = 26
+"""Bytes of temporary memory for each of these values."""
+_LOW_BITS = 2**16  # values of the bits of a float32 that a bfloat16 lacks
+
+
+class TrainableModule:
+    """A module with its optimizer and schedule.
+
+    The rate after warm-up is `rate`, and decays within `total_updates` if they are known.
+    """
+
+    def __init__(
+        self, module: nn.Module, training: TrainingConfig, rate: float, total_updates: int | None
+    ) -> None:
+        self.module = module
+        self.updates = 0
+        """Optimizer steps taken so far; the position in the schedule."""
+        self._training = training
+        self._rate = rate
+        self._total = total_updates
+        kind = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = kind(
+            decay_groups(module, training.weight_decay), lr=rate, weight_decay=0, betas=_ADAM_BETAS
+        )
+        self._set_rate()
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
+        """Continue after some updates; rates and decay stay those of the configuration."""
+        self.optimizer.state.clear()
+        for name, parameter in self.module.named_parameters():
+            if name in moments:
+                self.optimizer.state[parameter] = dict(moments[name])
+        self.updates = updates
+        self._set_rate()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients of an update that failed, if there are any."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> tuple[float, bool]:
+        """Take an optimizer step; return the gradient's norm, and whether it was finite.
+
+        A step whose norm is not finite changes nothing.
+        """
+        norm: torch.Tensor = nn.utils.clip_grad_norm_(
+            self.module.parameters(), self._training.max_grad_norm
+        )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+            self.updates += 1
+            self._set_rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm), finite
+
+    def _set_rate(self) -> None:
+        """Set the rate of the next step, a fraction of the configured one.
+
+        Updates after the last one of a linear decay have the rate of the last one: only a program's
+        own loop takes any, and a rate of 0 would train nothing.
+        """
+        warmup, total = self._training.warmup_steps, self._total
+        fraction = min(1.0, (self.updates + 1) / (warmup + 1))
+        if self._training.lr_schedule == "linear" and total is not None:
+            fraction = min(fraction, max(1, total - self.updates) / max(1, total - warmup))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate * fraction
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Return an optimizer's groups of parameters: those that decay, and norms and biases."""
+    norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
+    spared = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, parameter in module.named_parameters():
+        # With adapters, names have slashes for dots.
+        plain = _SPARED.search(name.replace("/", ".").lower()) or id(parameter) in spared
+        groups[0.0 if plain else weight_decay].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay}
+        for decay, parameters in groups.items()
+        if parameters
+    ]
+
+
+class RoundingAdamW(torch.optim.Optimizer):
+    """AdamW without float32 copies of the weights; its moments have the type of the weights.
+
+    Each step draws its random bits from torch's seed and the number of the step, so a run that
+    resumes from a checkpoint repeats them.
+
+    Source: Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "steps follow a backward pass"
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        generators: dict[torch.device, torch.Generator] = {}
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(weight)
+                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                state["step"] += 1
+                count = int(state["step"])
+                if weight.device not in generators:
+                    seed = (torch.initial_seed() + 1_000_003 * count + 10_007 * rank) % 2**63
+                    generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
+                generator = generators[weight.device]
+                gradient = weight.grad.contiguous()
+                parts = [  # of this rank's values, which bound the memory of a step
+                    torch.split((t.to_local() if isinstance(t, DTensor) else t).view(-1), PART)
+                    for t in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])
+                ]
+                for part, slope, mean, square in zip(*parts, strict=True):
+                    _step(part, slope, mean, square, group, count, generator)
+
+
+def _step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    group: dict[str, Any],
+    count: int,
+    generator: torch.Generator,
+) -> None:
+    """Update a part of a weight and its moments, as torch's AdamW does, in float32."""
+    rate, (first, second) = group["lr"], group["betas"]
+    gradient_32 = gradient.float()
+    mean_32 = mean.float().lerp_(gradient_32, 1 - first)
+    square_32 = square.float().lerp_(gradient_32.square(), 1 - second)
+    mean.copy_(mean_32)
+    square.copy_(square_32)
+    scale_32 = square_32.div(1 - second**count).sqrt_().add_(group["eps"])
+    exact = weight.float().mul_(1 - rate * group["weight_decay"])
+    exact.addcdiv_(mean_32, scale_32, value=-rate / (1 - first**count))
+    weight.copy_(rounded(exact, generator) if weight.dtype == torch.bfloat16 else exact)
+
+
+def rounded(values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Round float32 to bfloat16 at random, so that the mean of the results is the value: 1.001 is
+    1.0 in 7 of 8 cases, else 1.0078."""
+    noise = torch.randint(
+        _LOW_BITS, values.shape, generator=generator, device=values.device, dtype=torch.int32
+    )
+    # A carry out of the low bits moves the value to the next one away from 0.
+    bits = noise.add_(values.view(torch.int32)).bitwise_and_(-_LOW_BITS)
+    return bits.view(torch.float32).bfloat16()
