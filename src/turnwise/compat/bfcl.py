@@ -24,6 +24,7 @@ from turnwise.compat.package import check_name
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import required
 from turnwise.errors import InputError
+from turnwise.internals import internal
 from turnwise.rollouts.environment import Environment, EnvironmentType
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
@@ -88,7 +89,8 @@ class Bfcl(Environment):
             system = getattr(module, name)()
             if name not in backends.STATELESS_CLASSES:
                 beginning = deepcopy(self._entry["initial_config"].get(name, {}))
-                system._load_scenario(beginning, long_context=_LONG in self._category)
+                load = internal(system, "_load_scenario")  # BFCL's own runs load it so, too
+                load(beginning, long_context=_LONG in self._category)
             self._systems[name] = system
         by_request = [(0, self._entry["function"]), *self._later.items()]
         self.tools = [self._tool(f, request) for request, each in by_request for f in each]

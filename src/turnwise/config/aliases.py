@@ -1,57 +1,40 @@
 """Names of keys in other trainers and engines."""
 
-_NO_PENALTY = (
-    "a penalty samples from a different distribution than the one the trainer computes; shape "
-    "answers with the reward or sampling.temperature"
-)
-
-_NO_SWAP = (
-    "vLLM recomputes preempted requests instead of swapping them; give engine.kv_cache_gib "
-    "enough room"
-)
-
-_BATCHES = (
-    "vLLM forms its batches token by token; limit them with engine.max_num_seqs and "
-    "engine.max_num_batched_tokens"
-)
-
-_GRAPHS = (
-    "vLLM captures CUDA graphs by batch size; set engine.vllm_args.max_cudagraph_capture_size, or "
-    "engine.vllm_args.enforce_eager to disable them"
-)
-
-_EXPERTS = "set engine.routing_replay to record the experts of each token and train with them"
-
-# Keys of other systems that neither current vLLM nor turnwise reads, and their replacements.
 REPLACED_KEYS = {
-    "use_beam_search": "vLLM no longer supports beam search; use sampling.n with "
-    "sampling.temperature for several answers to one prompt",
-    "early_stopping": "it belongs to beam search, which vLLM no longer supports; use sampling.n",
-    "length_penalty": "it belongs to beam search, which vLLM no longer supports; use sampling.n",
-    "best_of": "vLLM removed it; sample several answers with sampling.n, and the reward ranks them",
-    "presence_penalty": _NO_PENALTY,
-    "frequency_penalty": _NO_PENALTY,
-    "repetition_penalty": _NO_PENALTY,
-    "min_p": "the trainer does not compute min_p; use sampling.top_p or sampling.top_k",
-    "max_paddings": "vLLM packs batches without padding; limit a batch with "
-    "engine.max_num_seqs and engine.max_num_batched_tokens",
-    "batch_generation": _BATCHES,
-    "vllm_micro_batch_size": _BATCHES,
-    "num_scheduler_steps": "vLLM schedules every step while it computes; limit a batch with "
-    "engine.max_num_seqs",
-    "max_seq_len_to_capture": _GRAPHS,
-    "max_context_len_to_capture": _GRAPHS,
-    "swap_space": _NO_SWAP,
-    "blocks_to_swap_in": _NO_SWAP,
-    "blocks_to_swap_out": _NO_SWAP,
-    "blocks_to_copy": "vLLM shares the blocks of a common prefix instead of copying them; see "
-    "engine.prefix_caching",
-    "enable_return_routed_experts": _EXPERTS,
-    "aux_output_config": _EXPERTS,
-    "sliding_window": "the model's own config.json sets it for both the engine and the trainer; "
-    "change it in the folder of model.path, or limit the context with model.max_length",
+    name: advice
+    for names, advice in {
+        "use_beam_search": "vLLM no longer supports beam search; use sampling.n with "
+        "sampling.temperature for several answers to one prompt",
+        "early_stopping length_penalty": "it belongs to beam search, which vLLM no longer "
+        "supports; use sampling.n",
+        "best_of": "vLLM removed it; sample several answers with sampling.n, and the reward ranks "
+        "them",
+        "presence_penalty frequency_penalty repetition_penalty": "a penalty samples from a "
+        "different distribution than the one the trainer computes; shape answers with the reward "
+        "or sampling.temperature",
+        "min_p": "the trainer does not compute min_p; use sampling.top_p or sampling.top_k",
+        "max_paddings": "vLLM packs batches without padding; limit a batch with "
+        "engine.max_num_seqs and engine.max_num_batched_tokens",
+        "batch_generation vllm_micro_batch_size": "vLLM forms its batches token by token; limit "
+        "them with engine.max_num_seqs and engine.max_num_batched_tokens",
+        "num_scheduler_steps": "vLLM schedules every step while it computes; limit a batch with "
+        "engine.max_num_seqs",
+        "max_seq_len_to_capture max_context_len_to_capture": "vLLM captures CUDA graphs by batch "
+        "size; set engine.vllm_args.max_cudagraph_capture_size, or engine.vllm_args.enforce_eager "
+        "to disable them",
+        "swap_space blocks_to_swap_in blocks_to_swap_out": "vLLM recomputes preempted requests "
+        "instead of swapping them; give engine.kv_cache_gib enough room",
+        "blocks_to_copy": "vLLM shares the blocks of a common prefix instead of copying them; see "
+        "engine.prefix_caching",
+        "enable_return_routed_experts aux_output_config": "set engine.routing_replay to record the "
+        "experts of each token and train with them",
+        "sliding_window": "the model's own config.json sets it for both the engine and the "
+        "trainer; change it in the folder of model.path, or limit the context with "
+        "model.max_length",
+    }.items()
+    for name in names.split()
 }
-
+"""Keys of other systems that neither current vLLM nor turnwise reads, and their replacements."""
 _NEUTRAL: dict[str, float] = {
     "best_of": 1,
     "length_penalty": 1,
