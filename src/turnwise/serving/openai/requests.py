@@ -241,8 +241,9 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
     served is refused; `own` is the sampling of a training session.
     """
     n, listed = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
-    several = isinstance(listed, list) and listed and not isinstance(listed[0], int)
-    prompts = len(listed) if several else 1
+    prompts = 1
+    if isinstance(listed, list) and listed and not isinstance(listed[0], int):
+        prompts = len(listed)
     if n > MAX_CHOICES:
         raise RefusedParameter("n", f"n={n} is more than {MAX_CHOICES}: ask several times")
     if n * prompts > MAX_COMPLETIONS:

@@ -406,7 +406,8 @@ class EngineClient:
                 params.min_tokens = min(sampling.min_tokens, params.max_tokens)
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
-            if getattr(context.request, "echo", False) and context.request.max_tokens == 0:
+            asked = context.request
+            if getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0:
                 context = None  # it only scores its prompt, and its one token is thrown away
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
