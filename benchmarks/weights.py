@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import Claim, parser, report
-from turnwise.engine.protocol import dtype_name
+from turnwise.core.json_types import dtype_name
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (

@@ -13,7 +13,11 @@ from collections.abc import Generator
 import pytest
 
 NAMES = ("vllm", "ray")
-HALTED = (*(f"import of {name} halted" for name in NAMES), "vLLM is not installed")
+HALTED = (
+    *(f"import of {name} halted" for name in NAMES),
+    *(f"No module named '{name}." for name in NAMES),
+    "vLLM is not installed",
+)
 """Beginnings of the errors of what needs an engine."""
 FIXTURES = {"ray_started"}  # an engine asks for it, too
 PROGRAMS = ("python", "command_environment", "own_environment")

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.gpu.device import GIB, NotRun, Place, require
-from turnwise.engine.protocol import dtype_name
+from turnwise.core.json_types import dtype_name
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import LOOPBACK, ProcessGroup, device_name
 from turnwise.weights.transport import ReceiverOptions, WeightSender, find_transport, make_sender

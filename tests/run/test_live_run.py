@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.run.test_prometheus import get, names_asked
 
 from tests.conftest import ROOT, command_environment, python
+from tests.observe.test_prometheus import get, names_asked
 from tests.test_cli import write_config
 from turnwise.config import Config
 from turnwise.core.stacks import REPORT, ask

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
-from turnwise.engine.protocol import dtype_name
+from turnwise.core.json_types import dtype_name
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender

@@ -320,8 +320,3 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         last.worker,
         last.experts,
     )
-
-
-def dtype_name(dtype: object) -> str:
-    """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
-    return str(dtype).removeprefix("torch.")

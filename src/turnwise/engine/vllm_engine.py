@@ -32,7 +32,7 @@ import psutil
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import JsonObject, dtype_name
 from turnwise.core.optional import load_object
 from turnwise.engine.adapters import (
     NO_ADAPTERS,
@@ -52,7 +52,6 @@ from turnwise.engine.protocol import (
     PauseMode,
     Request,
     WeightUpdate,
-    dtype_name,
 )
 from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.vllm_requests import make_chunk, sampling_params

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.engine.protocol import dtype_name
+from turnwise.core.json_types import dtype_name
 from turnwise.errors import WeightUpdateError
 from turnwise.internals.torch import changes_of
 from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import dtype_name
+from turnwise.core.json_types import JsonObject, dtype_name
 from turnwise.errors import WeightUpdateError
 
 _ALIGNMENT = 256

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT, GRPOConfig
 from turnwise.core.gguf import resolve_model
+from turnwise.core.json_types import dtype_name
 from turnwise.core.optional import optional
-from turnwise.engine.protocol import dtype_name
 from turnwise.errors import InputError
 
 logger = logging.getLogger(__name__)
