@@ -4,8 +4,7 @@
     pytest -p tests.no_engines PATH ...   # those under these paths
 
 A test that asks for the fixture of an engine or of Ray is left out, and so is a file that starts
-programs. What imports vLLM or Ray by itself is skipped, or left out where its error would not end
-the test.
+programs. What imports vLLM or Ray by itself is skipped.
 """
 
 import sys
@@ -23,12 +22,6 @@ HALTED = (
 FIXTURES = {"ray_started"}  # an engine asks for it, too
 PROGRAMS = ("python", "command_environment", "own_environment")
 """Functions of `conftest.py` with which a file starts programs."""
-ENDLESS = {
-    "test_a_cancelled_group_closes_its_environments",
-    "test_only_rows_that_are_played_have_environments",
-    "test_too_long_a_prompt_is_left_out_when_it_is_first_played",
-}
-"""Tests that wait for a task of theirs, which ends at once because its `Runner` imports vLLM."""
 
 for name in NAMES:
     sys.modules[name] = None  # type: ignore[assignment]
@@ -44,8 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def needs_engines(item: pytest.Item) -> bool:
     """Return whether a test asks for an engine or Ray, or its file starts programs."""
     if FIXTURES & set(getattr(item, "fixturenames", ())):
-        return True
-    if getattr(item, "originalname", "") in ENDLESS:
         return True
     used = (vars(getattr(item, "module", object)).get(name) for name in PROGRAMS)
     return any(getattr(each, "__module__", "").endswith("conftest") for each in used)

@@ -17,6 +17,7 @@ import pytest
 import turnwise
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import task_group
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
 from turnwise.observe.metrics import StepMetrics
@@ -334,12 +335,13 @@ async def test_too_long_a_prompt_is_left_out_when_it_is_first_played(
         return await runner.run_group(engine, problem, config.sampling, tag)
 
     producer = GroupProducer(config, run_group, stream, lambda _: True)
-    producing = asyncio.create_task(producer.run())
     batches = []
-    for step in (1, 2):
-        batches.append(await producer.next_batch())
-        await producer.advance(step)
-    producing.cancel()
+    async with task_group() as tasks:
+        producing = tasks.create_task(producer.run())
+        for step in (1, 2):
+            batches.append(await producer.next_batch())
+            await producer.advance(step)
+        producing.cancel()
     played = {g.problem_id for batch in batches for g in batch.groups}
     assert played == {"rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:5"}
     reasons = Counter(reason for batch in batches for reason, _ in batch.discarded)

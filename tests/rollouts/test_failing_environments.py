@@ -11,6 +11,7 @@ import turnwise
 from tests.blocking import new_gate
 from tests.rollouts.test_episode import Talking, play
 from turnwise.config import Config
+from turnwise.core.aio import task_group
 from turnwise.rollouts import Group, GroupProducer, Problem, ProblemStream, Runner
 from turnwise.rollouts.problems import Problems
 from turnwise.trajectory import Trajectory
@@ -100,7 +101,7 @@ async def test_a_blocked_setup_misses_its_deadline_and_is_closed(play: Callable[
 async def test_a_cancelled_group_closes_its_environments(play: Callable[..., Any]) -> None:
     Rough.opened.clear()
     running = asyncio.create_task(play(Rough, 5, {"how": "step hangs"}))
-    while Rough.opened["set up"] < 5:
+    while Rough.opened["set up"] < 5 and not running.done():
         await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -138,12 +139,11 @@ async def test_only_rows_that_are_played_have_environments(
         return groups[number]
 
     producer = GroupProducer(config, run_group, ProblemStream(problems, 0), lambda _: True)
-    producing = asyncio.create_task(producer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(60), task_group() as tasks:
+        producing = tasks.create_task(producer.run())
         while len(groups) < 16 or any(not g.trajectories and not g.dropped for g in groups):
             await asyncio.sleep(0.05)
-    producing.cancel()
-    await asyncio.wait([producing])
+        producing.cancel()
     assert Rough.opened == {"built": 64, "set up": 64, "closed": 64}
     dropped = sum((group.dropped for group in groups), Counter[str]())
     assert set(dropped) == {"environment_error", "environment_timeout"}
