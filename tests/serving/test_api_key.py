@@ -14,6 +14,8 @@ def test_servers_on_other_nodes_get_the_key_of_the_environment(
     config = make_config()
     monkeypatch.delenv("TURNWISE_API_KEY", raising=False)
     assert with_api_key(config).serving.api_key is None
+    monkeypatch.setenv("TURNWISE_API_KEY", "")
+    assert with_api_key(config).serving.api_key is None
     monkeypatch.setenv("TURNWISE_API_KEY", "a-long-key")
     sent = with_api_key(config)
     monkeypatch.delenv("TURNWISE_API_KEY")

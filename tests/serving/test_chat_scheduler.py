@@ -269,7 +269,7 @@ async def test_what_cannot_be_served_is_told_by_its_key(chats: ChatCompletionSch
         ({"timeout": 5}, "no key timeout"),
         ({"extra_headers": {"x-other": "1"}}, "extra_headers .* not x-other"),
         ({"extra_headers": {"x-request-id": "chatcmpl-none"}}, "no completion chatcmpl-none"),
-        ({"extra_headers": {"x-session-id": "a/b"}}, "a session's name is"),
+        ({"extra_headers": {"x-session-id": "a/b"}}, "x-session-id: a session's name"),
         ({"n": 1000}, "n=1000 is more than 128"),
         ({"temperature": -1}, "temperature"),
         ({"messages": [{"role": "user", "content": "1 2 3 " * 500}]}, "context length"),

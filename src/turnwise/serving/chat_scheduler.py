@@ -16,7 +16,7 @@ from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from turnwise.chat.session import Session
+from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group, together
@@ -346,6 +346,8 @@ class ChatBackend:
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
             if own is not None:
                 name, previous = own.id, None
+            elif name is not None and not valid_name(name):
+                raise InputError(f"x-session-id: {NAME_RULE}")
             elif name is None and previous and not self.sessions.has_completion(previous):
                 raise InputError(
                     f"x-request-id: no completion {previous} is remembered "

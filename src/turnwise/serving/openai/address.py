@@ -70,7 +70,7 @@ def reachable(host: str) -> str:
 def api_key(config: Config) -> str | None:
     """Return the key that clients must send: `serving.api_key`, or TURNWISE_API_KEY; None if there
     is none."""
-    return config.serving.api_key or os.environ.get("TURNWISE_API_KEY")
+    return config.serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
 
 def with_api_key(config: Config) -> Config:

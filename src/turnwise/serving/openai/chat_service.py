@@ -123,8 +123,10 @@ class ChatService:
             return body, None
         kept = without_empty_tools(tree)
         complete = await self.plan(kept, context)
-        if complete is None and kept is not tree:
-            body = msgspec.json.encode(kept)
+        if complete is None:
+            context.request, context.asked = None, Conversation()  # not all models' chats set them
+            if kept is not tree:
+                body = msgspec.json.encode(kept)
         return body, complete
 
     async def plan(self, tree: object, context: RequestContext) -> Complete | None:

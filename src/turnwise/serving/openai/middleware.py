@@ -113,6 +113,9 @@ class SessionMiddleware:
             return
         headers = dict(scope["headers"])
         if (url := self._url_elsewhere(scope, headers)) is not None:
+            # A connection whose body comes after the answer would have no deadline from then on.
+            if await _read_body(receive) is None:
+                return
             moved = [(b"location", url), (b"content-length", b"0")]
             await send({"type": "http.response.start", "status": 307, "headers": moved})
             await send({"type": "http.response.body", "body": b""})
