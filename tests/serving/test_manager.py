@@ -326,7 +326,12 @@ def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None
                 await asyncio.sleep(1000)
             return await super().check_update(manifest)
 
+        async def update_weights(self, manifest: Manifest, *args: Any) -> int:
+            dead.append(late[0]._dead)  # it must not serve old weights while others load new ones
+            return await super().update_weights(manifest, *args)
+
     late: list[Slow] = []
+    dead: list[bool] = []
 
     async def work() -> None:
         async with simulated(2, lambda name: Slow(name=name)).running() as manager:
@@ -338,6 +343,7 @@ def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None
                 "worker-1 did not check the update to version 1 within 30 s"
                 in manager.failures[0].why
             )
+            assert dead == [True, True]
 
     run_virtually(work())
 

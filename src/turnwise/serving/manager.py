@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -367,19 +367,24 @@ class AsyncLLMServerManager:
         """
         async with self._occupied():
             try:
-                results = await sync.update(self.engines, self._weights.in_flight)
+                results = await sync.update(
+                    self.engines, self._weights.in_flight, self._restart_failed
+                )
             finally:
                 if sync.current is not None:  # no worker has refused it
                     self._sync = sync
-            failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
-            all_failed = len(failed) == len(results)
-            for supervisor, engine in self._up():
-                error = failed.get(engine)
-                if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
-                    supervisor.lose(f"in a weight update: {error}", engine)
+        return [result for result in results.values() if isinstance(result, Updated)]
+
+    def _restart_failed(self, results: Mapping[Engine, object]) -> None:
+        """Restart the workers whose result is an error; raise it if all failed."""
+        failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
+        all_failed = len(failed) == len(results)
+        for supervisor, engine in self._up():
+            error = failed.get(engine)
+            if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
+                supervisor.lose(f"in a weight update: {error}", engine)
         if failed and all_failed:
             raise next(iter(failed.values()))
-        return [result for result in results.values() if isinstance(result, Updated)]
 
     @asynccontextmanager
     async def _occupied(self) -> AsyncIterator[None]:

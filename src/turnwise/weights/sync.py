@@ -18,7 +18,7 @@ from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.errors import TurnwiseError, WeightUpdateError
-from turnwise.weights.manifest import Publication
+from turnwise.weights.manifest import Publication, StateDictInfo
 from turnwise.weights.transport import find_transport
 
 _CHECK_SHARE = 0.25
@@ -88,6 +88,8 @@ class WeightSync:
         self._published_again = published_again
         self._tolerance = tolerance
         self._offered: Publication | None = None
+        self._expected: StateDictInfo | None = None
+        """The tensors of every update: those of the first; None before it."""
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
@@ -96,22 +98,43 @@ class WeightSync:
         self._offered = await self._publish(self._timeout)
         return self._offered
 
-    async def update(self, engines: Iterable[Engine], in_flight: InFlight) -> UpdateResults:
+    async def update(
+        self,
+        engines: Iterable[Engine],
+        in_flight: InFlight,
+        settle: Callable[[Mapping[Engine, object]], None] = lambda results: None,
+    ) -> UpdateResults:
         """Bring the offered weights to all engines, or to none; return each one's result.
 
         First all engines check that the weights fit.
+
+        Args:
+            settle: Called after the check, the push and the canaries with the results of the
+                engines in them, of which errors mean that an engine must not serve any more. If it
+                raises, the update ends.
 
         Raises:
             WeightUpdateError: when an engine refuses them, in which case all keep their weights, or
                 when an engine's canary differs from the trainer's.
         """
-        offered = _published(self._offered)
-        fit, results = await self._check(engines, offered)
-        for error in results.values():
+        offered, engines = _published(self._offered), list(engines)
+        if error := offered.manifest.mismatch(self._expected):
+            raise WeightUpdateError(f"refused a weight update: {error}")
+        fit, errors = await self._check(engines, offered)
+        for error in errors.values():
             if isinstance(error, WeightUpdateError):
                 raise error
         self.current = offered
-        return results | await self._push(offered, fit, in_flight, self._timeout)
+        if self._expected is None:
+            tensors = offered.manifest.tensors
+            self._expected = {entry.name: (entry.shape, entry.dtype) for entry in tensors}
+        settle({engine: errors.get(engine) for engine in engines})
+        pushed = await self._push(offered, fit, in_flight, self._timeout)
+        settle(pushed)
+        loaded = [engine for engine, result in pushed.items() if isinstance(result, Updated)]
+        compared = await self._compare(offered, loaded)
+        settle(compared)
+        return errors | pushed | compared
 
     async def update_one(self, engine: Engine, in_flight: InFlight) -> int:
         """Bring the current weights to one engine that starts later; return their version.
@@ -129,7 +152,11 @@ class WeightSync:
         finally:
             if not lasting and self._published_again is not None:
                 await self._published_again()
-        if isinstance(result := results[engine], TurnwiseError):
+        result = results[engine]
+        # A step of the trainer before it sent makes the weights newer than the canary.
+        if isinstance(result, Updated) and result.version == published.version:
+            result = (await self._compare(published, [engine])).get(engine, result)
+        if isinstance(result, TurnwiseError):
             raise result
         return result.version
 
@@ -163,7 +190,7 @@ class WeightSync:
         in_flight: InFlight,
         seconds: float,
     ) -> UpdateResults:
-        """Update engines that were just checked, in parallel, and check their canaries.
+        """Update engines that were just checked, in parallel.
 
         If one engine's death breaks a stream for all, the others get it once more without it.
         """
@@ -175,6 +202,11 @@ class WeightSync:
             healthy, _ = await self._check(failed, published)
             if 0 < len(healthy) < len(failed) and (left := end - clock()) > 0:
                 results |= await self._attempt(published, healthy, in_flight, left)
+        return results
+
+    async def _compare(self, published: Publication, engines: Iterable[Engine]) -> UpdateResults:
+        """Check the canaries of engines that were just updated."""
+        results: UpdateResults = {}
         if (canary := published.canary) is None or (tolerance := self._tolerance) is None:
             return results
         expected = (canary.prompt_token_ids, canary.logprobs, tolerance, published.version)
@@ -188,10 +220,7 @@ class WeightSync:
             except TurnwiseError as error:
                 results[engine] = error
 
-        async with task_group() as tasks:
-            for engine, result in results.items():
-                if isinstance(result, Updated):
-                    tasks.create_task(compare(engine))
+        await together(map(compare, engines))
         return results
 
     async def _attempt(

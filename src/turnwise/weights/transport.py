@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from turnwise.core.optional import load_object
-from turnwise.errors import InputError, WeightUpdateError
+from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
 from turnwise.weights.manifest import (
     Chunk,
     Manifest,
@@ -308,7 +308,12 @@ def find_transport(name: str) -> Transport:
             f"weights.transport: {name} is none of {', '.join(TRANSPORTS)}, nor "
             "package.module:Class"
         )
-    transport: Transport = load_object(path, "weights.transport")()
+    made = load_object(path, "weights.transport")
+    try:
+        transport: Transport = made()
+    except BaseException as error:  # the class's own code may raise anything
+        why = describe_error(ordinary_error(error))
+        raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
     return transport
 
 
