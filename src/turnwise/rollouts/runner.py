@@ -22,6 +22,7 @@ from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
+from turnwise.core.optional import Foreign
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import describe_user_error, run_abandonable
 from turnwise.engine.protocol import Generator, Route, TurnTimes
@@ -79,6 +80,13 @@ class Runner:
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
+        # A class of the user may have an attribute of this name.
+        given = not isinstance(environment, type)
+        functions = getattr(environment, "reward_functions", {}) if given else {}
+        if functions:  # an environment's own process gets none, which need not be picklable
+            played: Foreign = copy(environment)
+            played.reward_functions = {}
+            environment = played
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
         self._limit = PromptLimit(config, self._prompts)
@@ -101,7 +109,7 @@ class Runner:
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
-            getattr(environment, "reward_functions", {}),
+            functions,
             rollout=config.rollout,
             max_steps=max_steps,
             files=self.files,
