@@ -8,7 +8,7 @@ user's input, ends the run from here; a lack of descriptors, threads or memory f
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -60,6 +60,12 @@ class _Run:
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
 
+def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
+    """Return the reward functions of a program by path, which come with its environment type."""
+    # A class of the user may have an attribute of this name.
+    return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
+
+
 class Runner:
     """Makes groups; each environment has its own tools and agent loop.
 
@@ -80,10 +86,8 @@ class Runner:
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
-        # A class of the user may have an attribute of this name.
-        given = not isinstance(environment, type)
-        functions = getattr(environment, "reward_functions", {}) if given else {}
-        if functions:  # an environment's own process gets none, which need not be picklable
+        if functions := reward_functions_of(environment):
+            # An environment's own process gets none: they need not be picklable.
             played: Foreign = copy(environment)
             played.reward_functions = {}
             environment = played
