@@ -99,9 +99,9 @@ class _Player:
 
     async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
         """Return the value of a method of this class or of the episode, or its error, as JSON."""
-        if self._episode is not None:
-            self._episode.turn_ended(turn)
         try:
+            if self._episode is not None and method != "close":
+                self._episode.turn_ended(turn)  # may run code of the environment
             own = getattr(self, method, None)
             value = await (own or getattr(self._episode, method))(*arguments)
             json.dumps(value, allow_nan=False)

@@ -27,7 +27,7 @@ from turnwise.rollouts.group import Group
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
-from turnwise.rollouts.runner import Runner
+from turnwise.rollouts.runner import Runner, reward_functions_of
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.front_process import FrontProcess, RunGroup
 from turnwise.serving.front_processes import FrontProcesses, Process
@@ -52,14 +52,15 @@ class RolloutProcesses(FrontProcesses):
         environment: EnvironmentType | None = None,
         process_class: type[FrontProcess] = FrontProcess,
     ) -> None:
-        try:
-            cloudpickle.dumps(environment)
-        except Exception as error:
-            name = getattr(environment, "__name__", environment)
-            raise InputError(
-                f"{name} cannot be sent to another process (rollout.processes): "
-                f"{describe_error(error)}"
-            ) from error
+        for what in (*reward_functions_of(environment).values(), environment):
+            try:
+                cloudpickle.dumps(what)
+            except Exception as error:
+                name = getattr(what, "__name__", what)
+                raise InputError(
+                    f"{name} cannot be sent to another process (rollout.processes): "
+                    f"{describe_error(error)}"
+                ) from error
         count = config.rollout.processes
         share = -(-config.rollout.concurrency // count)
         rollout = config.rollout.model_copy(update={"concurrency": share})

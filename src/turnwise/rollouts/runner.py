@@ -8,7 +8,7 @@ user's input, ends the run from here; a lack of descriptors, threads or memory f
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
+from turnwise.core.optional import Foreign
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import describe_user_error, run_abandonable
 from turnwise.engine.protocol import Generator, Route, TurnTimes
@@ -59,6 +60,12 @@ class _Run:
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
 
+def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
+    """Return the reward functions of a program by path, which come with its environment type."""
+    # A class of the user may have an attribute of this name.
+    return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
+
+
 class Runner:
     """Makes groups; each environment has its own tools and agent loop.
 
@@ -79,6 +86,11 @@ class Runner:
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
+        if functions := reward_functions_of(environment):
+            # An environment's own process gets none: they need not be picklable.
+            played: Foreign = copy(environment)
+            played.reward_functions = {}
+            environment = played
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
         self._limit = PromptLimit(config, self._prompts)
@@ -101,7 +113,7 @@ class Runner:
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
-            getattr(environment, "reward_functions", {}),
+            functions,
             rollout=config.rollout,
             max_steps=max_steps,
             files=self.files,

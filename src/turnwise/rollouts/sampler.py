@@ -94,13 +94,13 @@ class RolloutSampler:
             InputError: when a row, a tool or the reward cannot be used.
             StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
         """
-        self.groups = [Group.of(problem) for problem in self._problems]
+        self.groups = groups = [Group.of(problem) for problem in self._problems]
         ready = asyncio.Queue[Trajectory | None]()
 
         async def play(place: int) -> None:
             await self._runner.run_group(
                 *(self._llm, self._problems[place], self._sampling, self._tag),
-                into=self.groups[place],
+                into=groups[place],
                 on_trajectory=ready.put_nowait,
             )
 
@@ -115,7 +115,7 @@ class RolloutSampler:
         finally:
             running.cancel()
             await asyncio.wait([running])
-        check_failures(self.groups, self._config.rollout.max_failed_fraction, "sampling")
+        check_failures(groups, self._config.rollout.max_failed_fraction, "sampling")
 
 
 def _sampling(

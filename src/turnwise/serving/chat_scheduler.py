@@ -194,7 +194,12 @@ class ChatBackend:
     ) -> "Completions":
         """Answer one request; see `ChatCompletionScheduler.chat_completion`."""
         replies: asyncio.Queue[Reply] = asyncio.Queue()
-        answering = self._answer(request, session, replies)
+        try:
+            tree, headers = _read(request)  # here: its objects may be the user's own
+        except Exception as error:
+            own = _own(error)
+            raise own from own.__cause__
+        answering = self._answer(tree, headers, session, replies)
         running = asyncio.run_coroutine_threadsafe(answering, self._loop)
 
         async def following() -> object:
@@ -333,7 +338,8 @@ class ChatBackend:
 
     async def _answer(
         self,
-        request: Mapping[str, object],
+        tree: JsonObject,
+        headers: Mapping[str, str],
         own: Session | None,
         replies: "asyncio.Queue[Reply]",
     ) -> None:
@@ -342,7 +348,6 @@ class ChatBackend:
 
         whole: ChatCompletion | None = None
         try:
-            tree, headers = _read(request)
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
             if own is not None:
                 name, previous = own.id, None
@@ -369,6 +374,9 @@ class ChatBackend:
                                     chunk = _checked(json.loads(data))
                                     replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
             replies.put_nowait(whole)
+        except asyncio.CancelledError:  # not always by the caller, who then waits
+            replies.put_nowait(EngineError("the chat completion was cancelled"))
+            raise
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(_own(error))
 

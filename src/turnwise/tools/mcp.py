@@ -136,9 +136,10 @@ class McpToolset:
         ]
 
     async def _call(self, name: str, arguments: JsonObject) -> str:
-        if self._line is None:
+        line = self._line  # which `close` may take away meanwhile, in another thread
+        if line is None:
             raise McpError(f"{_name_of(self._config)} is closed")
-        return await _on_loop(self._line.call(name, arguments, self._session))
+        return await _on_loop(line.call(name, arguments, self._session))
 
     async def close(self) -> None:
         """Disconnect, and end the process of a command; takes a few seconds at most."""

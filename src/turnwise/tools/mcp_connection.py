@@ -203,9 +203,11 @@ class Connection:
         for block in result.content:
             if block.type == "resource_link":
                 parts.append(f"[link: {block.uri}]")
-            else:
+            elif block.type in ("text", "resource"):
                 holder = block.resource if block.type == "resource" else block
                 parts.append(getattr(holder, "text", f"[{block.type} left out]"))
+            else:
+                parts.append(f"[{block.type} left out]")
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(parts)

@@ -4,15 +4,15 @@ All fields of TRL 1.16 are here, so that a script's keyword arguments are accept
 those of the class itself set keys of ours (see `mapping`), the others stand in two tables.
 """
 
-from copy import copy
 from dataclasses import dataclass, field, make_dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from turnwise.core.optional import Foreign
 
 WITHOUT_EFFECT: dict[str, object] = {
     "average_tokens_across_devices": True, "bf16_full_eval": False, "tf32": None,
     "gradient_checkpointing_kwargs": None, "use_cache": False, "torch_empty_cache_steps": None,
-    "logging_strategy": "steps", "logging_steps": 10, "logging_first_step": False,
+    "logging_strategy": "steps", "logging_steps": 10.0, "logging_first_step": False,
     "log_on_each_node": True, "logging_nan_inf_filter": True, "include_num_input_tokens_seen": "no",
     "log_level": "passive", "log_level_replica": "warning", "run_name": None,
     "project": "huggingface", "per_device_eval_batch_size": 8, "prediction_loss_only": False,
@@ -41,7 +41,7 @@ REFUSED: dict[str, object] = {
     "fp16": False, "fp16_full_eval": False, "torch_compile": False, "torch_compile_backend": None,
     "torch_compile_mode": None, "use_liger_kernel": False, "liger_kernel_config": None,
     "neftune_noise_alpha": None, "auto_find_batch_size": False, "trackio_space_id": None,
-    "trackio_bucket_id": None, "trackio_static_space_id": None, "eval_delay": 0,
+    "trackio_bucket_id": None, "trackio_static_space_id": None, "eval_delay": 0.0,
     "include_for_metrics": [], "push_to_hub": False, "hub_token": None, "hub_private_repo": None,
     "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False,
     "hub_revision": None, "load_best_model_at_end": False, "metric_for_best_model": None,
@@ -64,10 +64,16 @@ REFUSED: dict[str, object] = {
 """Fields that may only have TRL's default."""
 
 
-_others = (WITHOUT_EFFECT | REFUSED).items()
-_Others: Any = make_dataclass(
+def _field(name: str, default: object) -> tuple[str, object, Foreign]:
+    """Return a field with a type, by which Transformers' parser reads it from a command line."""
+    if isinstance(default, list):
+        return name, list[str], field(default_factory=list)
+    return name, str | None if default is None else type(default), field(default=default)
+
+
+_Others: Foreign = make_dataclass(
     "_Others",
-    [(name, object, field(default_factory=partial(copy, default))) for name, default in _others],
+    [_field(name, default) for name, default in (WITHOUT_EFFECT | REFUSED).items()],
     kw_only=True,
 )
 

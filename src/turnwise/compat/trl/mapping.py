@@ -119,11 +119,12 @@ def _refuse(name: str, value: object, why: str) -> NoReturn:
 
 
 def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
-    """Return the text of a field that accepts only some."""
-    value = str(getattr(args, name))
-    if value not in known:
-        _refuse(name, value, why + ", ".join(known))
-    return value
+    """Return the text of a field that accepts only some, also as an enumeration of Transformers."""
+    value = getattr(args, name)
+    for text in known:
+        if text in (value, str(value)):
+            return text
+    _refuse(name, value, why + ", ".join(known))
 
 
 def updates_per_step(args: GRPOConfig) -> int:
