@@ -51,6 +51,8 @@ def load_object(path: str, key: str) -> Foreign:
         return getattr(module, name)
     except AttributeError:
         raise InputError(f"{key}: {module_name} has no {name}") from None
+    except Exception as error:  # a module that imports its names when they are asked for
+        raise InputError(f"{key}: {path} cannot be loaded: {describe_error(error)}") from error
 
 
 def check_vllm() -> None:

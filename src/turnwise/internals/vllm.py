@@ -83,7 +83,6 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 if _collecting:
     gc.enable()
 
-from turnwise.errors import InputError
 from turnwise.internals import internal
 
 if TYPE_CHECKING:
@@ -227,22 +226,9 @@ TIMES = "turnwise_times"
 """Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's
 monotonic clock."""
 _PLAIN = {"request_id", "new_token_ids", "new_logprobs", "stop_reason", "num_nans_in_logits"}
-_UNHELD = (
-    "finish_reason",
-    "prefill_stats",  # comes with the first token
-    "new_prompt_logprobs_tensors",
-    "pooling_output",
-    "events",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "trace_headers",
-    "routed_experts",
-    "mm_cache_miss_hashes",
-    "new_sampling_mask",
-    "spec_decode_metrics",
-    "prompt_token_id_logprobs",
-)
-"""Fields that are None in an output with nothing but tokens and their log-probs."""
+_UNHELD = tuple(name for name in EngineCoreOutput.__struct_fields__ if name not in _PLAIN)
+"""Fields that are None in an output with nothing but tokens and their log-probs, such as
+`prefill_stats`, which comes with the first token. An output with any other is sent at once."""
 
 
 class TokenBatches:
@@ -331,11 +317,6 @@ class TokenBatches:
 
 def _collect_tokens() -> None:
     """Let the process of every engine send several tokens of a request together."""
-    if unknown := {*EngineCoreOutput.__struct_fields__} - _PLAIN - {*_UNHELD}:
-        raise InputError(
-            f"vLLM's outputs have {', '.join(sorted(unknown))}, of which Turnwise does not know "
-            "whether it can wait: install the version of vLLM that Turnwise names"
-        )
     attach = internal(EngineCoreProc, "_attach_weight_version", "self", "outputs")
     handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_type", "request")
 

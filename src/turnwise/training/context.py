@@ -10,14 +10,16 @@ gradients of a group's ranks add up to those of one that has all columns.
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
-from transformers import PreTrainedModel
 
 from turnwise.errors import InputError
+
+if TYPE_CHECKING:  # a run's main process needs only the rest, without Transformers' models
+    from transformers import PreTrainedModel
 
 CONTEXT_KEY = "training.context_parallel"
 
@@ -61,7 +63,7 @@ class ContextGroup:
         return whole_N
 
 
-def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
+def check_divisible(model: "PreTrainedModel", size: int, exchanges: bool) -> None:
     """Check that the ranks of a context group can share a model's sequences, by an attention that
     exchanges columns for heads."""
     if size == 1:

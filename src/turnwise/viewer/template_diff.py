@@ -100,7 +100,9 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
     width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
     a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
     found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
-    for start, other_start, size in SequenceMatcher(None, a, b).get_matching_blocks():
+    # Ids are often frequent (spaces, line ends), and must be found too; stretches rarely are.
+    matcher = SequenceMatcher(None, a, b, autojunk=width > 1)
+    for start, other_start, size in matcher.get_matching_blocks():
         length = size + width - 1
         if not size:  # the last one, at both ends
             start, other_start = len(own), len(theirs)
