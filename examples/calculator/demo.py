@@ -18,14 +18,14 @@ from typing import Any
 
 from turnwise.trajectory import Trajectory, read_jsonl
 
-from .prepare import BUILD, prepare
-
 CONFIG = Path(__file__).parent / "config.yaml"
 RUNS = Path("runs")
 
 
 def main() -> int:
     """Run the demo; returns the exit code of the training."""
+    from .prepare import BUILD, prepare  # imports torch, which other programs with this file spare
+
     parser = argparse.ArgumentParser(prog="examples.calculator.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")

@@ -21,7 +21,6 @@ from examples.calculator.demo import (
     newly_solved,
     run_turnwise,
 )
-from examples.guess.run import curve
 
 CONFIG = Path(__file__).parent / "config.yaml"
 MODEL = Path(__file__).parent / "build" / "SmolLM2-135M-Instruct.gguf"
@@ -65,6 +64,8 @@ def link_model(link: Path = MODEL) -> bool:
 
 def print_results(run: Path) -> None:
     """Print conversations before and after, and the accuracy, from a run's files."""
+    from examples.guess.run import curve  # imports torch: not beside the training
+
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [step for step in steps if step["accuracy_heldout"] is not None]
     before, after = (evaluation(run, step["step"]) for step in (measured[0], measured[-1]))
