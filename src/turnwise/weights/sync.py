@@ -118,8 +118,8 @@ class WeightSync:
                 when an engine's canary differs from the trainer's.
         """
         offered, engines = _published(self._offered), list(engines)
-        if error := offered.manifest.mismatch(self._expected):
-            raise WeightUpdateError(f"refused a weight update: {error}")
+        if differs := offered.manifest.mismatch(self._expected):
+            raise WeightUpdateError(f"refused a weight update: {differs}")
         fit, errors = await self._check(engines, offered)
         for error in errors.values():
             if isinstance(error, WeightUpdateError):
