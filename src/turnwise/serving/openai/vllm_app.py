@@ -46,10 +46,23 @@ from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext,
 Create = Callable[..., Awaitable[object]]
 """A method of vLLM's that answers or renders a request."""
 ROUTES = {
-    *("/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/static"),
-    *("/invocations", "/tokenize", "/detokenize", "/v1/models", "/v1/completions"),
-    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    "/health",
+    "/ping",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+    "/static",
+    "/invocations",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
