@@ -87,6 +87,19 @@ async def test_half_sent_requests_keep_nobody_out_and_end(
     assert any(answer.startswith(b"HTTP/1.1 408") for answer in answers)
 
 
+async def test_a_body_that_comes_after_its_answer_leaves_no_connection_behind(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protection, "_HEAD_SECONDS", 2.0)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n")
+    async with asyncio.timeout(60):
+        assert b" 401 " in await reader.readline()  # it needs a key, and is not read
+        writer.write(b"{}")
+        await reader.read()  # until the server closes
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("deadline", "pieces", "pause", "status"),
     [

@@ -117,6 +117,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._head_bytes = 0
         self._end_wait()
+        if self.cycle.response_complete:  # before its body came, which ended uvicorn's own wait
+            self._wait(_HEAD_SECONDS)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
