@@ -149,7 +149,12 @@ class VllmEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         params = sampling_params(request.sampling, request.seed)
-        await self._settle_processors(params, request.id)
+        if self._adapted or EXTRA_ARG in (params.extra_args or {}):
+            params.extra_args, calls = with_request(params.extra_args, request.id, self._allowed)
+            for name in {*map(name_of, calls)} - self._loaded:
+                async with self._deadline(f"loading the logits processor {name}", self._timeout):
+                    await run_in_thread(load_object, name, "logits_processors")
+                self._loaded.add(name)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
@@ -242,17 +247,6 @@ class VllmEngine:
                     few = None
                 if finished:
                     return
-
-    async def _settle_processors(self, params: "SamplingParams", request_id: str) -> None:
-        """Check and load the logits processors that a request names, before it reaches the
-        engine."""
-        if not self._adapted and EXTRA_ARG not in (params.extra_args or {}):
-            return
-        params.extra_args, calls = with_request(params.extra_args, request_id, self._allowed)
-        for name in {*map(name_of, calls)} - self._loaded:
-            async with self._deadline(f"loading the logits processor {name}", self._timeout):
-                await run_in_thread(load_object, name, "logits_processors")
-            self._loaded.add(name)
 
     async def _unsampled(self, request_id: str) -> TrajectoryError:
         """Return the error of a request whose token has no distribution: its logits processor
@@ -402,14 +396,14 @@ class VllmEngine:
         await self._llm.abort(list(adapter.users))
 
     @asynccontextmanager
-    async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
+    async def _swapping(self, version: int, in_flight: InFlight) -> AsyncIterator[None]:
         """Pause requests in flight around the loading of weights, and resume them under `version`.
 
         A failure leaves the engine paused: it must not serve half an update.
         """
         keep_cache = in_flight == "keep_cache"
-        mode = PAUSE_MODES[in_flight]
-        await self._answered(self._vllm.pause(self._llm, mode, clear_cache=not keep_cache))
+        pausing = self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        await self._answered(pausing)
         if keep_cache:
             self._cache_salt = f"weights {version}"
         with self._clock.held():
