@@ -32,9 +32,10 @@ seam is valid for all messages of the same roles and tool names, so it is cached
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.trajectory import Message, common_prefix
 
@@ -128,7 +129,7 @@ def bridge(
         try:
             seam = cached if isinstance(cached, Seam) else find_seam(template, messages, tools)
             following = seam.following(template, messages, tools)
-        except NotShown as error:
+        except TrajectoryError as error:
             return fork(error.reason, str(error))
         except Exception as error:  # a template may raise anything
             if cached is not None:
@@ -163,15 +164,6 @@ def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[i
     anchor = last or "x"
     head, whole = template.encode(anchor), template.encode(anchor + text)
     return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)
-
-
-class NotShown(Exception):
-    """The rendering of a placeholder conversation lacks a part that the seam is read from."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """A `fork_reason` of `Bridge`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +242,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
         messages: The new messages; tool messages have a name and a call id.
 
     Raises:
-        NotShown: when the template hides the assistant's turn or a new message.
+        TrajectoryError: with a fork reason of `Bridge`, when the template hides the assistant's
+            turn or a new message.
         Exception: the template's error for the first placeholder with calls, or for the answer.
     """
     as_parts = _has_content_parts(messages)
@@ -265,12 +258,23 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
         before_user = _probe(template, answer, user, tools)
         plain = rendered if isinstance(before_user, Exception) else before_user
         refusals: list[Exception] = []
-        for placeholder in _calling_placeholders(messages, as_parts):
-            calling = _probe(template, placeholder, new, tools)
-            if not isinstance(calling, Exception):
-                return _seam(template, placeholder, calling, plain)
-            refusals.append(calling)
-        if not any(isinstance(refusal, NotShown) for refusal in refusals):
+        results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
+        for content in (_content("", as_parts), None):  # all forms that templates accept
+            for arguments in ({"a": _SENTINEL}, json.dumps({"a": _SENTINEL})):
+                calls = [
+                    {
+                        "type": "function",
+                        "id": result["tool_call_id"],
+                        "function": {"name": result["name"], "arguments": arguments},
+                    }
+                    for result in results
+                ]
+                placeholder = _conversation(content, as_parts, tool_calls=calls)
+                calling = _probe(template, placeholder, new, tools)
+                if not isinstance(calling, Exception):
+                    return _seam(template, placeholder, calling, plain)
+                refusals.append(calling)
+        if not any(isinstance(refusal, TrajectoryError) for refusal in refusals):
             raise refusals[0]
     if isinstance(rendered, Exception):
         raise rendered
@@ -361,12 +365,13 @@ def _probe(
         return error
     sentinels = alone.count(_SENTINEL)
     if not sentinels or continued.count(_SENTINEL) != sentinels:
-        return NotShown("unlike_placeholder", "the template leaves out the assistant's answer")
+        hidden = "the template leaves out the assistant's answer"
+        return TrajectoryError("unlike_placeholder", hidden)
     following = continued.split(_SENTINEL)[sentinels]
     positions = [following.find(f"{_NEW_MESSAGE} {index}.") for index in range(len(new))]
     if -1 in positions or positions != sorted(positions):
         roles = ", ".join(str(message["role"]) for message in new)
-        return NotShown(
+        return TrajectoryError(
             "message_dropped", f"the template leaves out, or moves, one of these messages: {roles}"
         )
     return _Rendering(
@@ -389,19 +394,3 @@ def _content(text: str, as_parts: bool) -> _Content:
 def _conversation(content: _Content | None, as_parts: bool, **more: object) -> list[Message]:
     question = {"role": "user", "content": _content(_QUESTION, as_parts)}
     return [question, {"role": "assistant", "content": content, **more}]
-
-
-def _calling_placeholders(messages: Sequence[Message], as_parts: bool) -> Iterator[list[Message]]:
-    """Yield placeholders with a call for each leading tool message, in all accepted forms."""
-    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
-    for content in (_content("", as_parts), None):
-        for arguments in ({"a": _SENTINEL}, json.dumps({"a": _SENTINEL})):
-            calls = [
-                {
-                    "type": "function",
-                    "id": result["tool_call_id"],
-                    "function": {"name": result["name"], "arguments": arguments},
-                }
-                for result in results
-            ]
-            yield _conversation(content, as_parts, tool_calls=calls)
