@@ -225,10 +225,13 @@ class Session:
         if self.closed:
             self.lost_turns += 1
             return
-        self._sent = [
-            self._shared_view(digest, message)
-            for digest, message in zip(asked.digests, asked.messages, strict=True)
-        ]
+        self._sent = []
+        for digest, message in zip(asked.digests, asked.messages, strict=True):
+            view, held = view_of(message), self._views.get(digest)
+            if held is None or held != view:  # else turns share it
+                self._views[digest] = held = view
+                self.size += bytes_of(view)
+            self._sent.append(held)
         new = self._sent[prompt.covered :]
         turn = self.trajectory.add_turn(
             prompt_token_ids,
@@ -256,16 +259,6 @@ class Session:
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
         )
-
-    def _shared_view(self, digest: bytes, message: Message) -> Message:
-        """Return the message's view, or an equal one that is stored already."""
-        view = view_of(message)
-        held = self._views.get(digest)
-        if held == view:
-            return held
-        self._views[digest] = view
-        self.size += bytes_of(view)
-        return view
 
     def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -35,7 +36,8 @@ def start_ray(address: str | None) -> float:
     }
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    variables = {"PYTHONPATH": paths, process.SECRET: process.make_secret()}
+    secret = os.environ.setdefault(process.SECRET, secrets.token_hex(16))
+    variables = {"PYTHONPATH": paths, process.SECRET: secret}
     options["runtime_env"] = {"env_vars": variables}
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:

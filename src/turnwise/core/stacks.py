@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -209,7 +210,16 @@ class _Asked:
             text = b""
             with suppress(OSError):
                 text = self.path.read_bytes()[self._size :]
-        stacks = _folded(text.decode(errors="replace"))
+        alike: Counter[str] = Counter()  # equal stacks are shown once, with their number
+        lines = text.decode(errors="replace").replace("Current thread", "\n\nCurrent thread")
+        for block in lines.split("\n\n"):
+            _, _, frames = block.strip().partition("\n")
+            if frames and not _LISTENER.search(frames):
+                alike[frames] += 1
+        stacks = [
+            f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
+            for frames, count in alike.items()
+        ]
         if not stacks and _ended(self.process):
             self.path.unlink(missing_ok=True)
             return None
@@ -282,19 +292,6 @@ def _ended(process: psutil.Process) -> bool:
 def _start(pid: int) -> str:
     """Return a process's start, in clock ticks since the machine's."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
-
-
-def _folded(text: str) -> list[str]:
-    """Return the threads' stacks, equal ones once, with their number."""
-    alike: dict[str, int] = {}
-    for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
-        _, _, frames = block.strip().partition("\n")
-        if frames and not _LISTENER.search(frames):
-            alike[frames] = alike.get(frames, 0) + 1
-    return [
-        f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
-        for frames, count in alike.items()
-    ]
 
 
 # The report

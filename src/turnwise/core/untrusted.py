@@ -77,9 +77,9 @@ def checked(value: object, kind: TypeAdapter[_T]) -> _T:
         raise AnswerError(f"sent a wrong answer ({why})") from None
 
 
-def _admit(size: int, what: str, largest: int = MAX_BYTES) -> None:
+def _admit(size: int, largest: int = MAX_BYTES) -> None:
     if size > largest:
-        raise AnswerError(f"sent {what} of more than {largest:,} bytes")
+        raise AnswerError(f"sent an answer of more than {largest:,} bytes")
 
 
 def framed(body: bytes) -> bytes:
@@ -91,7 +91,7 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
     """Read an answer that comes with its length. Of one longer than `MAX_BYTES`, which is an
     AnswerError, the beginning is left in the stream."""
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
-    _admit(size, "an answer")
+    _admit(size)
     return await stream.readexactly(size)
 
 
@@ -125,5 +125,5 @@ async def read_body(response: "aiohttp.ClientResponse", largest: int = MAX_BYTES
     parts = bytearray()
     async for part in response.content.iter_any():
         parts += part
-        _admit(len(parts), "an answer", largest)
+        _admit(len(parts), largest)
     return bytes(parts)

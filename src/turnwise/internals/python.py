@@ -3,12 +3,14 @@
 import atexit
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 
 from turnwise.internals import internal
 
+run_exit_functions: Callable[[], None] = internal(atexit, "_run_exitfuncs")
+"""Runs what was registered with `atexit`, without the rest of the interpreter's end."""
 _server = internal(forkserver, "_forkserver")
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
@@ -45,11 +47,6 @@ def serve_forks(listener: int, alive: int) -> None:
     forkserver.main(listener, alive, [])
 
 
-def run_exit_functions() -> None:
-    """Run what was registered with `atexit`, without the rest of the interpreter's end."""
-    atexit._run_exitfuncs()
-
-
 @contextmanager
 def signal_handler_kept(number: int) -> Iterator[None]:
     """Restore the C handler of a signal after a `with` block, in any thread.
@@ -67,4 +64,3 @@ def signal_handler_kept(number: int) -> Iterator[None]:
 for _name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
     internal(_server, _name)
 internal(forkserver, "main", "listener_fd", "alive_r", "preload")
-internal(atexit, "_run_exitfuncs")

@@ -152,22 +152,12 @@ def read_outputs(llm: AsyncLLM) -> None:
     llm._run_output_handler()
 
 
-def count_output(
-    processor: OutputProcessor,
-    state: object,
-    output: EngineCoreOutput,
-    time: float | None,
-    stats: IterationStats,
-) -> None:
-    """Count an output of a request of ours in vLLM's statistics."""
-    processor._update_stats_from_output(state, output, time, stats)
-
-
-def count_end(
-    processor: OutputProcessor, state: object, reason: object, stats: IterationStats | None
-) -> None:
-    """Count the end of a request of ours in vLLM's statistics."""
-    processor._update_stats_from_finished(state, reason, stats)
+_parameters = ("self", "req_state", "engine_core_output")
+count_output = internal(OutputProcessor, "_update_stats_from_output", *_parameters)
+"""Counts an output of a request of ours in vLLM's statistics, as a method of its processor."""
+_parameters = ("self", "req_state", "finish_reason")
+count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
+"""Counts the end of a request of ours in the same way."""
 
 
 def use_process_context(context: BaseContext) -> None:
@@ -181,8 +171,6 @@ def use_process_context(context: BaseContext) -> None:
 internal(AsyncLLM, "_run_output_handler", "self")
 internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")
 internal(OutputProcessor, "propagate_error", "self", "e")
-internal(OutputProcessor, "_update_stats_from_output", "self", "req_state", "engine_core_output")
-internal(OutputProcessor, "_update_stats_from_finished", "self", "req_state", "finish_reason")
 internal(RequestState, "_weight_version_spans", "self")
 internal(engine_utils, "get_mp_context")
 internal(multiproc_executor, "get_mp_context")
@@ -479,8 +467,8 @@ if current_platform.is_cpu():
     ):  # torch would compile them in each engine's first request, for seconds and no gain
         _function = internal(_module, _name)
         setattr(_module, _name, getattr(_function, "__wrapped__", _function))
-    _parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
-    internal(shm_broadcast.SpinCondition, "__init__", *_parameters)
+    _wait_parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
+    internal(shm_broadcast.SpinCondition, "__init__", *_wait_parameters)
     internal(shm_broadcast.SpinCondition, "wait", "self", "timeout_ms")
     shm_broadcast.SpinCondition = _Waiting
     _check = internal(VllmConfig, "_verify_aux_output_compatibility", "self")
