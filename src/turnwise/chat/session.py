@@ -159,12 +159,9 @@ class Session:
     """Views of the messages of the last turn."""
 
     def next_prompt(self, asked: Conversation, template: ChatTemplate) -> NextPrompt:
-        """Return the exact ids of a conversation that continues a turn of this session.
-
-        Raises:
-            TrajectoryError: `message_dropped`, in a training session whose template leaves out a
-                new message.
-        """
+        """Return the exact ids of a conversation that continues a turn of this session;
+        TrajectoryError (`message_dropped`) in a training session whose template leaves out a new
+        message."""
         if self._last is None:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
@@ -268,10 +265,7 @@ class Session:
 
     def begin_turn(self) -> None:
         """Count a turn, before it is sampled; `lose_turn` takes it back if it is not recorded.
-
-        Raises:
-            InputError: when the trajectory has `max_turns` turns, with those in flight.
-        """
+        InputError when the trajectory has `max_turns` turns, with those in flight."""
         root = self.parent or self
         if root.max_turns is not None and root.begun_turns >= root.max_turns:
             root.refused_turns += 1

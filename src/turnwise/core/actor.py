@@ -38,8 +38,6 @@ _T = TypeVar("_T")
 _HEAD_SECONDS = 1.0  # time for Ray's head to answer a call that nothing depends on
 CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
-
-
 _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
@@ -105,12 +103,8 @@ class ActorHandle:
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
-        """Call one of the actor's methods, and wait for its result; raises as `get_with_deadline`
-        does.
-
-        Args:
-            what: The call in errors, after "did not" or "failed to": "score a text".
-        """
+        """Call one of the actor's methods, `what` in errors, as in "did not score a text"; raises
+        as `get_with_deadline` does."""
         reply = getattr(self.actor, method).remote(*arguments)
         return await get_with_deadline(reply, self.name, what, seconds, self._failure)
 
@@ -187,12 +181,8 @@ async def get_with_deadline(
     seconds: float,
     failure: type[TurnwiseError] = TurnwiseError,
 ) -> _T:
-    """Wait for an actor's reply; errors read "`who` did not `what` within ...".
-
-    Raises:
-        DeadlineError: when it did not come within `seconds`.
-        TurnwiseError: the one that the actor raised; `failure` if it raised another, or died.
-    """
+    """Wait for an actor's reply: DeadlineError ("`who` did not `what` within ...") when it is late,
+    the TurnwiseError that the actor raised, or `failure` if it raised another, or died."""
     try:
         async with deadline(seconds, f"{who} did not {what}"):
             return await reply

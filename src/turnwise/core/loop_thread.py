@@ -36,12 +36,8 @@ _LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context m
 
 
 class EventLoopThread(Generic[_Opened]):
-    """An async context manager that is open in an event loop on a separate thread.
-
-    Args:
-        context: Factory of the context manager.
-        name: Its name in errors: "the pipeline".
-    """
+    """An async context manager that is open in an event loop on a separate thread; `name` is the
+    manager's in errors: "the pipeline"."""
 
     def __init__(
         self, context: Callable[[], AbstractAsyncContextManager[_Opened]], name: str

@@ -95,12 +95,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise TurnwiseError from the `async with` block when Ray's head process accepts no connection
-    for seconds: without it, no actor can be started, found or ended.
-
-    Args:
-        address: The argument of `start_ray`.
-    """
+    """Raise TurnwiseError from the `async with` block when the head process of a Ray that
+    `start_ray` started or joined accepts no connection for seconds: without it, no actor can be
+    started, found or ended."""
     task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
     gone = False

@@ -41,14 +41,10 @@ Number = Annotated[
 
 
 def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES) -> _T:
-    """Return the value of JSON that is not trusted.
+    """Return the value of JSON that is not trusted, as a type to which nothing is converted.
 
-    Args:
-        kind: The type, of lists and dictionaries; nothing is converted to it.
-
-    Raises:
-        AnswerError: when it is no JSON (also with a lone surrogate, an integer of thousands of
-            digits, or two hundred levels), has too many values, or is of another type.
+    AnswerError when it is no JSON (also with a lone surrogate, an integer of thousands of digits,
+    or two hundred levels), has too many values, or is of another type.
     """
     if values_in(body) > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")

@@ -305,11 +305,7 @@ class _AbandonedFuture(Future[_T]):
 
 
 class _Coroutine(Call, Generic[_T]):
-    """A call that is a task on an event loop.
-
-    Args:
-        home: Event loop of the task; another loop may wait for its outcome.
-    """
+    """A call that is a task on an event loop, its `home`; another loop may wait for its reply."""
 
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop

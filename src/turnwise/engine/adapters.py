@@ -120,13 +120,10 @@ class AdapterTable:
     are new for every adapter that is loaded, so no request reads what another adapter has cached.
     Versions of a trained adapter share the name `POLICY`. A request keeps the version that was the
     newest when it began; one that no request uses any more is dropped by the next update.
-
-    Args:
-        trained: PEFT's configuration of the trained adapter; None if there is none.
     """
 
     def __init__(self, trained: JsonObject | None = None) -> None:
-        self.trained = trained
+        self.trained = trained  # PEFT's configuration of the trained adapter
         self.older: list[LoadedAdapter] = []
         """Versions of the trained adapter before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}

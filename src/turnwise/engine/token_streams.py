@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 
 class TokenStreams:
-    """The requests of one engine that do without vLLM's frontend.
-
-    Args:
-        llm: The engine's client; its output processor is extended.
-        clock: Notes each output as progress.
-    """
+    """The requests of one engine that do without vLLM's frontend; the clock notes each output as
+    progress."""
 
     def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
         from turnwise.internals import vllm  # seconds to import
@@ -68,10 +64,7 @@ class TokenStreams:
         watching: Callable[[], AbstractAsyncContextManager[object]],
     ) -> AsyncGenerator[Chunk, None]:
         """Send a request to the engine's process, and yield its chunks; closing aborts it.
-
-        Args:
-            watching: Limits the wait for a chunk.
-        """
+        `watching` limits the wait for a chunk."""
         llm = self._llm
         if llm.errored:
             raise self._vllm.EngineDeadError
@@ -168,7 +161,6 @@ class TokenStream:
 
     Args:
         version: Version of the adapter that samples all tokens; None if the weights' counts.
-        stats: The request's part of vLLM's statistics; None if they are not collected.
     """
 
     parent_req = None

@@ -44,11 +44,8 @@ def import_vllm() -> ModuleType:
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine; InputError when it refuses the model (`path` in errors) or an argument.
-
-    Args:
-        metrics: Keep statistics for Prometheus.
-    """
+    """Start vLLM's engine, with statistics for Prometheus if `metrics`; InputError when it refuses
+    the model (`path` in errors) or an argument."""
     from turnwise.internals import vllm  # seconds to import
 
     try:

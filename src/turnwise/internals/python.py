@@ -31,11 +31,8 @@ def knows_fork_server() -> bool:
 
 
 def use_fork_server(address: str, alive: int) -> None:
-    """Let multiprocessing's start method `forkserver` fork from a server that runs already.
-
-    Args:
-        alive: The end of the pipe with which the server ends.
-    """
+    """Let multiprocessing's start method `forkserver` fork from a server that runs already, and
+    ends with a pipe."""
     _server._forkserver_address, _server._forkserver_alive_fd = address, alive
     _server.ensure_running = lambda: None
 

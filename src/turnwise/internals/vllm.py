@@ -134,12 +134,10 @@ def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersion
 def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
-    """Give the outputs and errors of the engine's process to two functions, which may pass them on.
+    """Give the outputs and errors of the engine's process to two functions, which may pass them on
+    to vLLM's own `process_outputs` and `propagate_error`, which are returned.
 
     A request of nothing but token ids needs no detokenizer, and no object for each of its tokens.
-
-    Returns:
-        vLLM's own `process_outputs` and `propagate_error`.
     """
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
@@ -241,11 +239,8 @@ class TokenBatches:
         self._version: str | None = None  # version of the weights that sampled all held tokens
 
     def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
-        """Take the tokens that can wait out of a step's outputs, and add those that waited.
-
-        Args:
-            step: Outputs of one step, with the version of their weights, by client.
-        """
+        """Take the tokens that can wait out of a step's outputs by client, and add those that
+        waited."""
         for client, outputs in list(step.items()):
             self._version = outputs.weight_version
             due = []
@@ -405,10 +400,7 @@ def capture_experts(runner: "CPUModelRunner") -> None:
     """Let a CPU's runner of models return the experts of each request with its tokens.
 
     On a CPU vLLM returns no routed experts; this connects vLLM's own recorder, which relies on
-    synchronous scheduling.
-
-    Args:
-        runner: vLLM's runner, before its first request.
+    synchronous scheduling, before the runner's first request.
     """
     from vllm.distributed.aux_output_connector import worker
 

@@ -236,10 +236,8 @@ def overlap(text: str, following: str) -> int:
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> Seam:
-    """Probe the template with the first placeholder conversation that it accepts.
-
-    Args:
-        messages: The new messages; tool messages have a name and a call id.
+    """Probe the template with the first placeholder conversation that it accepts, before new
+    messages, of which tool messages have a name and a call id.
 
     Raises:
         TrajectoryError: with a fork reason of `Bridge`, when the template hides the assistant's

@@ -259,11 +259,8 @@ def _encoder(
 
 
 class IdCache:
-    """Token ids by key; the least recently used are dropped first. Threads may share a cache.
-
-    Args:
-        room: Sum of the sizes of all entries.
-    """
+    """Token ids by key, with room for entries of a total size; the least recently used are dropped
+    first. Threads may share a cache."""
 
     def __init__(self, room: int) -> None:
         self.made = 0
@@ -278,11 +275,8 @@ class IdCache:
     def get(
         self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
     ) -> "array[int]":
-        """Return the ids of a key, made on first use; those of the key None are never kept.
-
-        Args:
-            size: Part of the room that they take; their number if not given.
-        """
+        """Return the ids of a key, made on first use; those of the key None are never kept. `size`
+        is the part of the room that they take, their number if not given."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -302,11 +296,8 @@ class IdCache:
 def by_segments(
     encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
 ) -> Callable[[str], list[int]]:
-    """Return a function that encodes texts as `encode` does, by segments that a cache keeps.
-
-    Args:
-        starts: Pattern of the special tokens at which segments begin (`segment_starts`).
-    """
+    """Return a function that encodes texts as `encode` does, by segments that a cache keeps, and
+    that begin where the pattern `starts` does (`segment_starts`)."""
 
     def encode_segments(text: str) -> list[int]:
         edges = [found.start() for found in starts.finditer(text)]

@@ -57,11 +57,8 @@ class Finding:
 
 
 def check_template(template: ChatTemplate) -> list[Finding]:
-    """Try the bridge on every kind of conversation that agent loops make.
-
-    Raises:
-        InputError: when there is no template.
-    """
+    """Try the bridge on every kind of conversation that agent loops make; InputError without a
+    template."""
     if template.missing:
         raise InputError(template.missing)
     user, more = _message("user", "How is it in Oslo?"), _message("user", "And tomorrow?")
@@ -141,12 +138,8 @@ def _try(
 
 
 def _sampled_text(template: ChatTemplate, turn: Message, opening: str, whole: str) -> str:
-    """Return the text that the model samples in a turn, up to the token that ends it.
-
-    Args:
-        opening: The conversation before the turn, rendered with its generation prompt.
-        whole: The conversation up to the turn's end, rendered.
-    """
+    """Return the text that the model samples in a turn, up to the token that ends it, from the
+    renderings of the conversation before the turn and up to its end."""
     content = str(turn["content"])
     text = whole[len(opening) :]
     if not whole.startswith(opening):  # the template writes a finished turn differently
