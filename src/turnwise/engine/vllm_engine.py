@@ -8,22 +8,8 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 
 import asyncio
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    suppress,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -158,17 +144,26 @@ class VllmEngine:
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
-        with (
-            self._adapters.using(request.route.adapter, request.id) as adapter,
-            self._running(request.id),
-        ):
-            inputs = self._vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
-            watching = partial(self._moving, f"with request {request.id} waiting")
-            async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
-                async for chunk in chunks:
-                    if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
-                        raise await self._unsampled(request.id)
-                    yield chunk
+        vllm = self._vllm
+        with self._adapters.using(request.route.adapter, request.id) as adapter:
+            self._pending.add(request.id)
+            try:
+                inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
+                watching = partial(self._moving, f"with request {request.id} waiting")
+                async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
+                    async for chunk in chunks:
+                        if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
+                            raise await self._unsampled(request.id)
+                        yield chunk
+            except vllm.EngineDeadError as error:
+                raise EngineError(f"{self.name} died during request {request.id}") from error
+            except vllm.EngineGenerateError as error:
+                why = error.__cause__ or error
+                raise EngineError(f"{self.name} failed in request {request.id}: {why}") from error
+            except (ValueError, vllm.VLLMValidationError) as error:
+                raise InputError(f"{self.name} refused {request.id}: {error}") from error
+            finally:
+                self._pending.discard(request.id)
 
     async def load_adapters(self) -> None:
         """Load the adapters, before the first request unless they are loaded already. An
@@ -192,23 +187,6 @@ class VllmEngine:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
         stalled = f"{self.name}, {waiting}, sampled no token"
         return self._clock.watching(stalled, "engine.request_timeout")
-
-    @contextmanager
-    def _running(self, request_id: str) -> Iterator[None]:
-        """Count a request, and raise vLLM's errors as ours."""
-        vllm = self._vllm
-        self._pending.add(request_id)
-        try:
-            yield
-        except vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} died during request {request_id}") from error
-        except vllm.EngineGenerateError as error:
-            why = error.__cause__ or error
-            raise EngineError(f"{self.name} failed in request {request_id}: {why}") from error
-        except (ValueError, vllm.VLLMValidationError) as error:
-            raise InputError(f"{self.name} refused {request_id}: {error}") from error
-        finally:
-            self._pending.discard(request_id)
 
     async def _frontend_chunks(
         self,
@@ -357,8 +335,7 @@ class VllmEngine:
                 if self._adapters.trained is not None:
                     loaded = await self._load_adapter(version, in_flight)
                 else:
-                    async with self._swapping(version, in_flight):
-                        loaded = await self._ask("load_update")
+                    loaded = await self._load_weights(version, in_flight)
                 if not all(reply["ended"] for reply in loaded):
                     # A step behind: workers answer between two steps of the engine.
                     await self._ask("end_update", "")
@@ -395,9 +372,9 @@ class VllmEngine:
         await self._streams.abort(adapter.users)
         await self._llm.abort(list(adapter.users))
 
-    @asynccontextmanager
-    async def _swapping(self, version: int, in_flight: InFlight) -> AsyncIterator[None]:
-        """Pause requests in flight around the loading of weights, and resume them under `version`.
+    async def _load_weights(self, version: int, in_flight: InFlight) -> list[JsonObject]:
+        """Load the open update while requests in flight are paused, and resume them under
+        `version`.
 
         A failure leaves the engine paused: it must not serve half an update.
         """
@@ -407,10 +384,11 @@ class VllmEngine:
         if keep_cache:
             self._cache_salt = f"weights {version}"
         with self._clock.held():
-            yield
+            loaded = await self._ask("load_update")
             await self._answered(self._llm.update_weight_version(str(version)))
             await self._answered(self._llm.resume_generation())
         self._restart_clock()
+        return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
         """Call a method of the engine's workers, which return plain values, or an error that is
