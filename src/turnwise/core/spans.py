@@ -1,17 +1,10 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
 A trajectory is a span `invoke_agent`; its turns (`chat`) and its tools (`execute_tool`) are
-children of it. Off unless OpenTelemetry's own variable names a collector:
-
-    OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 turnwise train config.yaml
-
-Its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...) have their usual effect. A
-collector that does not answer delays nothing: spans are sent by a thread, and dropped when too
-many wait.
-
-User code has the current span as its context, in threads and on its event loop; `trace_headers` and
-`joined` pass it to other processes (W3C Trace Context). A program that has set no tracer provider
-gets ours, so that spans of user code reach the same collector.
+children of it. Off unless OpenTelemetry's own variable names a collector; its other variables have
+their usual effect. A collector that does not answer delays nothing: spans are sent by a thread, and
+dropped when too many wait. A program that has set no tracer provider gets ours, so that spans of
+user code, whose context is the current span, reach the same collector.
 """
 
 import functools

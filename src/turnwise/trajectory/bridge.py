@@ -11,19 +11,12 @@ the user continues with `3 + 3?`. The next prompt has five parts:
     generation prompt  "<|im_start|>assistant\n"                                        added
 
 The two kept parts are the ids of the engine's call, never tokenised again. The bridge adds the
-other three. It reads them off a placeholder conversation that ends with the new messages:
-
-    before             "<|im_start|>user\nplaceholder question<|im_end|>\n<|im_start|>assistant\n"
-    sentinel           "sentinel 0f1e2d3c"
-    turn end           "<|im_end|>\n"
-    new message        "<|im_start|>user\n3 + 3?<|im_end|>\n"
-    generation prompt  "<|im_start|>assistant\n"
-
-After the sentinel the template writes the same text as after any assistant's turn. The completion
-already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion that was cut
-off after `4` gets all of it. The work grows with the new messages and not with the history, and
-this works with any template. If the placeholder does not show how to continue, the bridge returns a
-reason, and the caller starts a new branch.
+other three. It renders a placeholder conversation, whose assistant says a sentinel, with the new
+messages: after the sentinel the template writes the same text as after any assistant's turn. The
+completion already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion
+that was cut off after `4` gets all of it. The work grows with the new messages and not with the
+history, and this works with any template. If the placeholder does not show how to continue, the
+bridge returns a reason, and the caller starts a new branch.
 
 The seam between an assistant's turn and the messages after it is read off such renderings: how the
 template ends a turn, which token may end it instead, and what comes before the first new message. A
@@ -279,18 +272,15 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
     return _seam(template, answer, rendered, rendered)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    """The parts of a rendered placeholder conversation."""
+_Rendering = tuple[str, str, str, int]
+"""The parts of a rendered placeholder conversation:
 
-    header: str
-    """Text before the question: the beginning of a conversation and of a user's message."""
-    ending: str
-    """Text behind the last sentinel if the conversation ends with that turn."""
-    joint: str
-    """Text from the last sentinel to the first new message's content, or to the end of the
-    generation prompt if there is no new message."""
-    sentinels: int
+- text before the question: the beginning of a conversation and of a user's message;
+- text behind the last sentinel if the conversation ends with that turn;
+- text from the last sentinel to the first new message's content, or to the end of the generation
+  prompt if there is no new message (the joint);
+- the number of sentinels.
+"""
 
 
 def _seam(
@@ -303,7 +293,8 @@ def _seam(
     turn_end, stop_tokens = None, frozenset[str]()
     if not isinstance(plain, Exception):
         turn_end, stop_tokens = _turn_end(template, plain)
-    joint, ending, call_end = rendering.joint, rendering.ending, None
+    call_end = None
+    _, ending, joint, sentinels = rendering
     if turn_end:
         before, found, _ = joint.partition(turn_end)
         call_end = before if found and ending.startswith(before) else None
@@ -317,7 +308,7 @@ def _seam(
         sampled_end = joint[: common_prefix(ending, joint)]
     return Seam(
         placeholder=placeholder,
-        sentinels=rendering.sentinels,
+        sentinels=sentinels,
         joint=joint,
         call_end=call_end,
         turn_end=turn_end or "",
@@ -334,7 +325,8 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     a token for final turns), the first special token ends the turn if both renderings agree up to
     it; else it is None.
     """
-    ending, joint, pattern = rendering.ending, rendering.joint, template.special_token_pattern
+    header, ending, joint, _ = rendering
+    pattern = template.special_token_pattern
     last, inner = pattern.search(ending), pattern.search(joint)
     turn_end = None
     if joint.startswith(ending):
@@ -342,7 +334,7 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     elif last and inner and ending[: last.start()] == joint[: inner.start()]:
         turn_end = joint[: inner.end()]
     token = pattern.search(turn_end or "")
-    if token is not None and rendering.header.endswith(token.group()):
+    if token is not None and header.endswith(token.group()):
         return turn_end, frozenset()  # it is the next message's header, which nothing may replace
     stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
     stops.add(last.group() if last else None)
@@ -372,12 +364,8 @@ def _probe(
         return TrajectoryError(
             "message_dropped", f"the template leaves out, or moves, one of these messages: {roles}"
         )
-    return _Rendering(
-        header=alone.partition(_QUESTION)[0].rstrip(),
-        ending=alone.split(_SENTINEL)[sentinels],
-        joint=following.partition(_NEW_MESSAGE)[0],
-        sentinels=sentinels,
-    )
+    header, ending = alone.partition(_QUESTION)[0].rstrip(), alone.split(_SENTINEL)[sentinels]
+    return header, ending, following.partition(_NEW_MESSAGE)[0], sentinels
 
 
 def _has_content_parts(messages: Sequence[Message]) -> bool:
