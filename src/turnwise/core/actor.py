@@ -6,7 +6,6 @@ that it raised itself, and a type of the owner's choice when it raised anything 
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from ray.util.scheduling_strategies import (
 
 from turnwise.config import Config
 from turnwise.core import logs
-from turnwise.core.aio import start_in_thread
+from turnwise.core.aio import call_within
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
@@ -117,18 +116,8 @@ class ActorHandle:
 def _ask_head(call: Callable[[], None]) -> None:
     """Call Ray's head, and wait for its answer a moment only: it may hang, and the event loop with
     it."""
-    answer = Future[None]()
-
-    def work() -> None:
-        try:
-            call()
-            answer.set_result(None)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    start_in_thread(work)
     with suppress(TimeoutError):
-        answer.result(_HEAD_SECONDS)
+        call_within(call, _HEAD_SECONDS)
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
@@ -159,6 +160,21 @@ def start_in_thread(work: Callable[[], None]) -> None:
 
         start_daemon(serve, "turnwise-call")
     inbox.put(lambda: context.run(work))
+
+
+def call_within(function: Callable[[], _T], seconds: float) -> _T:
+    """Call a blocking function of our own outside an event loop; TimeoutError when it does not
+    return within `seconds`."""
+    answer: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    start_in_thread(work)
+    return answer.result(seconds)
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:
