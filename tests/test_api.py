@@ -67,11 +67,11 @@ def test_every_public_name_is_there_and_has_one_home() -> None:
         "import turnwise.rollouts",
         "from turnwise.rollouts import Environment; import turnwise",
         "import turnwise; turnwise.train; from turnwise.rollouts import Environment",
-        "from turnwise import rollout; import turnwise; assert rollout is turnwise.rollouts",
-        "import turnwise; turnwise.rollouts; import turnwise.tools.toolbox",
+        "from turnwise import rollout; import turnwise; assert rollout is turnwise.rollout",
+        "import turnwise; turnwise.rollout; import turnwise.tools.toolbox",
     ],
 )
-def test_rollout_is_a_package_and_a_call_in_any_order_of_imports(imports: str) -> None:
+def test_rollout_is_a_call_in_any_order_of_imports(imports: str) -> None:
     check = (
         "try: turnwise.rollout(model='/no/such/model', environment='a:B', data=[{}])\n"
         "except turnwise.InputError as error: print(error)\n"

@@ -283,7 +283,7 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     offered = []
     for problem in first_of_each(problems):
         episode = runner._stages[problem.environment].episode(problem)
-        assert episode.preview()
+        assert await asyncio.to_thread(episode.preview)
         offered.append([schema["function"]["name"] for schema in episode.toolbox.schemas])
     assert offered == [["price"], ["double"]]
     group = Group.from_dict(json.loads(json.dumps(groups[1].to_dict())))

@@ -166,7 +166,7 @@ async def test_shards_may_be_actors_in_bundles_of_their_own(
     async with make_manager(config, 0).running() as manager:
         (worker,) = manager.engines
         names = [process.cmdline()[0] for process in await shards(worker)]
-        assert all(name.startswith("ray::_Shard") for name in names), names
+        assert all(name.startswith("ray::WorkerHost") for name in names), names
         prompt, sampling = list(range(5, 40)), SamplingConfig(max_tokens=8, ignore_eos=True)
         completion = await generate(worker, Request(prompt, sampling, "spread"))
         ids, mask = [*prompt, *completion.token_ids], [0] * 35 + [1] * 8

@@ -185,9 +185,10 @@ class _Asked:
         with suppress(OSError):  # nothing more has come, or there is no connection
             while not self._whole:
                 self._socket.settimeout(max(0.0, due - time.monotonic()))
-                part = self._socket.recv(2**16)
+                if not (part := self._socket.recv(2**16)):
+                    self._whole = bool(self._answer)  # closed without an answer: it is ending
+                    break
                 self._answer += part
-                self._whole = not part
         return self._whole
 
     def done(self) -> bool:

@@ -293,10 +293,12 @@ def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> Non
             f"off-policy: {advice}",
         )
 
-    wanted: dict[str, object] = {name: getattr(sampling, name) for name in _OWN_NAMES}
-    wanted |= _NEUTRAL
-    wanted["vllm_xargs"] = sampling.logits_processor_args or None
-    wanted["logits_processors"] = written(sampling)
+    wanted: dict[str, object] = {
+        "logits_processors": written(sampling),
+        "vllm_xargs": sampling.logits_processor_args or None,
+        **{name: getattr(sampling, name) for name in _OWN_NAMES},
+        **_NEUTRAL,
+    }
     for name, value in wanted.items():
         if name in request.model_fields_set and getattr(request, name) not in (None, value):
             shown = f"{value:g}" if isinstance(value, float) else repr(value)
