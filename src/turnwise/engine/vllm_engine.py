@@ -252,7 +252,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self._in_time("resuming", self._llm.resume_generation())
-        self._restart_clock()
+        self._clock.stopped = False
 
     async def sleep(self) -> None:
         await self._in_time("going to sleep", self._llm.sleep())
@@ -263,7 +263,7 @@ class VllmEngine:
             raise InputError(f"wake_up takes the tags weights and kv_cache, not {min(unknown)}")
         await self._in_time("waking up", self._llm.wake_up(list(tags) if tags else None))
         if not await self._in_time("waking up", self._llm.is_sleeping()):
-            self._restart_clock()
+            self._clock.stopped = False
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
@@ -387,7 +387,7 @@ class VllmEngine:
             loaded = await self._ask("load_update")
             await self._answered(self._llm.update_weight_version(str(version)))
             await self._answered(self._llm.resume_generation())
-        self._restart_clock()
+        self._clock.stopped = False
         return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
@@ -418,10 +418,6 @@ class VllmEngine:
     async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
         async with self._deadline(what, self._timeout):
             return await self._answered(call, what)
-
-    def _restart_clock(self) -> None:
-        self._clock.moved()
-        self._clock.stopped = False
 
     def _deadline(self, what: str, seconds: float) -> AbstractAsyncContextManager[None]:
         return deadline(seconds, f"{self.name} did not finish {what}")
