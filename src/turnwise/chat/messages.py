@@ -19,8 +19,7 @@ Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn: its text, and the name and canonical arguments of each call."""
 
 _VIEWED = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content")
-_VIEW_BYTES = 300
-"""Memory of a view's dictionary, in bytes."""
+_VIEW_BYTES = 300  # memory of a view's dictionary, in bytes
 
 
 @dataclass

@@ -24,8 +24,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import IdCache, Tools
 
-_CACHED_TOKENS = 2**24
-"""Tokens of all cached prompts, at 4 bytes each."""
+_CACHED_TOKENS = 2**24  # tokens of all cached prompts, at 4 bytes each
 
 
 class RefusedParameter(InputError):

@@ -62,8 +62,7 @@ class SessionStore:
         self._by_completion: dict[str, Session] = {}
         self._idle: OrderedDict[Session, int] = OrderedDict()
         """Sizes of the sessions without a request, the longest idle first; none is private."""
-        self._bytes = 0
-        """Memory of the sessions in `_idle`, in bytes."""
+        self._bytes = 0  # memory of the sessions in `_idle`, in bytes
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Reason for the end of a session, by its name."""
         self.changes: dict[str, str] | None = None

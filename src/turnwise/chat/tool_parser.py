@@ -271,8 +271,7 @@ class ToolParser:
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
 
-        self.advice = self._format.advice
-        """Message to the model about a call that cannot be read."""
+        self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:
         """Return the tags that open and close a call; InputError when the format has none."""

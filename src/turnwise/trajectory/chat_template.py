@@ -31,8 +31,7 @@ _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
-_CACHED_CHARACTERS = 2**22
-"""Characters of all cached segments; their ids take at most 4 bytes each."""
+_CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
 
@@ -69,8 +68,7 @@ class ChatTemplate:
         escape_special_tokens: bool = False,
         **template_kwargs: object,
     ) -> None:
-        self.missing = ""
-        """Sentence that says that there is no template; "" if there is one."""
+        self.missing = ""  # sentence that says that there is no template; "" if there is one
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
             self.missing = (
@@ -263,8 +261,7 @@ class IdCache:
     first. Threads may share a cache."""
 
     def __init__(self, room: int) -> None:
-        self.made = 0
-        """Number of entries that were made."""
+        self.made = 0  # number of entries that were made
         self._room = room
         self._entries: OrderedDict[Hashable, tuple[array[int], int]] = OrderedDict()
         self._lock = threading.Lock()
