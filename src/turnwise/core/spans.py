@@ -50,14 +50,12 @@ def chat_span(
     return _span("chat", "", {**about, "turnwise.turn": turn})
 
 
-def record_answer(
-    set_attribute: SetAttribute, prompt: int, sampled: int, reason: str, version: int
-) -> None:
+def record_answer(span: SetAttribute, prompt: int, sampled: int, reason: str, version: int) -> None:
     """Add what was sampled to a turn's span: numbers of tokens, reason of the end, and version."""
-    set_attribute("gen_ai.usage.input_tokens", prompt)
-    set_attribute("gen_ai.usage.output_tokens", sampled)
-    set_attribute("gen_ai.response.finish_reasons", [reason])
-    set_attribute("turnwise.weight_version", version)
+    span("gen_ai.usage.input_tokens", prompt)
+    span("gen_ai.usage.output_tokens", sampled)
+    span("gen_ai.response.finish_reasons", [reason])
+    span("turnwise.weight_version", version)
 
 
 def tool_span(tool: str) -> AbstractContextManager[SetAttribute]:

@@ -238,7 +238,7 @@ class RolloutContext:
         with (
             self.timed("generate"),
             waiting(f"turn {turn} of {self.request_id}", "answer"),
-            chat_span(turn, sampling.temperature, sampling.max_tokens) as set_attribute,
+            chat_span(turn, sampling.temperature, sampling.max_tokens) as span,
         ):
             seed = None if self.seed is None else stable_seed(self.seed, turn)
             name = f"{self.request_id}-{turn}"
@@ -246,7 +246,7 @@ class RolloutContext:
             completion = await generate(self.engine, request)
             sampled, reason = len(completion.token_ids), completion.finish_reason
             version = max(completion.weight_versions, default=-1)
-            record_answer(set_attribute, len(prompt_token_ids), sampled, reason, version)
+            record_answer(span, len(prompt_token_ids), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         self.trajectory.add_turn(

@@ -351,7 +351,7 @@ class ChatService:
         chunks, finished = list[Chunk](), False
         session.begin_turn()
         try:
-            with chat_span(turn, sampling.temperature, sampling.max_tokens) as set_attribute:
+            with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
                 async with aclosing(self._generator.stream(request)) as pieces:
                     async for chunk in pieces:
                         chunks.append(chunk)
@@ -359,9 +359,7 @@ class ChatService:
                             completion = joined(chunks, request.id)
                             version = max(completion.weight_versions, default=-1)
                             prompt, sampled = len(request.prompt), len(completion.token_ids)
-                            record_answer(
-                                set_attribute, prompt, sampled, chunk.finish_reason, version
-                            )
+                            record_answer(span, prompt, sampled, chunk.finish_reason, version)
                             self._record(context, key, request, completion)
                             finished = True
                         yield chunk
