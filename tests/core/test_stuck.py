@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from turnwise.cli import app
 from turnwise.core.stacks import REPORT, ask, register, report_request, write_report
-from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.core.watchdog import waiting, watching_progress
 from turnwise.errors import InputError
 
 
@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
 
 
 async def test_a_live_run_says_who_waits_for_whom_and_shows_its_stacks(run: Path) -> None:
-    async with Watchdog(3600.0, lambda line: None, run):
+    async with watching_progress(3600.0, lambda line: None, run):
         with waiting("the trainer to train"):
             text = await asyncio.to_thread(lambda: ask(run, 60.0))
     first, *_ = text.splitlines()

@@ -5,12 +5,11 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from turnwise.core import watchdog
-from turnwise.core.watchdog import Watchdog, made_progress, waiting
+from turnwise.core.watchdog import made_progress, waiting, watching_progress
 
 on_its_own_loop = pytest.mark.asyncio(loop_scope="function")
 """Tasks of other tests, whose progress would count here, wait on the session's event loop."""
@@ -53,13 +52,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits and progress of what else this process does are not seen here."""
     monkeypatch.setattr(watchdog, "_waits", {})
-    monkeypatch.setattr(watchdog, "_Progress", SimpleNamespace(moved=0.0))
+    monkeypatch.setattr(watchdog, "_moved", 0.0)
 
 
 @on_its_own_loop
 async def test_a_stall_is_told_once_with_who_is_waited_for(clock: Clock) -> None:
     told: list[str] = []
-    async with Watchdog(0.02, told.append):
+    async with watching_progress(0.02, told.append):
         with (
             waiting("the trainer to train"),
             waiting("sleepy of train.jsonl:7", "tool"),
@@ -78,7 +77,7 @@ async def test_a_stall_is_told_once_with_who_is_waited_for(clock: Clock) -> None
 @on_its_own_loop
 async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again(clock: Clock) -> None:
     told: list[str] = []
-    async with Watchdog(0.02, told.append):
+    async with watching_progress(0.02, told.append):
         for _ in range(16):
             await clock.pass_by(0.009)
             made_progress()
@@ -94,7 +93,7 @@ async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again(clock: C
 @on_its_own_loop
 async def test_a_wait_that_begins_after_a_stall_was_told_is_told_too(clock: Clock) -> None:
     told: list[str] = []
-    async with Watchdog(0.02, told.append):
+    async with watching_progress(0.02, told.append):
         await clock.pass_by(0.03)
         with waiting("somebody who never comes"):
             await clock.pass_by(0.03)
@@ -106,7 +105,7 @@ async def test_a_wait_that_begins_after_a_stall_was_told_is_told_too(clock: Cloc
 async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
     told: list[str] = []
     end = time.monotonic() + 60
-    async with Watchdog(0.1, told.append):
+    async with watching_progress(0.1, told.append):
         with waiting("a blocking call"):
             while not told or "blocking" not in told[-1]:
                 time.sleep(0.01)  # noqa: ASYNC251  (that is the point)
@@ -117,7 +116,7 @@ async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
 @on_its_own_loop
 async def test_it_is_silent_after_its_end(clock: Clock) -> None:
     told: list[str] = []
-    async with Watchdog(0.02, told.append):
+    async with watching_progress(0.02, told.append):
         pass
     clock.now += 10
     await asyncio.sleep(0.1)
@@ -129,7 +128,7 @@ async def test_many_kinds_are_told_in_short(clock: Clock) -> None:
     told: list[str] = []
     for number in range(20):
         waiting(f"part {number}").__enter__()
-    async with Watchdog(0.02, told.append):
+    async with watching_progress(0.02, told.append):
         await clock.pass_by(0.03)
     assert "part 7 (" in told[0]
     assert "part 8 (" not in told[0]

@@ -23,7 +23,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
 from turnwise.core.user_code import stuck_calls
-from turnwise.core.watchdog import Watchdog
+from turnwise.core.watchdog import watching_progress
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner, check_failures
@@ -297,7 +297,7 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
             async for chunk in super().stream(request):
                 yield chunk
 
-    async with Watchdog(0.2, hear):
+    async with watching_progress(0.2, hear):
         assert (await run({"until": heard[rewards]}, n=2)).dropped == {}, told
         engine = Patient(vocab_size=len(tokenizer), mean_tokens=10**9)
         assert (await run({}, n=3, engine=engine)).dropped == {}, told

@@ -19,8 +19,7 @@ Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn: its text, and the name and canonical arguments of each call."""
 
 _VIEWED = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content")
-_VIEW_BYTES = 300
-"""Memory of a view's dictionary, in bytes."""
+_VIEW_BYTES = 300  # memory of a view's dictionary, in bytes
 
 
 @dataclass
@@ -101,7 +100,16 @@ def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
     Args:
         calls: Name and arguments of each call; arguments as JSON text or as an object.
     """
-    return (text or "").strip(), tuple((name, _arguments(value)) for name, value in calls)
+    called = []
+    for name, value in calls:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value or "{}")  # a call without arguments may have either
+            except ValueError:
+                called.append((name, str(value)))
+                continue
+        called.append((name, _canonical_json(value)))
+    return (text or "").strip(), tuple(called)
 
 
 def _canonical(message: Message) -> object:
@@ -112,15 +120,6 @@ def _canonical(message: Message) -> object:
         return ("assistant", answer(_text(message.get("content")), called))
     rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
     return (message["role"], _text(message.get("content")), _canonical_json(rest))
-
-
-def _arguments(value: object) -> str:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value or "{}")  # a call without arguments may have either
-        except ValueError:
-            return str(value)
-    return _canonical_json(value)
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

@@ -24,8 +24,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import IdCache, Tools
 
-_CACHED_TOKENS = 2**24
-"""Tokens of all cached prompts, at 4 bytes each."""
+_CACHED_TOKENS = 2**24  # tokens of all cached prompts, at 4 bytes each
 
 
 class RefusedParameter(InputError):
@@ -66,11 +65,8 @@ def continue_turn(
     """Continue a turn with new messages, keeping its ids.
 
     Args:
-        refuse_dropped: Raise if the template leaves out a new message; if False, that is a fork
-            reason like the others.
-
-    Raises:
-        TrajectoryError: `message_dropped`, when the template leaves out a new message.
+        refuse_dropped: Raise TrajectoryError (`message_dropped`) if the template leaves out a new
+            message; if False, that is a fork reason like the others.
     """
     bridged = bridge(
         template,
@@ -133,15 +129,8 @@ async def next_prompt(
 def echoed_prompt(
     template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
 ) -> NextPrompt | None:
-    """Continue the last assistant message that contains its ids, as the server's answers do.
-
-    Returns:
-        None when no message contains ids.
-
-    Raises:
-        RefusedParameter: when a message's ids are not a list of token ids.
-        TrajectoryError: see `continue_turn`.
-    """
+    """Continue the last assistant message that contains its ids, as the server's answers do; None
+    when none does. Raises as `token_ids_of` and `continue_turn` do."""
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
@@ -159,11 +148,8 @@ def echoed_prompt(
 def spliced_prompt(
     template: ChatTemplate, asked: Conversation, required: Sequence[int]
 ) -> list[int]:
-    """Render a conversation, with `required` in place of its ids up to the last assistant turn.
-
-    Raises:
-        RefusedParameter: when `required` does not fit the messages.
-    """
+    """Render a conversation, with `required` in place of its ids up to the last assistant turn;
+    RefusedParameter when they do not fit the messages."""
     messages, tools = [plain(message) for message in asked.messages], asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
     before: list[int] = []
@@ -192,11 +178,7 @@ def render(template: ChatTemplate, asked: Conversation) -> list[int]:
 
 
 def token_ids_of(tree: JsonObject, name: str) -> list[int]:
-    """Return `tree[name]`, checked.
-
-    Raises:
-        RefusedParameter: when it is not a list of token ids.
-    """
+    """Return `tree[name]`; RefusedParameter when it is not a list of token ids."""
     value = tree.get(name)
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise RefusedParameter(name, f"{name} must be a list of token ids")
@@ -244,11 +226,8 @@ class PromptCache:
         return self._cache.made
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """Return the ids of a conversation with its generation prompt.
-
-        Raises:
-            Exception: anything that the template raises.
-        """
+        """Return the ids of a conversation with its generation prompt; raises anything that the
+        template raises."""
         key = None
         try:
             text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")

@@ -37,13 +37,10 @@ NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 clients like `..`."""
 NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
 _SESSION_BYTES = 2_000
-_TURN_BYTES = 700
-"""A turn and its digests."""
+_TURN_BYTES = 700  # a turn and its digests
 _POINTER_BYTES = 8
-_PROMPT_TOKEN_BYTES = 48
-"""An id in its turn's list and in the last path."""
-_SAMPLED_TOKEN_BYTES = 90
-"""The same, a log-prob and a weight version."""
+_PROMPT_TOKEN_BYTES = 48  # an id in its turn's list and in the last path
+_SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
 
 
 def valid_name(name: str) -> bool:
@@ -56,10 +53,8 @@ class _RecordedTurn:
     """The conversation that led to a turn, and the turn's answer, as digests."""
 
     index: int
-    length: int
-    """Number of messages that were sent for the turn."""
-    prefix: bytes
-    """Digest of these messages."""
+    length: int  # number of messages that were sent for the turn
+    prefix: bytes  # digest of these messages
     tools: bytes
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
@@ -146,8 +141,7 @@ class Session:
     responses: dict[str, StoredResponse] = field(default_factory=dict)
     """Responses that a request may continue by `previous_response_id`, by id."""
     _last: _RecordedTurn | None = None
-    _openings: set[bytes] = field(default_factory=set)
-    """Digests of the first messages of all turns."""
+    _openings: set[bytes] = field(default_factory=set)  # digests of the first messages of all turns
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
     """Turns by the digests of their messages with the answer, and of their tools; the latest of
     equal ones."""
@@ -155,16 +149,12 @@ class Session:
     """Turns recorded since the last `settle`, and the turn before them."""
     _views: dict[bytes, Message] = field(default_factory=dict)
     """Views of all messages, by digest; turns share them."""
-    _sent: list[Message] = field(default_factory=list)
-    """Views of the messages of the last turn."""
+    _sent: list[Message] = field(default_factory=list)  # views of the messages of the last turn
 
     def next_prompt(self, asked: Conversation, template: ChatTemplate) -> NextPrompt:
-        """Return the exact ids of a conversation that continues a turn of this session.
-
-        Raises:
-            TrajectoryError: `message_dropped`, in a training session whose template leaves out a
-                new message.
-        """
+        """Return the exact ids of a conversation that continues a turn of this session;
+        TrajectoryError (`message_dropped`) in a training session whose template leaves out a new
+        message."""
         if self._last is None:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
@@ -225,10 +215,13 @@ class Session:
         if self.closed:
             self.lost_turns += 1
             return
-        self._sent = [
-            self._shared_view(digest, message)
-            for digest, message in zip(asked.digests, asked.messages, strict=True)
-        ]
+        self._sent = []
+        for digest, message in zip(asked.digests, asked.messages, strict=True):
+            view, held = view_of(message), self._views.get(digest)
+            if held is None or held != view:  # else turns share it
+                self._views[digest] = held = view
+                self.size += bytes_of(view)
+            self._sent.append(held)
         new = self._sent[prompt.covered :]
         turn = self.trajectory.add_turn(
             prompt_token_ids,
@@ -257,16 +250,6 @@ class Session:
             + len(turn.experts)
         )
 
-    def _shared_view(self, digest: bytes, message: Message) -> Message:
-        """Return the message's view, or an equal one that is stored already."""
-        view = view_of(message)
-        held = self._views.get(digest)
-        if held == view:
-            return held
-        self._views[digest] = view
-        self.size += bytes_of(view)
-        return view
-
     def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""
         if (most := self.max_response_tokens) is None:
@@ -275,10 +258,7 @@ class Session:
 
     def begin_turn(self) -> None:
         """Count a turn, before it is sampled; `lose_turn` takes it back if it is not recorded.
-
-        Raises:
-            InputError: when the trajectory has `max_turns` turns, with those in flight.
-        """
+        InputError when the trajectory has `max_turns` turns, with those in flight."""
         root = self.parent or self
         if root.max_turns is not None and root.begun_turns >= root.max_turns:
             root.refused_turns += 1

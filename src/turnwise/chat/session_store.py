@@ -62,8 +62,7 @@ class SessionStore:
         self._by_completion: dict[str, Session] = {}
         self._idle: OrderedDict[Session, int] = OrderedDict()
         """Sizes of the sessions without a request, the longest idle first; none is private."""
-        self._bytes = 0
-        """Memory of the sessions in `_idle`, in bytes."""
+        self._bytes = 0  # memory of the sessions in `_idle`, in bytes
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Reason for the end of a session, by its name."""
         self.changes: dict[str, str] | None = None
@@ -87,11 +86,8 @@ class SessionStore:
         return (session for session in self._named.values() if not session.private)
 
     def page(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return summaries of at most `most` sessions of clients.
-
-        Args:
-            after: Place of the last session of the page before; None begins with the oldest.
-        """
+        """Return summaries of at most `most` sessions of clients, from the oldest or `after` the
+        last one of the page before."""
         places = ((session.created, session.id) for session in self)
         first = heapq.nsmallest(most, (p for p in places if after is None or p > after))
         return [(place, self._named[place[1]].summary()) for place in first]
@@ -99,11 +95,8 @@ class SessionStore:
     def open(
         self, session_id: str | None = None, *, training: bool = False, group: str = ""
     ) -> Session:
-        """Begin a client's session, under a random name if it gives none.
-
-        Raises:
-            InputError: when a session of that name is open.
-        """
+        """Begin a client's session, under a random name if it gives none; InputError when a session
+        of that name is open."""
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._named:
             raise InputError(f"the session {session_id} is already open")
@@ -126,11 +119,8 @@ class SessionStore:
         max_turns: int | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> Session:
-        """Begin the session of a rollout: a training session that fills `trajectory`.
-
-        Args:
-            calls: The list to which the times of its turns are added; None records none.
-        """
+        """Begin the session of a rollout: a training session that fills `trajectory`, and adds the
+        times of its turns to `calls`."""
         session = Session(secrets.token_hex(16), sampling, group, trajectory, calls, private=True)
         session.agent_rewards, session.trace = agent_rewards, trace_headers()
         session.max_response_tokens, session.max_turns = max_response_tokens, max_turns
@@ -141,9 +131,7 @@ class SessionStore:
         """Begin a session, under a random id, that adds its turns to the trajectory of `parent`.
 
         It has the rights of `parent`, which knows it by `name` or its id, and closes with it.
-
-        Raises:
-            InputError: when `parent` has a session of that name, or too many.
+        InputError when `parent` has a session of that name, or too many.
         """
         parent = parent.parent or parent
         session_id = secrets.token_hex(16)
@@ -176,15 +164,12 @@ class SessionStore:
     def of_request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Session:
-        """Return the session of a request.
+        """Return the session of a request; InputError when it has too many under it.
 
         Args:
             session_id: Name of a session, which is opened if it does not exist.
             previous: Id of the previous completion, for a request that names no session.
             child: Name of a session under the named one, which is opened if it does not exist.
-
-        Raises:
-            InputError: when the named session has too many under it.
         """
         self._forget_old()
         if session_id:
@@ -219,12 +204,8 @@ class SessionStore:
     def request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[Session]:
-        """Hold the session of a request (see `of_request`) while the request runs.
-
-        Raises:
-            SessionRefused: when a name cannot be one, or the session has ended.
-            InputError: as `of_request` does.
-        """
+        """Hold the session of a request (see `of_request`) while the request runs; SessionRefused
+        when a name cannot be one, or the session has ended."""
         if not all(valid_name(name) for name in (session_id, child) if name is not None):
             raise SessionRefused(400, NAME_RULE)
         if session_id is not None and (why := self.gone(session_id, child)) is not None:

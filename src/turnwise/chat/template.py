@@ -21,11 +21,8 @@ _LONG = 16_384
 
 
 def load_tokenizer(config: Config) -> "Tokenizer":
-    """Load the tokenizer of `model.path`, or of `model.tokenizer`, with `model.chat_template`.
-
-    Raises:
-        InputError: when it does not exist, or cannot be loaded, or the template is not Jinja.
-    """
+    """Load the tokenizer of `model.path`, or of `model.tokenizer`, with `model.chat_template`;
+    InputError when it does not exist, or cannot be loaded, or the template is not Jinja."""
     model = config.model
     check_model(model.path)
     key, path = "model.path", model.path
@@ -52,11 +49,8 @@ def load_tokenizer(config: Config) -> "Tokenizer":
 
 
 def read_tokenizer(model: ModelConfig) -> "Tokenizer":
-    """Load the tokenizer as `load_tokenizer` does, without its checks and sentences.
-
-    Raises:
-        Exception: anything that Transformers raises.
-    """
+    """Load the tokenizer as `load_tokenizer` does, without its checks and sentences: raises
+    anything that Transformers raises."""
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(

@@ -190,11 +190,8 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def format_of(name: str, parser: object = None) -> ToolFormat:
-    """Return the format of a parser; one that is not in `FORMATS` is asked for its opening mark.
-
-    Args:
-        parser: vLLM's parser, or a plug-in of vLLM.
-    """
+    """Return the format of a parser; a plug-in's, not in `FORMATS`, is asked for its opening
+    mark."""
     if name in FORMATS:
         return FORMATS[name]
     names = ("tool_calls_start_token", "tool_call_start_token", "bot_token", "bot_string")
@@ -203,13 +200,10 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
 
 
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
-    """Return vLLM's parser class of a format, and switch its logging off.
+    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off.
 
     It logs a traceback for each call that it cannot read, but such calls are counted and reported
     to the model, or reach the client as text. A filter is used because vLLM resets log levels.
-
-    Raises:
-        InputError: when vLLM has no parser of that name.
     """
     from turnwise.internals import vllm  # seconds to import
 
@@ -249,14 +243,8 @@ class ParsedText:
 
 
 class ToolParser:
-    """Reads calls in one of vLLM's tool-call formats.
-
-    Args:
-        name: vLLM's name of the format, such as `hermes`, which Qwen models write too.
-
-    Raises:
-        InputError: when vLLM has no parser of that name, or the parser does not fit the tokenizer.
-    """
+    """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models write
+    too; InputError when vLLM has none of that name, or it does not fit the tokenizer."""
 
     def __init__(self, name: str, tokenizer: "Tokenizer") -> None:
         from transformers import PreTrainedTokenizerBase
@@ -283,15 +271,10 @@ class ToolParser:
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
 
-        self.advice = self._format.advice
-        """Message to the model about a call that cannot be read."""
+        self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:
-        """Return the tags that open and close a call.
-
-        Raises:
-            InputError: when the format has none.
-        """
+        """Return the tags that open and close a call; InputError when the format has none."""
         if not (self._start and self._end):
             raise InputError(
                 f"rollout.tool_parser: {self._name} does not mark where a call ends, which the "

@@ -6,7 +6,6 @@ that it raised itself, and a type of the owner's choice when it raised anything 
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from ray.util.scheduling_strategies import (
 
 from turnwise.config import Config
 from turnwise.core import logs
-from turnwise.core.aio import start_in_thread
+from turnwise.core.aio import call_within
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
@@ -38,8 +37,6 @@ _T = TypeVar("_T")
 _HEAD_SECONDS = 1.0  # time for Ray's head to answer a call that nothing depends on
 CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
-
-
 _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
@@ -105,12 +102,8 @@ class ActorHandle:
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
-        """Call one of the actor's methods, and wait for its result; raises as `get_with_deadline`
-        does.
-
-        Args:
-            what: The call in errors, after "did not" or "failed to": "score a text".
-        """
+        """Call one of the actor's methods, `what` in errors, as in "did not score a text"; raises
+        as `get_with_deadline` does."""
         reply = getattr(self.actor, method).remote(*arguments)
         return await get_with_deadline(reply, self.name, what, seconds, self._failure)
 
@@ -123,18 +116,8 @@ class ActorHandle:
 def _ask_head(call: Callable[[], None]) -> None:
     """Call Ray's head, and wait for its answer a moment only: it may hang, and the event loop with
     it."""
-    answer = Future[None]()
-
-    def work() -> None:
-        try:
-            call()
-            answer.set_result(None)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    start_in_thread(work)
     with suppress(TimeoutError):
-        answer.result(_HEAD_SECONDS)
+        call_within(call, _HEAD_SECONDS)
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
@@ -187,12 +170,8 @@ async def get_with_deadline(
     seconds: float,
     failure: type[TurnwiseError] = TurnwiseError,
 ) -> _T:
-    """Wait for an actor's reply; errors read "`who` did not `what` within ...".
-
-    Raises:
-        DeadlineError: when it did not come within `seconds`.
-        TurnwiseError: the one that the actor raised; `failure` if it raised another, or died.
-    """
+    """Wait for an actor's reply: DeadlineError ("`who` did not `what` within ...") when it is late,
+    the TurnwiseError that the actor raised, or `failure` if it raised another, or died."""
     try:
         async with deadline(seconds, f"{who} did not {what}"):
             return await reply

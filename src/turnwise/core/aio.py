@@ -7,13 +7,15 @@ import asyncio
 import contextlib
 import contextvars
 import errno
+import functools
 import gc
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Generic, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from turnwise.errors import ordinary_error
 
@@ -97,28 +99,20 @@ def freeze_gc() -> None:
     gc.freeze()
 
 
-class ThreadSafeFuture(Generic[_T]):
-    """A future of the running event loop that any thread may resolve, once."""
+def settle(future: "asyncio.Future[_T]", outcome: Callable[[], _T]) -> None:
+    """Give a future the result of `outcome`, or its error as `ordinary_error`, in any thread; does
+    nothing once the future is done, or its event loop closed."""
+    try:
+        finish = functools.partial(future.set_result, outcome())
+    except BaseException as error:
+        finish = functools.partial(future.set_exception, ordinary_error(error))
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[_T] = self._loop.create_future()
+    def finish_once() -> None:
+        if not future.done():
+            finish()
 
-    def succeed(self, value: _T) -> None:
-        """Set the result; does nothing once the future is done."""
-        self._settle(lambda: self.future.set_result(value))
-
-    def fail(self, error: BaseException) -> None:
-        """Set the exception, as `ordinary_error`; does nothing once the future is done."""
-        self._settle(lambda: self.future.set_exception(ordinary_error(error)))
-
-    def _settle(self, set_outcome: Callable[[], None]) -> None:
-        def settle() -> None:
-            if not self.future.done():
-                set_outcome()
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
-            self._loop.call_soon_threadsafe(settle)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
+        future.get_loop().call_soon_threadsafe(finish_once)
 
 
 async def run_in_thread(
@@ -130,16 +124,8 @@ async def run_in_thread(
     executor, which user code may use up) nor the exit of the program. For user code, which may not
     return, see `core.user_code`.
     """
-    reply = ThreadSafeFuture[_T]()
-
-    def work() -> None:
-        try:
-            value = function(*arguments, **keywords)
-        except BaseException as error:
-            reply.fail(error)
-        else:
-            reply.succeed(value)
-
+    reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+    work = functools.partial(settle, reply, functools.partial(function, *arguments, **keywords))
     ends = time.monotonic() + _THREAD_SECONDS
     while True:
         try:
@@ -149,7 +135,7 @@ async def run_in_thread(
             if time.monotonic() >= ends:
                 raise
         await asyncio.sleep(_RETRY_SECONDS)
-    return await reply.future
+    return await reply
 
 
 _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
@@ -174,6 +160,21 @@ def start_in_thread(work: Callable[[], None]) -> None:
 
         start_daemon(serve, "turnwise-call")
     inbox.put(lambda: context.run(work))
+
+
+def call_within(function: Callable[[], _T], seconds: float) -> _T:
+    """Call a blocking function of our own outside an event loop; TimeoutError when it does not
+    return within `seconds`."""
+    answer: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    start_in_thread(work)
+    return answer.result(seconds)
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:

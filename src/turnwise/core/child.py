@@ -174,10 +174,8 @@ class Child:
     async def end(self, seconds: float, *, leave: float = 0.0, terminate: float = 0.0) -> None:
         """End it and its group, and close its pipes; safe to repeat.
 
-        Args:
-            seconds: Time for its end and its last words after it was killed.
-            leave: Time in which it may end by itself after its standard input is closed.
-            terminate: Time to end after SIGTERM, which it gets when it has not left; 0 sends none.
+        Its standard input is closed first. It then has `leave` seconds to end by itself, if not 0,
+        then `terminate` after SIGTERM, and once it was killed `seconds` for its last words.
         """
         try:
             self.stdin.close()

@@ -32,8 +32,6 @@ from collections.abc import Callable, Sequence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import subprocess
-
     from turnwise.core.json_types import JsonObject
 
     Request = tuple[JsonObject, list[int]]
@@ -136,44 +134,40 @@ class ForkServer:
     def __init__(
         self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
     ) -> None:
+        import subprocess
         from tempfile import TemporaryDirectory
 
         self._folder = TemporaryDirectory(prefix="turnwise-fork-")
         self.address = os.path.join(self._folder.name, "socket")
+        variables = {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         read, self._alive = os.pipe()
         try:
-            self._process = self._start(module, arguments, read)
+            # Bound here, so that a client that connects before the imports are done waits for them.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(self.address)
+                listener.listen(128)
+                descriptors = (listener.fileno(), read)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, descriptors), *arguments],
+                    env=os.environ | variables,
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the program
+                )
         except OSError:
             os.close(self._alive)
             raise
         finally:
             os.close(read)
         self.pid = self._process.pid
-
-    def _start(self, module: str, arguments: Sequence[str], read: int) -> "subprocess.Popen[bytes]":
-        import subprocess
-
-        # Bound here, so that a client that connects before the imports are done waits for them.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(self.address)
-            listener.listen(128)
-            descriptors = (listener.fileno(), read)
-            return subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, descriptors), *arguments],
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "OMP_NUM_THREADS": "1",
-                    "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
-                    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                    "TOKENIZERS_PARALLELISM": "false",
-                },
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the program
-            )
 
     @property
     def ended(self) -> bool:
@@ -208,16 +202,15 @@ def address() -> str | None:
     if known is None and _own is None:
         import atexit
 
-        _own = ForkServer()
-        atexit.register(_close_at_exit, _own)
+        _own = server = ForkServer()
+
+        @atexit.register
+        def close() -> None:
+            with contextlib.suppress(ValueError):  # only the main thread can set handlers
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C interrupts nothing
+            server.close()
+
     return known or (None if _own is None else _own.address)
-
-
-def _close_at_exit(server: ForkServer) -> None:
-    """End the server when the program ends; another Ctrl-C must not interrupt this."""
-    with contextlib.suppress(ValueError):  # only the main thread can set handlers
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server.close()
 
 
 def share_with_engines() -> bool:
@@ -318,8 +311,15 @@ class _Server:
                 self.selector.unregister(connection)
             connection.close()
         else:
-            if pid == 0:
-                self._leave(connection)
+            if pid == 0:  # close what is the server's, and end with it, however it ends
+                self._libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != self._pid:  # it has ended meanwhile
+                    os._exit(1)
+                own = (self._listener, self._wake, self.woken, connection)
+                for each in (*own, *self._children.values()):
+                    each.close()
+                os.close(self._alive)
+                self.selector.close()
                 return request
             self._children[pid] = connection
             self.selector.modify(connection, selectors.EVENT_READ, pid)
@@ -327,16 +327,6 @@ class _Server:
         for descriptor in request[1]:
             os.close(descriptor)
         return None
-
-    def _leave(self, connection: socket.socket) -> None:
-        """In a fork, close what is the server's, and end with it, however it ends."""
-        self._libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._pid:  # it has ended meanwhile
-            os._exit(1)
-        for ours in (self._listener, self._wake, self.woken, connection, *self._children.values()):
-            ours.close()
-        os.close(self._alive)
-        self.selector.close()
 
     def reap(self) -> None:
         """Tell the clients of the forks that have ended how they did."""

@@ -51,7 +51,22 @@ def resolve_model(path: str, key: str = "model.path") -> str:
         for package in ("gguf", "accelerate"):
             optional(package, "gguf", where)
         logger.warning("converting %s, once, into %s", path, folder)
-        _convert(file, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
+            new = Path(temporary, "model")
+            try:
+                _write(file, new)
+            except Exception as error:  # Transformers raises anything
+                said = f"{file} cannot be read as a model: {first_line(error)}"
+                if isinstance(error, OSError) and error.errno is not None:  # of the disk
+                    said = f"{file} cannot be converted into {folder}: {error}"
+                raise InputError(said) from error
+            sync_tree(new)
+            try:
+                new.rename(folder)  # of several processes that convert it, one puts it in place
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
     return str(folder)
 
 
@@ -88,26 +103,6 @@ def _folder_of(file: Path) -> Path:
     if not cache:
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "turnwise")
     return Path(cache).expanduser().absolute() / "gguf" / f"{file.stem}-{digest}"
-
-
-def _convert(file: Path, folder: Path) -> None:
-    """Write the folder of a file; of several processes that do, one puts it in place."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
-        new = Path(temporary, "model")
-        try:
-            _write(file, new)
-        except Exception as error:  # Transformers raises anything
-            said = f"{file} cannot be read as a model: {first_line(error)}"
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk
-                said = f"{file} cannot be converted into {folder}: {error}"
-            raise InputError(said) from error
-        sync_tree(new)
-        try:
-            new.rename(folder)
-        except OSError as error:
-            if error.errno not in _TAKEN:
-                raise
 
 
 def _write(file: Path, folder: Path) -> None:

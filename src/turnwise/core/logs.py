@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -193,14 +193,14 @@ def environment(config: Config, name: str) -> dict[str, str]:
     }
 
 
-def follow(environ: Mapping[str, str] = os.environ) -> None:
+def follow() -> None:
     """Redirect the output of this actor's process and its children to the actor's file.
 
     Does nothing if the actor was started without `environment`.
     """
-    if not environ.get(_FILE):
+    if not (log := os.environ.get(_FILE)):
         return
-    path = Path(environ[_FILE])
+    path = Path(log)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -211,13 +211,13 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    register_stacks(environ[_FILE])
+    register_stacks(log)
     handler = logging.StreamHandler(os.fdopen(2, "w", buffering=1, closefd=False))
     handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     # In a fork, vLLM is already imported, with the levels of the original process.
     for logger in (_OURS, logging.getLogger("vllm")):
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(_file_level(environ.get(_LEVEL, "warning")))
+        logger.setLevel(_file_level(os.environ.get(_LEVEL, "warning")))
 
 
 def register_stacks(log: str | None = None) -> None:

@@ -36,12 +36,8 @@ _LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context m
 
 
 class EventLoopThread(Generic[_Opened]):
-    """An async context manager that is open in an event loop on a separate thread.
-
-    Args:
-        context: Factory of the context manager.
-        name: Its name in errors: "the pipeline".
-    """
+    """An async context manager that is open in an event loop on a separate thread; `name` is the
+    manager's in errors: "the pipeline"."""
 
     def __init__(
         self, context: Callable[[], AbstractAsyncContextManager[_Opened]], name: str
@@ -104,7 +100,7 @@ class EventLoopThread(Generic[_Opened]):
         """Close the context manager within `seconds`, and raise the error that ended it earlier, or
         that closing it raised; Ctrl-C is raised only after it has closed."""
         with suppress(RuntimeError):  # the loop has closed already
-            self._loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(lambda: self._task.cancelling() or self._task.cancel())
         interrupted: KeyboardInterrupt | None = None
         for over, limit in (
             (self._ended.done, seconds),
@@ -159,10 +155,6 @@ class EventLoopThread(Generic[_Opened]):
             self._ended.set_result(None)
         except BaseException as error:
             self._ended.set_exception(error)
-
-    def _cancel(self) -> None:
-        if not self._task.cancelling():
-            self._task.cancel()
 
     async def _tracked(self, work: Work[_Result]) -> _Result:
         task = asyncio.current_task()

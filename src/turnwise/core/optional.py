@@ -22,12 +22,8 @@ def optional(package: str, extra: str, purpose: str) -> ModuleType:
 
 
 def required(package: str, install: str, purpose: str) -> ModuleType:
-    """Import a package, or one of its modules, that none of turnwise's extras installs, or raise
-    InputError.
-
-    Args:
-        install: Arguments of `pip install`.
-    """
+    """Import a package, or one of its modules, that `pip install` gets with the arguments
+    `install`, or raise InputError."""
     name = package.partition(".")[0]
     if importlib.util.find_spec(name) is None:
         raise InputError(f"{purpose} needs {name}: pip install {install}")

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,11 +22,6 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def make_secret() -> str:
-    """Return the run's secret, made at the first call."""
-    return os.environ.setdefault(SECRET, secrets.token_hex(16))
 
 
 def known_secret() -> str:

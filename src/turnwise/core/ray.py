@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -35,7 +36,8 @@ def start_ray(address: str | None) -> float:
     }
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    variables = {"PYTHONPATH": paths, process.SECRET: process.make_secret()}
+    secret = os.environ.setdefault(process.SECRET, secrets.token_hex(16))
+    variables = {"PYTHONPATH": paths, process.SECRET: secret}
     options["runtime_env"] = {"env_vars": variables}
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:
@@ -93,12 +95,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise TurnwiseError from the `async with` block when Ray's head process accepts no connection
-    for seconds: without it, no actor can be started, found or ended.
-
-    Args:
-        address: The argument of `start_ray`.
-    """
+    """Raise TurnwiseError from the `async with` block when the head process of a Ray that
+    `start_ray` started or joined accepts no connection for seconds: without it, no actor can be
+    started, found or ended."""
     task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
     gone = False

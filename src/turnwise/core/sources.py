@@ -8,11 +8,13 @@ they use the Hub or only its cache.
 import os
 import re
 import sys
-import threading
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from turnwise.core.aio import call_within
 from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
@@ -100,35 +102,25 @@ def why_offline() -> str:
     if any(os.environ.get(variable, "").upper() in _TRUE for variable in _OFFLINE):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    if _answers(endpoint):
-        return ""
+
+    def answers() -> bool:
+        try:
+            urlopen(Request(endpoint, method="HEAD"), timeout=_SECONDS).close()
+        except HTTPError:
+            return True
+        except URLError as error:
+            # An untrusted certificate is an answer too: the Hub's own client may trust it.
+            return "CERTIFICATE" in str(error.reason).upper()
+        except (OSError, HTTPException, ValueError):  # a broken answer, or no address
+            return False
+        return True
+
+    with suppress(OSError):  # late: resolving a host's name has no timeout
+        if call_within(answers, _SECONDS):
+            return ""
     # Hugging Face's libraries use their cache alone, even those that are already imported.
     os.environ[_OFFLINE[0]] = "1"
     for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return f"{endpoint} cannot be reached"
-
-
-def _answers(url: str) -> bool:
-    """Return whether a server answers at all; the environment's proxies are used."""
-    answers: list[bool] = []
-
-    def look() -> None:
-        try:
-            urlopen(Request(url, method="HEAD"), timeout=_SECONDS).close()
-        except HTTPError:
-            answers.append(True)
-        except URLError as error:
-            # An untrusted certificate is an answer too: the Hub's own client may trust it.
-            answers.append("CERTIFICATE" in str(error.reason).upper())
-        except OSError:
-            answers.append(False)
-        else:
-            answers.append(True)
-
-    # Resolving a host's name has no timeout.
-    thread = threading.Thread(target=look, daemon=True, name="turnwise-hub")
-    thread.start()
-    thread.join(_SECONDS)
-    return any(answers)

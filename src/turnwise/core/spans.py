@@ -1,25 +1,18 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
 A trajectory is a span `invoke_agent`; its turns (`chat`) and its tools (`execute_tool`) are
-children of it. Off unless OpenTelemetry's own variable names a collector:
-
-    OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 turnwise train config.yaml
-
-Its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...) have their usual effect. A
-collector that does not answer delays nothing: spans are sent by a thread, and dropped when too
-many wait.
-
-User code has the current span as its context, in threads and on its event loop; `trace_headers` and
-`joined` pass it to other processes (W3C Trace Context). A program that has set no tracer provider
-gets ours, so that spans of user code reach the same collector.
+children of it. Off unless OpenTelemetry's own variable names a collector; its other variables have
+their usual effect. A collector that does not answer delays nothing: spans are sent by a thread, and
+dropped when too many wait. A program that has set no tracer provider gets ours, so that spans of
+user code, whose context is the current span, reach the same collector.
 """
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from turnwise.core.optional import optional
 
@@ -39,37 +32,33 @@ TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 Value = str | int | float | list[str]
 
 
-class Span(Protocol):
-    """The part of OpenTelemetry's span that is used here."""
-
-    def set_attribute(self, key: str, value: Value) -> None: ...
+SetAttribute = Callable[[str, Value], None]
+"""Function that sets an attribute of a span; one that does nothing without a collector."""
 
 
-class _NoSpan:
-    def set_attribute(self, key: str, value: Value) -> None: ...
-
-
-def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[Span]:
+def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[SetAttribute]:
     """Record a trajectory: its loop, its unique name, and its problem's id."""
     about = {"gen_ai.agent.name": agent, "gen_ai.conversation.id": name}
     return _span("invoke_agent", agent, {**about, "turnwise.problem": problem})
 
 
-def chat_span(turn: int, temperature: float, max_tokens: int) -> AbstractContextManager[Span]:
+def chat_span(
+    turn: int, temperature: float, max_tokens: int
+) -> AbstractContextManager[SetAttribute]:
     """Record a turn; see `record_answer`."""
     about = {"gen_ai.request.temperature": temperature, "gen_ai.request.max_tokens": max_tokens}
     return _span("chat", "", {**about, "turnwise.turn": turn})
 
 
-def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: int) -> None:
+def record_answer(span: SetAttribute, prompt: int, sampled: int, reason: str, version: int) -> None:
     """Add what was sampled to a turn's span: numbers of tokens, reason of the end, and version."""
-    span.set_attribute("gen_ai.usage.input_tokens", prompt)
-    span.set_attribute("gen_ai.usage.output_tokens", sampled)
-    span.set_attribute("gen_ai.response.finish_reasons", [reason])
-    span.set_attribute("turnwise.weight_version", version)
+    span("gen_ai.usage.input_tokens", prompt)
+    span("gen_ai.usage.output_tokens", sampled)
+    span("gen_ai.response.finish_reasons", [reason])
+    span("turnwise.weight_version", version)
 
 
-def tool_span(tool: str) -> AbstractContextManager[Span]:
+def tool_span(tool: str) -> AbstractContextManager[SetAttribute]:
     """Record a call of a tool; its `error.type` is the outcome if it is not `ok`."""
     return _span("execute_tool", tool, {"gen_ai.tool.name": tool})
 
@@ -109,15 +98,15 @@ def flush() -> None:
 
 
 @contextmanager
-def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterator[Span]:
+def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterator[SetAttribute]:
     """Record a span as a child of the one around it; an error that passes is its status."""
     tracer = _tracer()
     if tracer is None:
-        yield _NoSpan()
+        yield lambda key, value: None
         return
     about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm", **attributes}
     with tracer.start_as_current_span(f"{operation} {what}".strip(), attributes=about) as span:
-        yield span
+        yield span.set_attribute
 
 
 @functools.cache

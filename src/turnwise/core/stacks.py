@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,16 +75,13 @@ class ProcessStacks:
 # A process that shows its stacks
 
 
-class _Registered:
-    """This process: before `register`, all is None."""
-
-    folder: Path | None = None
-    name = ""
-    file: TextIO | None = None
-    """Kept open for the signal's handler."""
-    asked: socket.socket | None = None
-    listener: int | None = None
-    """The process that listens on the socket; a fork has the socket, but not the thread."""
+# All is of this process, and empty before `register`.
+_folder: Path | None = None
+_name = ""
+_file: TextIO | None = None  # kept open for the signal's handler
+_socket: socket.socket | None = None
+_listener: int | None = None
+"""The process that listens on the socket; a fork has the socket, but not the thread."""
 
 
 def register(run: Path, name: str) -> None:
@@ -91,10 +89,11 @@ def register(run: Path, name: str) -> None:
 
     Does nothing if the run folder cannot be written.
     """
-    first = _Registered.folder is None
-    _Registered.folder, _Registered.name = stacks_folder(run).absolute(), name
+    global _folder, _name
+    first = _folder is None
+    _folder, _name = stacks_folder(run).absolute(), name
     with suppress(OSError):
-        _Registered.folder.mkdir(parents=True, exist_ok=True)
+        _folder.mkdir(parents=True, exist_ok=True)
     _open()
     if first:
         os.register_at_fork(after_in_child=_open)
@@ -112,23 +111,24 @@ def report_request(run: Path) -> Path:
 
 def _open() -> None:
     """Open this process's file, and answer on its socket."""
-    assert _Registered.folder is not None
+    global _file, _socket, _listener
+    assert _folder is not None
     pid = os.getpid()
     with suppress(OSError):
-        path, started = _Registered.folder / f"{socket.gethostname()}-{pid}.txt", _start(pid)
-        _Registered.file = file = path.open("w", encoding="utf-8")
-        file.write(f"{_Registered.name}\n{_STARTED}{started}\n\n")
+        path, started = _folder / f"{socket.gethostname()}-{pid}.txt", _start(pid)
+        _file = file = path.open("w", encoding="utf-8")
+        file.write(f"{_name}\n{_STARTED}{started}\n\n")
         file.flush()
         faulthandler.register(SIGNAL, file=file, all_threads=True)
-        if _Registered.listener == pid:
+        if _listener == pid:
             return
-        if _Registered.asked is not None:  # of the process that forked this one
-            _Registered.asked.close()
-        _Registered.asked = asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if _socket is not None:  # of the process that forked this one
+            _socket.close()
+        _socket = asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         asked.bind(_address(pid, started))
         asked.listen()
         threading.Thread(target=_listen, args=(asked,), name="stacks", daemon=True).start()
-        _Registered.listener = pid
+        _listener = pid
 
 
 def _listen(asked: socket.socket) -> None:
@@ -211,7 +211,16 @@ class _Asked:
             text = b""
             with suppress(OSError):
                 text = self.path.read_bytes()[self._size :]
-        stacks = _folded(text.decode(errors="replace"))
+        alike: Counter[str] = Counter()  # equal stacks are shown once, with their number
+        lines = text.decode(errors="replace").replace("Current thread", "\n\nCurrent thread")
+        for block in lines.split("\n\n"):
+            _, _, frames = block.strip().partition("\n")
+            if frames and not _LISTENER.search(frames):
+                alike[frames] += 1
+        stacks = [
+            f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
+            for frames, count in alike.items()
+        ]
         if not stacks and _ended(self.process):
             self.path.unlink(missing_ok=True)
             return None
@@ -284,19 +293,6 @@ def _ended(process: psutil.Process) -> bool:
 def _start(pid: int) -> str:
     """Return a process's start, in clock ticks since the machine's."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
-
-
-def _folded(text: str) -> list[str]:
-    """Return the threads' stacks, equal ones once, with their number."""
-    alike: dict[str, int] = {}
-    for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
-        _, _, frames = block.strip().partition("\n")
-        if frames and not _LISTENER.search(frames):
-            alike[frames] = alike.get(frames, 0) + 1
-    return [
-        f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
-        for frames, count in alike.items()
-    ]
 
 
 # The report

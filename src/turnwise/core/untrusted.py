@@ -41,14 +41,10 @@ Number = Annotated[
 
 
 def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES) -> _T:
-    """Return the value of JSON that is not trusted.
+    """Return the value of JSON that is not trusted, as a type to which nothing is converted.
 
-    Args:
-        kind: The type, of lists and dictionaries; nothing is converted to it.
-
-    Raises:
-        AnswerError: when it is no JSON (also with a lone surrogate, an integer of thousands of
-            digits, or two hundred levels), has too many values, or is of another type.
+    AnswerError when it is no JSON (also with a lone surrogate, an integer of thousands of digits,
+    or two hundred levels), has too many values, or is of another type.
     """
     if values_in(body) > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")
@@ -77,9 +73,9 @@ def checked(value: object, kind: TypeAdapter[_T]) -> _T:
         raise AnswerError(f"sent a wrong answer ({why})") from None
 
 
-def _admit(size: int, what: str, largest: int = MAX_BYTES) -> None:
+def _admit(size: int, largest: int = MAX_BYTES) -> None:
     if size > largest:
-        raise AnswerError(f"sent {what} of more than {largest:,} bytes")
+        raise AnswerError(f"sent an answer of more than {largest:,} bytes")
 
 
 def framed(body: bytes) -> bytes:
@@ -91,7 +87,7 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
     """Read an answer that comes with its length. Of one longer than `MAX_BYTES`, which is an
     AnswerError, the beginning is left in the stream."""
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
-    _admit(size, "an answer")
+    _admit(size)
     return await stream.readexactly(size)
 
 
@@ -125,5 +121,5 @@ async def read_body(response: "aiohttp.ClientResponse", largest: int = MAX_BYTES
     parts = bytearray()
     async for part in response.content.iter_any():
         parts += part
-        _admit(len(parts), "an answer", largest)
+        _admit(len(parts), largest)
     return bytes(parts)

@@ -23,7 +23,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from turnwise.config import Config
-from turnwise.core.aio import ThreadSafeFuture, run_in_thread, start_daemon, start_in_thread
+from turnwise.core.aio import run_in_thread, settle, start_daemon, start_in_thread
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import (
     TurnwiseError,
@@ -98,7 +98,8 @@ async def run_abandonable(
     coroutine = _Coroutine(name, make, loop)
     coroutine.begin()
     async with deadline(seconds, f"{name} did not end", key):
-        return await coroutine.outcome()
+        await coroutine.ended()
+        return coroutine.reply.result()
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
@@ -304,11 +305,7 @@ class _AbandonedFuture(Future[_T]):
 
 
 class _Coroutine(Call, Generic[_T]):
-    """A call that is a task on an event loop.
-
-    Args:
-        home: Event loop of the task; another loop may wait for its outcome.
-    """
+    """A call that is a task on an event loop, its `home`; another loop may wait for its reply."""
 
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop
@@ -316,7 +313,7 @@ class _Coroutine(Call, Generic[_T]):
         super().__init__(name)
         self._make = make
         self._home = home
-        self._reply = ThreadSafeFuture[_T]()
+        self.reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[_T] | None = None
         self._cancelled = False
         self._permit = [None]
@@ -329,15 +326,15 @@ class _Coroutine(Call, Generic[_T]):
             self._task = self._home.create_task(self._run(), name=self.name)
             self._task.add_done_callback(self._done)
 
-    async def outcome(self) -> _T:
-        """Wait for its result. A call that has not begun within `BLOCKED_SECONDS` is withdrawn,
-        which raises _LoopBlockedError."""
-        future = self._reply.future
+    async def ended(self) -> bool:
+        """Wait for its `reply`, and return True. A call that has not begun within
+        `BLOCKED_SECONDS` is withdrawn, which returns False."""
+        future = self.reply
         try:
             while not (await asyncio.wait([future], timeout=BLOCKED_SECONDS))[0]:
                 if self._take_permit():
                     self.returned()
-                    raise _LoopBlockedError
+                    return False
         except asyncio.CancelledError:
             if self._take_permit():
                 self.returned()
@@ -353,7 +350,7 @@ class _Coroutine(Call, Generic[_T]):
                 elif not future.cancelled():
                     future.exception()  # or asyncio warns that it was not retrieved
             raise
-        return future.result()
+        return True
 
     def where(self) -> str:
         """Return the line of user code while the loop runs this call; "" while it is suspended."""
@@ -385,16 +382,7 @@ class _Coroutine(Call, Generic[_T]):
 
     def _done(self, task: "asyncio.Task[_T]") -> None:
         self.returned()
-        if task.cancelled():
-            self._reply.fail(asyncio.CancelledError())
-        elif error := task.exception():
-            self._reply.fail(error)
-        else:
-            self._reply.succeed(task.result())
-
-
-class _LoopBlockedError(Exception):
-    """A call did not begin, because the loop of user code is blocked."""
+        settle(self.reply, task.result)
 
 
 class _UserLoop:
@@ -449,29 +437,21 @@ _choosing = threading.Lock()
 
 
 async def _on_user_loop(name: str, make: Callable[[], Awaitable[_T]]) -> _T:
+    """Run a coroutine on the loop of user code, which is replaced while it is blocked."""
+    global _user_loop
     while True:
-        user_loop = _sound_loop()
+        with _choosing:
+            if _user_loop is not None and _user_loop.blocked:
+                coroutines = [call for call in list(_running) if isinstance(call, _Coroutine)]
+                logger.warning(
+                    "the event loop of user code is blocked and was replaced (%s); an async "
+                    "function should make blocking calls with asyncio.to_thread",
+                    _described([call for call in coroutines if call.where()]),
+                )
+                _user_loop.loop.call_soon_threadsafe(_user_loop.stop_when_idle)
+                _user_loop = None
+            user_loop = _user_loop = _user_loop or _UserLoop()
         coroutine = _Coroutine(name, make, user_loop.loop)
         user_loop.begin(coroutine)
-        try:
-            return await coroutine.outcome()
-        except _LoopBlockedError:
-            continue
-
-
-def _sound_loop() -> _UserLoop:
-    """Return the loop of user code, replaced if it is blocked."""
-    global _user_loop
-    with _choosing:
-        if _user_loop is not None and _user_loop.blocked:
-            coroutines = [call for call in list(_running) if isinstance(call, _Coroutine)]
-            logger.warning(
-                "the event loop of user code is blocked and was replaced (%s); an async function "
-                "should make blocking calls with asyncio.to_thread",
-                _described([call for call in coroutines if call.where()]),
-            )
-            _user_loop.loop.call_soon_threadsafe(_user_loop.stop_when_idle)
-            _user_loop = None
-        if _user_loop is None:
-            _user_loop = _UserLoop()
-        return _user_loop
+        if await coroutine.ended():
+            return coroutine.reply.result()

@@ -7,19 +7,15 @@ wait in one part of a run may hold up another.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 _NAMED = 8  # maximum number of kinds of waits that one line lists
 _ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
 
 
-class _Progress:
-    """Time of the last progress, on `time.monotonic`'s clock."""
-
-    moved = 0.0
-
-
+_moved = 0.0  # time of the last progress, on `time.monotonic`'s clock
 _waits: "dict[waiting, None]" = {}
 
 
@@ -39,7 +35,7 @@ class waiting:
 
     def __enter__(self) -> None:
         made_progress()
-        self.since = _Progress.moved
+        self.since = _moved
         _waits[self] = None
 
     def __exit__(self, *exception: object) -> None:
@@ -49,59 +45,54 @@ class waiting:
 
 def made_progress() -> None:
     """Record progress: a wait ended, tokens arrived, a part was saved."""
-    _Progress.moved = time.monotonic()
+    global _moved
+    _moved = time.monotonic()
 
 
 def last_progress() -> float:
     """Return when this process last made progress, on `time.monotonic`'s clock."""
-    return _Progress.moved
+    return _moved
 
 
-class Watchdog:
-    """Reports when there is no progress for `seconds` during its `async with` block.
+@asynccontextmanager
+async def watching_progress(
+    seconds: float, report: Callable[[str], None], run: Path | None = None
+) -> AsyncIterator[None]:
+    """Report when there is no progress for `seconds` during an `async with` block.
 
-    It runs in a thread, so it also notices when the event loop itself is stuck.
+    A thread does, so it is also noticed when the event loop itself is stuck.
 
     Args:
-        seconds: Time without any progress.
-        report: Called with one line once per stall, in the watchdog's thread.
+        report: Called with one line once per stall, in that thread.
         run: The run folder; when another process asks there for the report of `turnwise stuck`, it
             is written.
     """
+    ended = threading.Event()
+    longest = seconds if run is None else _ASKED_SECONDS
 
-    def __init__(
-        self, seconds: float, report: Callable[[str], None], run: Path | None = None
-    ) -> None:
-        self._seconds = seconds
-        self._report = report
-        self._run = run
-        self._ended = threading.Event()
-
-    async def __aenter__(self) -> "Watchdog":
-        made_progress()
-        threading.Thread(target=self._watch, daemon=True, name="turnwise-watchdog").start()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self._ended.set()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         reported = None
-        longest = self._seconds if self._run is None else _ASKED_SECONDS
-        pause = min(self._seconds, longest)
-        while not self._ended.wait(pause):
-            if self._run is not None:
+        pause = min(seconds, longest)
+        while not ended.wait(pause):
+            if run is not None:
                 from turnwise.core import stacks  # for Linux; other systems read runs
 
-                if (request := stacks.report_request(self._run)).exists():
-                    stacks.write_report(self._run, _line(time.monotonic()))
+                if (request := stacks.report_request(run)).exists():
+                    stacks.write_report(run, _line(time.monotonic()))
                     request.unlink(missing_ok=True)
-            moved, now = _Progress.moved, time.monotonic()
-            left = moved + self._seconds - now
+            moved, now = _moved, time.monotonic()
+            left = moved + seconds - now
             if left <= 0 and moved != reported:
                 reported = moved
-                self._report(_line(now))
-            pause = min(left if left > 0 else self._seconds, longest)
+                report(_line(now))
+            pause = min(left if left > 0 else seconds, longest)
+
+    made_progress()
+    threading.Thread(target=watch, daemon=True, name="turnwise-watchdog").start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _line(now: float) -> str:
@@ -117,4 +108,4 @@ def _line(now: float) -> str:
     if len(parts) > _NAMED:
         parts[_NAMED:] = [f"{len(parts) - _NAMED} more"]
     said = f"waiting for: {', '.join(parts)}" if parts else "no wait is registered"
-    return f"no progress for {now - _Progress.moved:.3g} s; {said}"
+    return f"no progress for {now - _moved:.3g} s; {said}"

@@ -41,21 +41,6 @@ _UNSUPPORTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter's folder on this machine, read and checked."""
-
-    folder: Path
-    config: JsonObject
-    """PEFT's configuration: r, lora_alpha, target_modules ..."""
-
-    @property
-    def rank(self) -> int:
-        """The largest rank among its layers."""
-        ranks: list[int] = [self.config["r"], *(self.config.get("rank_pattern") or {}).values()]
-        return max(ranks)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineAdapters:
     """The adapters that an engine has to hold from its start."""
 
@@ -73,7 +58,8 @@ class EngineAdapters:
         paths = dict(config.serving.adapters)
         if config.model.adapter is not None:
             paths[POLICY] = config.model.adapter
-        ranks = [read_adapter(path, key_of(name)).rank for name, path in paths.items()]
+        read = [read_adapter(path, key_of(name)) for name, path in paths.items()]
+        ranks = [_rank(settings) for _, settings in read]
         trained, lora = None, config.model.lora
         if lora.rank and config.weights.lora == "adapter":
             trained = peft_settings(lora) | {"target_modules": lora.target_modules}
@@ -134,13 +120,10 @@ class AdapterTable:
     are new for every adapter that is loaded, so no request reads what another adapter has cached.
     Versions of a trained adapter share the name `POLICY`. A request keeps the version that was the
     newest when it began; one that no request uses any more is dropped by the next update.
-
-    Args:
-        trained: PEFT's configuration of the trained adapter; None if there is none.
     """
 
     def __init__(self, trained: JsonObject | None = None) -> None:
-        self.trained = trained
+        self.trained = trained  # PEFT's configuration of the trained adapter
         self.older: list[LoadedAdapter] = []
         """Versions of the trained adapter before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
@@ -199,8 +182,9 @@ def key_of(name: str) -> str:
     return "model.adapter" if name == POLICY else f"serving.adapters.{name}"
 
 
-def read_adapter(path: str, key: str) -> Adapter:
-    """Read an adapter's configuration, and check it and the shapes of its tensors.
+def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
+    """Return an adapter's folder on this machine and PEFT's configuration (r, lora_alpha,
+    target_modules ...), checked with the shapes of its tensors.
 
     Args:
         path: Folder, or Hugging Face name, which is downloaded.
@@ -223,22 +207,26 @@ def read_adapter(path: str, key: str) -> Adapter:
         raise InputError(f"{key}: {path} uses {unsupported[0]}, which vLLM does not apply")
     if config.get("bias", "none") != "none":
         raise InputError(f"{key}: {path} trains biases, which vLLM does not apply")
-    adapter = Adapter(folder, config)
-    if not isinstance(rank, int) or rank < 1 or adapter.rank > RANKS[-1]:
+    if not isinstance(rank, int) or rank < 1 or _rank(config) > RANKS[-1]:
         raise InputError(f"{key}: {path} has rank {rank!r}, not one from 1 to {RANKS[-1]}")
-    _check_shapes(adapter, path, key)
-    return adapter
+    _check_shapes(folder / WEIGHTS, config, path, key)
+    return folder, config
 
 
-def _check_shapes(adapter: Adapter, path: str, key: str) -> None:
+def _rank(config: JsonObject) -> int:
+    """Return the largest rank among an adapter's layers."""
+    ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    return max(ranks)
+
+
+def _check_shapes(weights: Path, config: JsonObject, path: str, key: str) -> None:
     """Check that each layer has the two tensors of its rank."""
-    weights = adapter.folder / WEIGHTS
     try:
         with safe_open(weights, framework="numpy") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
-    ranks = adapter.config.get("rank_pattern") or {}
+    ranks = config.get("rank_pattern") or {}
     for name, shape in shapes.items():
         layer, part, _ = name.rpartition(".lora_A.weight")
         if not part:
@@ -249,7 +237,7 @@ def _check_shapes(adapter: Adapter, path: str, key: str) -> None:
         short = layer.removeprefix("base_model.model.")
         wanted = next(
             (own for pattern, own in ranks.items() if re.fullmatch(rf"(.*\.)?({pattern})", short)),
-            adapter.config["r"],
+            config["r"],
         )
         if other is None or shape[0] != wanted or other[1] != wanted:
             raise InputError(

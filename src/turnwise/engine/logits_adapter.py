@@ -64,10 +64,16 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         row = _Row(str(given.get("request", "")), prompt or [], sampled)
         try:  # what is allowed is checked here as well as in the server
             _, chosen = with_request(params.extra_args, "", self._allowed)
-            row.steps = [
-                *(_step(name, load_object(name, KEY)) for name in self._always),
-                *map(_chosen_step, chosen),
-            ]
+            row.steps = [_step(name, load_object(name, KEY)) for name in self._always]
+            for call in chosen:
+                name = name_of(call)
+                processor, module = load_object(name, "logits_processors"), name.partition(":")[0]
+                if callable(processor) and getattr(processor, "__module__", None) != module:
+                    raise InputError(
+                        f"the logits processor {name} is refused: {module} imports it and does not "
+                        "define it"
+                    )
+                row.steps.append(_step(call, processor))
         except InputError as error:
             row.fail(str(error))
         return row if row.steps or row.failed else None
@@ -108,17 +114,6 @@ def _check(processed: object, logits_V: torch.Tensor) -> None:
         shape = list(processed.shape) if isinstance(processed, torch.Tensor) else None
         got = f"a tensor {shape}" if shape is not None else type(processed).__name__
         raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
-
-
-def _chosen_step(call: Call) -> _Step:
-    """Load a processor that a request chose; its module must define it, not only import it."""
-    name = name_of(call)
-    processor, module = load_object(name, "logits_processors"), name.partition(":")[0]
-    if callable(processor) and getattr(processor, "__module__", None) != module:
-        raise InputError(
-            f"the logits processor {name} is refused: {module} imports it and does not define it"
-        )
-    return _step(call, processor)
 
 
 def _step(call: Call, processor: Foreign) -> _Step:

@@ -47,10 +47,8 @@ def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
         chosen: A list of `package.module:name` (or `package.module.name`), or of
             `{"qualname": ..., "args": [...], "kwargs": {...}}`, which is called with its arguments
             and gives the processor.
-        allowed: `engine.logits_processors_allowed`.
-
-    Raises:
-        InputError: when a name is malformed or not allowed. Nothing is imported here.
+        allowed: `engine.logits_processors_allowed`; InputError for other names. Nothing is
+            imported here.
     """
     if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
         raise InputError(f"logits_processors is a list of at most {MOST} processors")

@@ -57,12 +57,7 @@ class Route:
 
 
 class Request(NamedTuple):
-    """A prompt, and how one completion of it is sampled.
-
-    Example:
-        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
-        completion = await generate(engine, request)
-    """
+    """A prompt, and how one completion of it is sampled."""
 
     prompt: Sequence[int]
     """Token ids."""
@@ -79,12 +74,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `T` tokens of a completion; `T` may be 0 in the last chunk only.
-
-    Example:
-        async for chunk in engine.stream(Request(prompt, sampling, "request-1")):
-            print(chunk.token_ids, chunk.finish_reason)
-    """
+    """The next `T` tokens of a completion; `T` may be 0 in the last chunk only."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -140,13 +130,7 @@ class Chunk:
 class Completion:
     """A whole completion of `T` tokens, including the stop token.
 
-    Raises:
-        EngineError: when tokens, log-probs and weight versions are not of one length.
-
-    Example:
-        completion = await generate(engine, Request(prompt, sampling, "request-1"))
-        for token, logprob in zip(completion.token_ids, completion.logprobs):
-            ...
+    EngineError when tokens, log-probs and weight versions are not of one length.
     """
 
     token_ids: list[int]
@@ -288,11 +272,7 @@ class Engine(Generator, Protocol):
 
 
 async def generate(generator: Generator, request: Request) -> Completion:
-    """Sample one completion. Cancelling aborts the request.
-
-    Raises:
-        EngineError: when it failed, or ended without a finish reason.
-    """
+    """Sample one completion; EngineError when it fails. Cancelling aborts the request."""
     async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
         return await collect(chunks, request.id)
 

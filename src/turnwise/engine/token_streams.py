@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 
 class TokenStreams:
-    """The requests of one engine that do without vLLM's frontend.
-
-    Args:
-        llm: The engine's client; its output processor is extended.
-        clock: Notes each output as progress.
-    """
+    """The requests of one engine that do without vLLM's frontend; the clock notes each output as
+    progress."""
 
     def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
         from turnwise.internals import vllm  # seconds to import
@@ -68,10 +64,7 @@ class TokenStreams:
         watching: Callable[[], AbstractAsyncContextManager[object]],
     ) -> AsyncGenerator[Chunk, None]:
         """Send a request to the engine's process, and yield its chunks; closing aborts it.
-
-        Args:
-            watching: Limits the wait for a chunk.
-        """
+        `watching` limits the wait for a chunk."""
         llm = self._llm
         if llm.errored:
             raise self._vllm.EngineDeadError
@@ -135,31 +128,21 @@ class TokenStreams:
             if stream is None:
                 others.append(output)
                 continue
-            if stats is not None:
-                self._count(stream, output, timestamp, stats)
+            if stats is not None:  # counted with the times of all its tokens
+                times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
+                assert stream.stats is not None
+                before, first = stream.stats.last_token_ts, stream.is_prefilling
+                when = times[-1] if times else timestamp
+                self._vllm.count_output(self._outputs, stream, output, when, stats)
+                if times and not first:
+                    stats.inter_token_latencies_iter[-1:] = [
+                        after - earlier for earlier, after in itertools.pairwise([before, *times])
+                    ]
             stream.add(output, weight_version)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._vllm.count_end(self._outputs, stream, output.finish_reason, stats)
         return self._process(others, timestamp, stats, weight_version=weight_version)
-
-    def _count(
-        self,
-        stream: "TokenStream",
-        output: "vllm.EngineCoreOutput",
-        timestamp: float | None,
-        stats: "vllm.IterationStats",
-    ) -> None:
-        """Count an output in vLLM's statistics, with the times of all its tokens."""
-        times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
-        assert stream.stats is not None
-        before, first = stream.stats.last_token_ts, stream.is_prefilling
-        when = times[-1] if times else timestamp
-        self._vllm.count_output(self._outputs, stream, output, when, stats)
-        if times and not first:
-            stats.inter_token_latencies_iter[-1:] = [
-                after - earlier for earlier, after in itertools.pairwise([before, *times])
-            ]
 
     def _fail(self, error: Exception) -> None:
         """Raise an error from all requests, in place of vLLM's `propagate_error`."""
@@ -178,7 +161,6 @@ class TokenStream:
 
     Args:
         version: Version of the adapter that samples all tokens; None if the weights' counts.
-        stats: The request's part of vLLM's statistics; None if they are not collected.
     """
 
     parent_req = None

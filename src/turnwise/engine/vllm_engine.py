@@ -8,22 +8,8 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 
 import asyncio
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    suppress,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -149,21 +135,35 @@ class VllmEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         params = sampling_params(request.sampling, request.seed)
-        await self._settle_processors(params, request.id)
+        if self._adapted or EXTRA_ARG in (params.extra_args or {}):
+            params.extra_args, calls = with_request(params.extra_args, request.id, self._allowed)
+            for name in {*map(name_of, calls)} - self._loaded:
+                async with self._deadline(f"loading the logits processor {name}", self._timeout):
+                    await run_in_thread(load_object, name, "logits_processors")
+                self._loaded.add(name)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
-        with (
-            self._adapters.using(request.route.adapter, request.id) as adapter,
-            self._running(request.id),
-        ):
-            inputs = self._vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
-            watching = partial(self._moving, f"with request {request.id} waiting")
-            async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
-                async for chunk in chunks:
-                    if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
-                        raise await self._unsampled(request.id)
-                    yield chunk
+        vllm = self._vllm
+        with self._adapters.using(request.route.adapter, request.id) as adapter:
+            self._pending.add(request.id)
+            try:
+                inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
+                watching = partial(self._moving, f"with request {request.id} waiting")
+                async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
+                    async for chunk in chunks:
+                        if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
+                            raise await self._unsampled(request.id)
+                        yield chunk
+            except vllm.EngineDeadError as error:
+                raise EngineError(f"{self.name} died during request {request.id}") from error
+            except vllm.EngineGenerateError as error:
+                why = error.__cause__ or error
+                raise EngineError(f"{self.name} failed in request {request.id}: {why}") from error
+            except (ValueError, vllm.VLLMValidationError) as error:
+                raise InputError(f"{self.name} refused {request.id}: {error}") from error
+            finally:
+                self._pending.discard(request.id)
 
     async def load_adapters(self) -> None:
         """Load the adapters, before the first request unless they are loaded already. An
@@ -187,23 +187,6 @@ class VllmEngine:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
         stalled = f"{self.name}, {waiting}, sampled no token"
         return self._clock.watching(stalled, "engine.request_timeout")
-
-    @contextmanager
-    def _running(self, request_id: str) -> Iterator[None]:
-        """Count a request, and raise vLLM's errors as ours."""
-        vllm = self._vllm
-        self._pending.add(request_id)
-        try:
-            yield
-        except vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} died during request {request_id}") from error
-        except vllm.EngineGenerateError as error:
-            why = error.__cause__ or error
-            raise EngineError(f"{self.name} failed in request {request_id}: {why}") from error
-        except (ValueError, vllm.VLLMValidationError) as error:
-            raise InputError(f"{self.name} refused {request_id}: {error}") from error
-        finally:
-            self._pending.discard(request_id)
 
     async def _frontend_chunks(
         self,
@@ -243,17 +226,6 @@ class VllmEngine:
                 if finished:
                     return
 
-    async def _settle_processors(self, params: "SamplingParams", request_id: str) -> None:
-        """Check and load the logits processors that a request names, before it reaches the
-        engine."""
-        if not self._adapted and EXTRA_ARG not in (params.extra_args or {}):
-            return
-        params.extra_args, calls = with_request(params.extra_args, request_id, self._allowed)
-        for name in {*map(name_of, calls)} - self._loaded:
-            async with self._deadline(f"loading the logits processor {name}", self._timeout):
-                await run_in_thread(load_object, name, "logits_processors")
-            self._loaded.add(name)
-
     async def _unsampled(self, request_id: str) -> TrajectoryError:
         """Return the error of a request whose token has no distribution: its logits processor
         failed, or left it no token."""
@@ -280,7 +252,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self._in_time("resuming", self._llm.resume_generation())
-        self._restart_clock()
+        self._clock.stopped = False
 
     async def sleep(self) -> None:
         await self._in_time("going to sleep", self._llm.sleep())
@@ -291,7 +263,7 @@ class VllmEngine:
             raise InputError(f"wake_up takes the tags weights and kv_cache, not {min(unknown)}")
         await self._in_time("waking up", self._llm.wake_up(list(tags) if tags else None))
         if not await self._in_time("waking up", self._llm.is_sleeping()):
-            self._restart_clock()
+            self._clock.stopped = False
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
@@ -363,8 +335,7 @@ class VllmEngine:
                 if self._adapters.trained is not None:
                     loaded = await self._load_adapter(version, in_flight)
                 else:
-                    async with self._swapping(version, in_flight):
-                        loaded = await self._ask("load_update")
+                    loaded = await self._load_weights(version, in_flight)
                 if not all(reply["ended"] for reply in loaded):
                     # A step behind: workers answer between two steps of the engine.
                     await self._ask("end_update", "")
@@ -401,22 +372,23 @@ class VllmEngine:
         await self._streams.abort(adapter.users)
         await self._llm.abort(list(adapter.users))
 
-    @asynccontextmanager
-    async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
-        """Pause requests in flight around the loading of weights, and resume them under `version`.
+    async def _load_weights(self, version: int, in_flight: InFlight) -> list[JsonObject]:
+        """Load the open update while requests in flight are paused, and resume them under
+        `version`.
 
         A failure leaves the engine paused: it must not serve half an update.
         """
         keep_cache = in_flight == "keep_cache"
-        mode = PAUSE_MODES[in_flight]
-        await self._answered(self._vllm.pause(self._llm, mode, clear_cache=not keep_cache))
+        pausing = self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        await self._answered(pausing)
         if keep_cache:
             self._cache_salt = f"weights {version}"
         with self._clock.held():
-            yield
+            loaded = await self._ask("load_update")
             await self._answered(self._llm.update_weight_version(str(version)))
             await self._answered(self._llm.resume_generation())
-        self._restart_clock()
+        self._clock.stopped = False
+        return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
         """Call a method of the engine's workers, which return plain values, or an error that is
@@ -446,10 +418,6 @@ class VllmEngine:
     async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
         async with self._deadline(what, self._timeout):
             return await self._answered(call, what)
-
-    def _restart_clock(self) -> None:
-        self._clock.moved()
-        self._clock.stopped = False
 
     def _deadline(self, what: str, seconds: float) -> AbstractAsyncContextManager[None]:
         return deadline(seconds, f"{self.name} did not finish {what}")

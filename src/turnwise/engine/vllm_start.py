@@ -44,11 +44,8 @@ def import_vllm() -> ModuleType:
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine; InputError when it refuses the model (`path` in errors) or an argument.
-
-    Args:
-        metrics: Keep statistics for Prometheus.
-    """
+    """Start vLLM's engine, with statistics for Prometheus if `metrics`; InputError when it refuses
+    the model (`path` in errors) or an argument."""
     from turnwise.internals import vllm  # seconds to import
 
     try:
@@ -62,7 +59,10 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
         cause = " ".join(lines[:3]) or type(error).__name__
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
     except RuntimeError as error:  # the engine's process failed: the reason is in its log
-        cause = _last_logged_error() or str(error)
+        log = Path(os.readlink("/proc/self/fd/2"))  # the engine's process writes to it, too
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
+        cause = next((text for text in errors if "root cause" not in text), "") or str(error)
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
 
 
@@ -126,11 +126,3 @@ def engine_arguments(
         own = arguments.get("additional_config", {})
         arguments["additional_config"] = {**own, SETTINGS: settings}
     return arguments
-
-
-def _last_logged_error() -> str:
-    """Return the last error in this process's log, to which the engine's process writes too."""
-    path = Path(os.readlink("/proc/self/fd/2"))
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
-    return next((text for text in errors if "root cause" not in text), "")

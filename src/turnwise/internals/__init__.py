@@ -17,15 +17,8 @@ _MISSING = object()
 
 
 def internal(owner: object, name: str, *parameters: str) -> Any:
-    """Return an internal of another package, after a check that it is as we know it.
-
-    Args:
-        owner: The module, class or object that has it.
-        parameters: Names of its first parameters.
-
-    Raises:
-        InputError: when the installed version has none, or one of other parameters.
-    """
+    """Return an internal of a module, class or object; InputError when the installed version has
+    none, or one whose first parameters have other names."""
     found: Any = getattr(owner, name, _MISSING)
     try:
         known = tuple(inspect.signature(found).parameters) if parameters else ()

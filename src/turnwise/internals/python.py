@@ -3,12 +3,14 @@
 import atexit
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 
 from turnwise.internals import internal
 
+run_exit_functions: Callable[[], None] = internal(atexit, "_run_exitfuncs")
+"""Runs what was registered with `atexit`, without the rest of the interpreter's end."""
 _server = internal(forkserver, "_forkserver")
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
@@ -29,11 +31,8 @@ def knows_fork_server() -> bool:
 
 
 def use_fork_server(address: str, alive: int) -> None:
-    """Let multiprocessing's start method `forkserver` fork from a server that runs already.
-
-    Args:
-        alive: The end of the pipe with which the server ends.
-    """
+    """Let multiprocessing's start method `forkserver` fork from a server that runs already, and
+    ends with a pipe."""
     _server._forkserver_address, _server._forkserver_alive_fd = address, alive
     _server.ensure_running = lambda: None
 
@@ -43,11 +42,6 @@ def serve_forks(listener: int, alive: int) -> None:
     # An engine collects all garbage at its end, which would copy the memory that it shares.
     setattr(gc, "unfreeze", lambda: None)  # noqa: B010
     forkserver.main(listener, alive, [])
-
-
-def run_exit_functions() -> None:
-    """Run what was registered with `atexit`, without the rest of the interpreter's end."""
-    atexit._run_exitfuncs()
 
 
 @contextmanager
@@ -67,4 +61,3 @@ def signal_handler_kept(number: int) -> Iterator[None]:
 for _name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
     internal(_server, _name)
 internal(forkserver, "main", "listener_fd", "alive_r", "preload")
-internal(atexit, "_run_exitfuncs")

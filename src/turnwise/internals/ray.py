@@ -19,10 +19,7 @@ def lean_ray(client: str | None) -> Iterator[None]:
     """Make `ray.init` start fewer processes, and workers faster, for a `with` block.
 
     Ray's dashboard, autoscaler and log collector are not used here, and each of them would import
-    Ray. So does the script with which Ray starts a worker.
-
-    Args:
-        client: A script to start workers with, in place of Ray's own.
+    Ray. So does the script with which Ray starts a worker; `client` is one in its place.
     """
 
     def begin(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:

@@ -134,12 +134,10 @@ def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersion
 def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
-    """Give the outputs and errors of the engine's process to two functions, which may pass them on.
+    """Give the outputs and errors of the engine's process to two functions, which may pass them on
+    to vLLM's own `process_outputs` and `propagate_error`, which are returned.
 
     A request of nothing but token ids needs no detokenizer, and no object for each of its tokens.
-
-    Returns:
-        vLLM's own `process_outputs` and `propagate_error`.
     """
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
@@ -152,22 +150,12 @@ def read_outputs(llm: AsyncLLM) -> None:
     llm._run_output_handler()
 
 
-def count_output(
-    processor: OutputProcessor,
-    state: object,
-    output: EngineCoreOutput,
-    time: float | None,
-    stats: IterationStats,
-) -> None:
-    """Count an output of a request of ours in vLLM's statistics."""
-    processor._update_stats_from_output(state, output, time, stats)
-
-
-def count_end(
-    processor: OutputProcessor, state: object, reason: object, stats: IterationStats | None
-) -> None:
-    """Count the end of a request of ours in vLLM's statistics."""
-    processor._update_stats_from_finished(state, reason, stats)
+_parameters = ("self", "req_state", "engine_core_output")
+count_output = internal(OutputProcessor, "_update_stats_from_output", *_parameters)
+"""Counts an output of a request of ours in vLLM's statistics, as a method of its processor."""
+_parameters = ("self", "req_state", "finish_reason")
+count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
+"""Counts the end of a request of ours in the same way."""
 
 
 def use_process_context(context: BaseContext) -> None:
@@ -181,8 +169,6 @@ def use_process_context(context: BaseContext) -> None:
 internal(AsyncLLM, "_run_output_handler", "self")
 internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")
 internal(OutputProcessor, "propagate_error", "self", "e")
-internal(OutputProcessor, "_update_stats_from_output", "self", "req_state", "engine_core_output")
-internal(OutputProcessor, "_update_stats_from_finished", "self", "req_state", "finish_reason")
 internal(RequestState, "_weight_version_spans", "self")
 internal(engine_utils, "get_mp_context")
 internal(multiproc_executor, "get_mp_context")
@@ -253,11 +239,8 @@ class TokenBatches:
         self._version: str | None = None  # version of the weights that sampled all held tokens
 
     def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
-        """Take the tokens that can wait out of a step's outputs, and add those that waited.
-
-        Args:
-            step: Outputs of one step, with the version of their weights, by client.
-        """
+        """Take the tokens that can wait out of a step's outputs by client, and add those that
+        waited."""
         for client, outputs in list(step.items()):
             self._version = outputs.weight_version
             due = []
@@ -315,73 +298,72 @@ class TokenBatches:
         return joined
 
 
-def _collect_tokens() -> None:
+_attach = internal(EngineCoreProc, "_attach_weight_version", "self", "outputs")
+_handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_type", "request")
+
+
+def _attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
     """Let the process of every engine send several tokens of a request together."""
-    attach = internal(EngineCoreProc, "_attach_weight_version", "self", "outputs")
-    handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_type", "request")
-
-    def attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
-        attach(self, outputs)
-        if not hasattr(self, "token_batches"):
-            self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
-        self.token_batches.collect(outputs)
-
-    def handle_client_request(
-        self: EngineCoreProc, kind: EngineCoreRequestType, request: object
-    ) -> None:
-        if kind != EngineCoreRequestType.ADD and hasattr(self, "token_batches"):
-            self.token_batches.release(self.output_queue.put_nowait)
-        handle(self, kind, request)
-
-    EngineCoreProc._attach_weight_version = attach_weight_version
-    EngineCoreProc._handle_client_request = handle_client_request
+    _attach(self, outputs)
+    if not hasattr(self, "token_batches"):
+        self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
+    self.token_batches.collect(outputs)
 
 
-def _keep_likeliest() -> None:
+def _handle_client_request(
+    self: EngineCoreProc, kind: EngineCoreRequestType, request: object
+) -> None:
+    if kind != EngineCoreRequestType.ADD and hasattr(self, "token_batches"):
+        self.token_batches.release(self.output_queue.put_nowait)
+    _handle(self, kind, request)
+
+
+EngineCoreProc._attach_weight_version = _attach_weight_version
+EngineCoreProc._handle_client_request = _handle_client_request
+
+_forward = internal(sampler.Sampler, "forward", "self", "logits", "sampling_metadata")
+_names = ("self", "logprobs", "logprob_token_ids", "sampled")
+_gather = internal(sampler.Sampler, "gather_specific_token_logprobs", *_names)
+internal(sampler.Sampler, "gather_logprobs", "logprobs", "num_logprobs", "token_ids")
+
+
+def _note_likeliest(
+    self: sampler.Sampler,
+    logits: torch.Tensor,
+    sampling_metadata: "SamplingMetadata",  # vLLM passes it by this name
+    *args: object,
+    **more: object,
+) -> object:
+    self.likeliest = sampling_metadata.max_num_logprobs
+    return _forward(self, logits, sampling_metadata, *args, **more)
+
+
+def _gather_both(
+    self: sampler.Sampler,
+    logprobs: torch.Tensor,
+    given: dict[int, list[int]],
+    sampled: torch.Tensor,
+) -> LogprobsTensors | None:
     """Let one step return given tokens to some requests, and the likeliest tokens to others.
 
     vLLM's sampler returns the log-probs of the given tokens (`logprob_token_ids`) alone, for every
     request of a step in which one asks for them.
     """
-    cls = sampler.Sampler
-    forward = internal(cls, "forward", "self", "logits", "sampling_metadata")
-    names = ("self", "logprobs", "logprob_token_ids", "sampled")
-    gather = internal(cls, "gather_specific_token_logprobs", *names)
-    internal(cls, "gather_logprobs", "logprobs", "num_logprobs", "token_ids")
-
-    def noting(
-        self: sampler.Sampler,
-        logits: torch.Tensor,
-        sampling_metadata: "SamplingMetadata",  # vLLM passes it by this name
-        *args: object,
-        **more: object,
-    ) -> object:
-        self.likeliest = sampling_metadata.max_num_logprobs
-        return forward(self, logits, sampling_metadata, *args, **more)
-
-    def gathered(
-        self: sampler.Sampler,
-        logprobs: torch.Tensor,
-        given: dict[int, list[int]],
-        sampled: torch.Tensor,
-    ) -> LogprobsTensors | None:
-        own: LogprobsTensors | None = gather(self, logprobs, given, sampled)
-        if own is None or not self.likeliest:
-            return own
-        best = self.gather_logprobs(logprobs, self.likeliest, token_ids=sampled)
-        rows, width = list(given), max(own.logprobs.shape[1], best.logprobs.shape[1])
-        ids = best.logprob_token_ids.new_zeros(len(sampled), width)
-        values = best.logprobs.new_full((len(sampled), width), float("-inf"))
-        for part, chosen in ((best, slice(None)), (own, rows)):
-            ids[chosen, : part.logprobs.shape[1]] = part.logprob_token_ids[chosen]
-            values[chosen, : part.logprobs.shape[1]] = part.logprobs[chosen]
-        return LogprobsTensors(ids, values, best.selected_token_ranks)
-
-    cls.forward, cls.gather_specific_token_logprobs = noting, gathered
+    own: LogprobsTensors | None = _gather(self, logprobs, given, sampled)
+    if own is None or not self.likeliest:
+        return own
+    best = self.gather_logprobs(logprobs, self.likeliest, token_ids=sampled)
+    rows, width = list(given), max(own.logprobs.shape[1], best.logprobs.shape[1])
+    ids = best.logprob_token_ids.new_zeros(len(sampled), width)
+    values = best.logprobs.new_full((len(sampled), width), float("-inf"))
+    for part, chosen in ((best, slice(None)), (own, rows)):
+        ids[chosen, : part.logprobs.shape[1]] = part.logprob_token_ids[chosen]
+        values[chosen, : part.logprobs.shape[1]] = part.logprobs[chosen]
+    return LogprobsTensors(ids, values, best.selected_token_ranks)
 
 
-_collect_tokens()
-_keep_likeliest()
+sampler.Sampler.forward = _note_likeliest
+sampler.Sampler.gather_specific_token_logprobs = _gather_both
 
 
 # Patches of engines on a CPU
@@ -418,10 +400,7 @@ def capture_experts(runner: "CPUModelRunner") -> None:
     """Let a CPU's runner of models return the experts of each request with its tokens.
 
     On a CPU vLLM returns no routed experts; this connects vLLM's own recorder, which relies on
-    synchronous scheduling.
-
-    Args:
-        runner: vLLM's runner, before its first request.
+    synchronous scheduling, before the runner's first request.
     """
     from vllm.distributed.aux_output_connector import worker
 
@@ -473,20 +452,16 @@ def pack_experts_again(module: torch.nn.Module) -> None:
     method.process_weights_after_loading = process_and_pack
 
 
-def _patch_cpu() -> None:
-    for module, name in (
+if current_platform.is_cpu():
+    for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
     ):  # torch would compile them in each engine's first request, for seconds and no gain
-        function = internal(module, name)
-        setattr(module, name, getattr(function, "__wrapped__", function))
-    names = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
-    internal(shm_broadcast.SpinCondition, "__init__", *names)
+        _function = internal(_module, _name)
+        setattr(_module, _name, getattr(_function, "__wrapped__", _function))
+    _wait_parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
+    internal(shm_broadcast.SpinCondition, "__init__", *_wait_parameters)
     internal(shm_broadcast.SpinCondition, "wait", "self", "timeout_ms")
     shm_broadcast.SpinCondition = _Waiting
-    check = internal(VllmConfig, "_verify_aux_output_compatibility", "self")
-    VllmConfig._verify_aux_output_compatibility = partialmethod(_checked_experts, check)
-
-
-if current_platform.is_cpu():
-    _patch_cpu()
+    _check = internal(VllmConfig, "_verify_aux_output_compatibility", "self")
+    VllmConfig._verify_aux_output_compatibility = partialmethod(_checked_experts, _check)

@@ -25,7 +25,7 @@ from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
-from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.core.watchdog import waiting, watching_progress
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
@@ -465,7 +465,7 @@ class Pipeline:
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         async def watched() -> _Result:
-            async with Watchdog(self.config.watchdog_seconds, logger.warning):
+            async with watching_progress(self.config.watchdog_seconds, logger.warning):
                 return await work()
 
         return self._running_thread.call(watched, seconds, who)

@@ -250,13 +250,13 @@ class Runner:
         limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
         try:
             async with limits as clock:
-                with agent_span(rollout.loop, name, trajectory.problem_id) as span:
+                with agent_span(rollout.loop, name, trajectory.problem_id) as set_attribute:
                     await self._attempt(run, trajectory, name, clock)
                     lost = sum(not turn.experts for turn in trajectory.turns)
                     if lost and self._config.engine.routing_replay:
                         trajectory.events["experts_missing"] += lost
-                    span.set_attribute("turnwise.status", trajectory.status)
-                    span.set_attribute("turnwise.reward", trajectory.reward or 0.0)
+                    set_attribute("turnwise.status", trajectory.status)
+                    set_attribute("turnwise.reward", trajectory.reward or 0.0)
                 return None
         except TrajectoryError as error:
             failure = error.reason, str(error)

@@ -18,7 +18,7 @@ from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
 from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code, stuck_calls
-from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.core.watchdog import waiting, watching_progress
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
@@ -89,7 +89,7 @@ class TrainingLoop:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
         that ended the run early. A run that is asked to end saves its last step first."""
         seconds = self._config.watchdog_seconds
-        watchdog = Watchdog(seconds, self._report_stall, self._folder.path)
+        watchdog = watching_progress(seconds, self._report_stall, self._folder.path)
         with self._ending:
             async with watchdog, task_group() as tasks:
                 watch = tasks.create_task(self._policy.watch())

@@ -162,9 +162,8 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
 def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
     """Compare a stored turn with what was recorded of it.
 
-    Args:
-        total_before: Sum of the ids that its prompt takes over.
-        version: Weight version of the token sampled before it.
+    `total_before` is the sum of the ids that its prompt takes over, `version` the weight version of
+    the token sampled before it.
     """
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
@@ -273,9 +272,8 @@ def _check_token(
 ) -> str | None:
     """Return a sentence about the first difference of one token; None if it is exact.
 
-    Args:
-        origin: Its turn, its position among the sampled tokens of that (negative for a token of the
-            prompt), and its id there.
+    `origin` is its turn, its position among the sampled tokens of that (negative for a token of the
+    prompt), and its id there.
     """
     token, (index, sampled, recorded_id) = sample.token_ids[position], origin
     if token != recorded_id:

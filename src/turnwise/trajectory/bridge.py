@@ -11,19 +11,12 @@ the user continues with `3 + 3?`. The next prompt has five parts:
     generation prompt  "<|im_start|>assistant\n"                                        added
 
 The two kept parts are the ids of the engine's call, never tokenised again. The bridge adds the
-other three. It reads them off a placeholder conversation that ends with the new messages:
-
-    before             "<|im_start|>user\nplaceholder question<|im_end|>\n<|im_start|>assistant\n"
-    sentinel           "sentinel 0f1e2d3c"
-    turn end           "<|im_end|>\n"
-    new message        "<|im_start|>user\n3 + 3?<|im_end|>\n"
-    generation prompt  "<|im_start|>assistant\n"
-
-After the sentinel the template writes the same text as after any assistant's turn. The completion
-already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion that was cut
-off after `4` gets all of it. The work grows with the new messages and not with the history, and
-this works with any template. If the placeholder does not show how to continue, the bridge returns a
-reason, and the caller starts a new branch.
+other three. It renders a placeholder conversation, whose assistant says a sentinel, with the new
+messages: after the sentinel the template writes the same text as after any assistant's turn. The
+completion already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion
+that was cut off after `4` gets all of it. The work grows with the new messages and not with the
+history, and this works with any template. If the placeholder does not show how to continue, the
+bridge returns a reason, and the caller starts a new branch.
 
 The seam between an assistant's turn and the messages after it is read off such renderings: how the
 template ends a turn, which token may end it instead, and what comes before the first new message. A
@@ -32,9 +25,10 @@ seam is valid for all messages of the same roles and tool names, so it is cached
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.trajectory import Message, common_prefix
 
@@ -128,7 +122,7 @@ def bridge(
         try:
             seam = cached if isinstance(cached, Seam) else find_seam(template, messages, tools)
             following = seam.following(template, messages, tools)
-        except NotShown as error:
+        except TrajectoryError as error:
             return fork(error.reason, str(error))
         except Exception as error:  # a template may raise anything
             if cached is not None:
@@ -163,15 +157,6 @@ def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[i
     anchor = last or "x"
     head, whole = template.encode(anchor), template.encode(anchor + text)
     return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)
-
-
-class NotShown(Exception):
-    """The rendering of a placeholder conversation lacks a part that the seam is read from."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """A `fork_reason` of `Bridge`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +229,12 @@ def overlap(text: str, following: str) -> int:
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> Seam:
-    """Probe the template with the first placeholder conversation that it accepts.
-
-    Args:
-        messages: The new messages; tool messages have a name and a call id.
+    """Probe the template with the first placeholder conversation that it accepts, before new
+    messages, of which tool messages have a name and a call id.
 
     Raises:
-        NotShown: when the template hides the assistant's turn or a new message.
+        TrajectoryError: with a fork reason of `Bridge`, when the template hides the assistant's
+            turn or a new message.
         Exception: the template's error for the first placeholder with calls, or for the answer.
     """
     as_parts = _has_content_parts(messages)
@@ -265,30 +249,38 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
         before_user = _probe(template, answer, user, tools)
         plain = rendered if isinstance(before_user, Exception) else before_user
         refusals: list[Exception] = []
-        for placeholder in _calling_placeholders(messages, as_parts):
-            calling = _probe(template, placeholder, new, tools)
-            if not isinstance(calling, Exception):
-                return _seam(template, placeholder, calling, plain)
-            refusals.append(calling)
-        if not any(isinstance(refusal, NotShown) for refusal in refusals):
+        results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
+        for content in (_content("", as_parts), None):  # all forms that templates accept
+            for arguments in ({"a": _SENTINEL}, json.dumps({"a": _SENTINEL})):
+                calls = [
+                    {
+                        "type": "function",
+                        "id": result["tool_call_id"],
+                        "function": {"name": result["name"], "arguments": arguments},
+                    }
+                    for result in results
+                ]
+                placeholder = _conversation(content, as_parts, tool_calls=calls)
+                calling = _probe(template, placeholder, new, tools)
+                if not isinstance(calling, Exception):
+                    return _seam(template, placeholder, calling, plain)
+                refusals.append(calling)
+        if not any(isinstance(refusal, TrajectoryError) for refusal in refusals):
             raise refusals[0]
     if isinstance(rendered, Exception):
         raise rendered
     return _seam(template, answer, rendered, rendered)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    """The parts of a rendered placeholder conversation."""
+_Rendering = tuple[str, str, str, int]
+"""The parts of a rendered placeholder conversation:
 
-    header: str
-    """Text before the question: the beginning of a conversation and of a user's message."""
-    ending: str
-    """Text behind the last sentinel if the conversation ends with that turn."""
-    joint: str
-    """Text from the last sentinel to the first new message's content, or to the end of the
-    generation prompt if there is no new message."""
-    sentinels: int
+- text before the question: the beginning of a conversation and of a user's message;
+- text behind the last sentinel if the conversation ends with that turn;
+- text from the last sentinel to the first new message's content, or to the end of the generation
+  prompt if there is no new message (the joint);
+- the number of sentinels.
+"""
 
 
 def _seam(
@@ -301,7 +293,8 @@ def _seam(
     turn_end, stop_tokens = None, frozenset[str]()
     if not isinstance(plain, Exception):
         turn_end, stop_tokens = _turn_end(template, plain)
-    joint, ending, call_end = rendering.joint, rendering.ending, None
+    call_end = None
+    _, ending, joint, sentinels = rendering
     if turn_end:
         before, found, _ = joint.partition(turn_end)
         call_end = before if found and ending.startswith(before) else None
@@ -315,7 +308,7 @@ def _seam(
         sampled_end = joint[: common_prefix(ending, joint)]
     return Seam(
         placeholder=placeholder,
-        sentinels=rendering.sentinels,
+        sentinels=sentinels,
         joint=joint,
         call_end=call_end,
         turn_end=turn_end or "",
@@ -332,7 +325,8 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     a token for final turns), the first special token ends the turn if both renderings agree up to
     it; else it is None.
     """
-    ending, joint, pattern = rendering.ending, rendering.joint, template.special_token_pattern
+    header, ending, joint, _ = rendering
+    pattern = template.special_token_pattern
     last, inner = pattern.search(ending), pattern.search(joint)
     turn_end = None
     if joint.startswith(ending):
@@ -340,7 +334,7 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     elif last and inner and ending[: last.start()] == joint[: inner.start()]:
         turn_end = joint[: inner.end()]
     token = pattern.search(turn_end or "")
-    if token is not None and rendering.header.endswith(token.group()):
+    if token is not None and header.endswith(token.group()):
         return turn_end, frozenset()  # it is the next message's header, which nothing may replace
     stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
     stops.add(last.group() if last else None)
@@ -361,20 +355,17 @@ def _probe(
         return error
     sentinels = alone.count(_SENTINEL)
     if not sentinels or continued.count(_SENTINEL) != sentinels:
-        return NotShown("unlike_placeholder", "the template leaves out the assistant's answer")
+        hidden = "the template leaves out the assistant's answer"
+        return TrajectoryError("unlike_placeholder", hidden)
     following = continued.split(_SENTINEL)[sentinels]
     positions = [following.find(f"{_NEW_MESSAGE} {index}.") for index in range(len(new))]
     if -1 in positions or positions != sorted(positions):
         roles = ", ".join(str(message["role"]) for message in new)
-        return NotShown(
+        return TrajectoryError(
             "message_dropped", f"the template leaves out, or moves, one of these messages: {roles}"
         )
-    return _Rendering(
-        header=alone.partition(_QUESTION)[0].rstrip(),
-        ending=alone.split(_SENTINEL)[sentinels],
-        joint=following.partition(_NEW_MESSAGE)[0],
-        sentinels=sentinels,
-    )
+    header, ending = alone.partition(_QUESTION)[0].rstrip(), alone.split(_SENTINEL)[sentinels]
+    return header, ending, following.partition(_NEW_MESSAGE)[0], sentinels
 
 
 def _has_content_parts(messages: Sequence[Message]) -> bool:
@@ -389,19 +380,3 @@ def _content(text: str, as_parts: bool) -> _Content:
 def _conversation(content: _Content | None, as_parts: bool, **more: object) -> list[Message]:
     question = {"role": "user", "content": _content(_QUESTION, as_parts)}
     return [question, {"role": "assistant", "content": content, **more}]
-
-
-def _calling_placeholders(messages: Sequence[Message], as_parts: bool) -> Iterator[list[Message]]:
-    """Yield placeholders with a call for each leading tool message, in all accepted forms."""
-    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
-    for content in (_content("", as_parts), None):
-        for arguments in ({"a": _SENTINEL}, json.dumps({"a": _SENTINEL})):
-            calls = [
-                {
-                    "type": "function",
-                    "id": result["tool_call_id"],
-                    "function": {"name": result["name"], "arguments": arguments},
-                }
-                for result in results
-            ]
-            yield _conversation(content, as_parts, tool_calls=calls)

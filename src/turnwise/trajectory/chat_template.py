@@ -31,8 +31,7 @@ _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
-_CACHED_CHARACTERS = 2**22
-"""Characters of all cached segments; their ids take at most 4 bytes each."""
+_CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
 
@@ -69,8 +68,7 @@ class ChatTemplate:
         escape_special_tokens: bool = False,
         **template_kwargs: object,
     ) -> None:
-        self.missing = ""
-        """Sentence that says that there is no template; "" if there is one."""
+        self.missing = ""  # sentence that says that there is no template; "" if there is one
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
             self.missing = (
@@ -259,15 +257,11 @@ def _encoder(
 
 
 class IdCache:
-    """Token ids by key; the least recently used are dropped first. Threads may share a cache.
-
-    Args:
-        room: Sum of the sizes of all entries.
-    """
+    """Token ids by key, with room for entries of a total size; the least recently used are dropped
+    first. Threads may share a cache."""
 
     def __init__(self, room: int) -> None:
-        self.made = 0
-        """Number of entries that were made."""
+        self.made = 0  # number of entries that were made
         self._room = room
         self._entries: OrderedDict[Hashable, tuple[array[int], int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -278,11 +272,8 @@ class IdCache:
     def get(
         self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
     ) -> "array[int]":
-        """Return the ids of a key, made on first use; those of the key None are never kept.
-
-        Args:
-            size: Part of the room that they take; their number if not given.
-        """
+        """Return the ids of a key, made on first use; those of the key None are never kept. `size`
+        is the part of the room that they take, their number if not given."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -302,11 +293,8 @@ class IdCache:
 def by_segments(
     encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
 ) -> Callable[[str], list[int]]:
-    """Return a function that encodes texts as `encode` does, by segments that a cache keeps.
-
-    Args:
-        starts: Pattern of the special tokens at which segments begin (`segment_starts`).
-    """
+    """Return a function that encodes texts as `encode` does, by segments that a cache keeps, and
+    that begin where the pattern `starts` does (`segment_starts`)."""
 
     def encode_segments(text: str) -> list[int]:
         edges = [found.start() for found in starts.finditer(text)]

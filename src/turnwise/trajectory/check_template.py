@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory.bridge import bridge, overlap
@@ -55,22 +56,9 @@ class Finding:
     """The reason, or the difference from the template's rendering; "" if exact."""
 
 
-@dataclass(frozen=True)
-class _Case:
-    title: str
-    before: list[Message]
-    turn: Message
-    after: list[Message]
-    tools: Tools | None = None
-    cut_off: bool = False
-
-
 def check_template(template: ChatTemplate) -> list[Finding]:
-    """Try the bridge on every kind of conversation that agent loops make.
-
-    Raises:
-        InputError: when there is no template.
-    """
+    """Try the bridge on every kind of conversation that agent loops make; InputError without a
+    template."""
     if template.missing:
         raise InputError(template.missing)
     user, more = _message("user", "How is it in Oslo?"), _message("user", "And tomorrow?")
@@ -83,17 +71,17 @@ def check_template(template: ChatTemplate) -> list[Finding]:
         _message("tool", content, name="weather", tool_call_id=f"call{index:05d}")
         for index, content in enumerate(("rain", "sun"))
     )
-    cases = [
-        _Case("an answer, then the user", [user], answer, [more]),
-        _Case("under a system message", [system, user], answer, [more]),
-        _Case("reasoning and an answer, then the user", [user], thought, [more]),
-        _Case("an answer cut off, then the user", [user], cut, [more], cut_off=True),
-        _Case("a tool call, then its result", [user], one, [result], TOOLS),
-        _Case("two calls, then two results", [user], two, [result, other], TOOLS),
-        _Case("a call, then its result and the user", [user], one, [result, more], TOOLS),
-        _Case("an answer after a call, then the user", [user, one, result], answer, [more], TOOLS),
+    case = partial(_try, template)
+    return [
+        case("an answer, then the user", [user], answer, [more]),
+        case("under a system message", [system, user], answer, [more]),
+        case("reasoning and an answer, then the user", [user], thought, [more]),
+        case("an answer cut off, then the user", [user], cut, [more], cut_off=True),
+        case("a tool call, then its result", [user], one, [result], TOOLS),
+        case("two calls, then two results", [user], two, [result, other], TOOLS),
+        case("a call, then its result and the user", [user], one, [result, more], TOOLS),
+        case("an answer after a call, then the user", [user, one, result], answer, [more], TOOLS),
     ]
-    return [_try(template, case) for case in cases]
 
 
 def _message(role: str, content: str, **more: object) -> Message:
@@ -112,46 +100,53 @@ def _calling(*cities: str) -> Message:
     return _message("assistant", "", tool_calls=calls)
 
 
-def _try(template: ChatTemplate, case: _Case) -> Finding:
+def _try(
+    template: ChatTemplate,
+    case: str,
+    before: list[Message],
+    turn: Message,
+    after: list[Message],
+    tools: Tools | None = None,
+    cut_off: bool = False,
+) -> Finding:
     try:
-        opening = template.render_text(case.before, tools=case.tools)
-        sampled = _sampled_text(template, case, opening)
-        whole = template.render_text([*case.before, case.turn, *case.after], tools=case.tools)
+        opening = template.render_text(before, tools=tools)
+        sampled = str(turn["content"])
+        if not cut_off:
+            ended = template.render_text([*before, turn], tools=tools, add_generation_prompt=False)
+            sampled = _sampled_text(template, turn, opening, ended)
+        whole = template.render_text([*before, turn, *after], tools=tools)
     except Exception as error:  # a template may raise anything
-        return Finding(case.title, "refuses", f"{type(error).__name__}: {error}")
+        return Finding(case, "refuses", f"{type(error).__name__}: {error}")
     result = bridge(
         template,
         prompt_token_ids=template.encode(opening),
         completion_token_ids=template.encode(sampled),
-        new_messages=case.after,
-        tools=case.tools,
+        new_messages=after,
+        tools=tools,
     )
     if result.token_ids is None:
-        return Finding(case.title, "forks", f"{result.fork_reason}: {result.detail}")
+        return Finding(case, "forks", f"{result.fork_reason}: {result.detail}")
     text, rendered = (
         template.decode_all(ids) for ids in (result.token_ids, template.encode(whole))
     )
     if text == rendered:
-        return Finding(case.title, "exact")
+        return Finding(case, "exact")
     names = "as the template renders it", "as the model sees it"
     lines = difflib.unified_diff(rendered.splitlines(), text.splitlines(), *names, lineterm="", n=1)
-    return Finding(case.title, "keeps", "\n".join(lines))
+    return Finding(case, "keeps", "\n".join(lines))
 
 
-def _sampled_text(template: ChatTemplate, case: _Case, opening: str) -> str:
-    """Return the text that the model samples in the case's turn, up to the token that ends it."""
-    content = str(case.turn["content"])
-    if case.cut_off:
-        return content
-    whole = template.render_text(
-        [*case.before, case.turn], tools=case.tools, add_generation_prompt=False
-    )
+def _sampled_text(template: ChatTemplate, turn: Message, opening: str, whole: str) -> str:
+    """Return the text that the model samples in a turn, up to the token that ends it, from the
+    renderings of the conversation before the turn and up to its end."""
+    content = str(turn["content"])
     text = whole[len(opening) :]
     if not whole.startswith(opening):  # the template writes a finished turn differently
         start = whole.rfind(content) if content else whole.rfind("weather")
         text = whole[start:]
     ends = list(template.special_token_pattern.finditer(text))
-    if case.turn.get("tool_calls"):
+    if turn.get("tool_calls"):
         return text[: ends[-1].end()] if ends else text
     answer = content.rpartition(_THOUGHT_END)[2].strip()
     said = text.rfind(answer) + len(answer)

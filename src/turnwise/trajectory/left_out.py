@@ -24,11 +24,8 @@ _RESULT: Message = {"role": "tool", "content": f"{_MARK} 1."}
 
 
 def check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> None:
-    """Check that a prompt shows its tools; only the first prompt of a template is rendered for it.
-
-    Raises:
-        InputError: when the prompt is the same without them; it names the keys.
-    """
+    """Check that a prompt shows its tools, or raise InputError; only the first prompt of a template
+    is rendered for it."""
     if template.shows_tools is None:
         template.shows_tools = _shows_tools(template, messages, tools)
     if not template.shows_tools:
@@ -36,11 +33,7 @@ def check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tool
 
 
 def check_messages(template: ChatTemplate, messages: Sequence[Message]) -> None:
-    """Check that a prompt shows each of its messages.
-
-    Raises:
-        InputError: naming the role of a message that the template leaves out.
-    """
+    """Check that a prompt shows each of its messages, or raise InputError."""
     if hidden := _hidden_roles(template, messages):
         raise InputError(
             f"the chat template leaves out messages of the role {hidden[0]}, so that the model "
@@ -50,11 +43,7 @@ def check_messages(template: ChatTemplate, messages: Sequence[Message]) -> None:
 
 
 def check_results(template: ChatTemplate, tools: Tools | None) -> None:
-    """Check that a prompt after a tool call shows the call's result.
-
-    Raises:
-        InputError: when the template leaves it out, or there is no template.
-    """
+    """Check that a prompt after a tool call shows the call's result, or raise InputError."""
     if template.missing:
         raise InputError(template.missing)
     if not _shows_results(template, tools):

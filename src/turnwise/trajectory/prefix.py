@@ -173,8 +173,7 @@ _REASONING = {
 }
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
 _REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
-_MAX_ALIGNMENTS = 64
-"""Maximum number of alignments of two texts that are considered at a time."""
+_MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 
 

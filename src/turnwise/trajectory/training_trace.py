@@ -34,10 +34,7 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
 
     Log-probs above 0 (rounding) are 0 in `per_token_logps`, as the format demands, and exact in the
-    metadata.
-
-    Raises:
-        InputError: when the trajectory has no turn.
+    metadata. InputError when the trajectory has no turn.
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
@@ -167,13 +164,8 @@ def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
 
 
 def export_traces(source: Path, target: Path) -> int:
-    """Write the trajectories of a JSON Lines file as training traces, and return their number.
-
-    Trajectories without a turn are left out.
-
-    Raises:
-        InputError: when the source cannot be read.
-    """
+    """Write the trajectories of a JSON Lines file that have turns as training traces, and return
+    their number; InputError when the source cannot be read."""
     try:
         lines = [
             json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
@@ -191,11 +183,8 @@ def export_traces(source: Path, target: Path) -> int:
 
 
 def import_traces(source: Path, target: Path) -> int:
-    """Write the training traces of a JSON Lines file as trajectories, and return their number.
-
-    Raises:
-        InputError: naming the first line that is no training trace.
-    """
+    """Write the training traces of a JSON Lines file as trajectories, and return their number;
+    InputError names the first line that is no training trace."""
     trajectories = []
     try:
         lines = source.read_text(encoding="utf-8").rstrip("\n").split("\n")

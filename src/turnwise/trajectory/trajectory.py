@@ -314,11 +314,8 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, line: str) -> "Trajectory":
-        """Read a line that `to_json` wrote.
-
-        Raises:
-            TrajectoryError: when a turn's parent is not before it.
-        """
+        """Read a line that `to_json` wrote; TrajectoryError when a turn's parent is not before
+        it."""
         tree = json.loads(line)
         turns = [
             Turn(
@@ -352,11 +349,8 @@ def _row_size(rows: bytes, count: int) -> int:
 
 
 def _rows_of_path(turns: Iterable[tuple[Turn, int]]) -> bytes:
-    """Return a row for each id of a path but the last; empty if a turn has none.
-
-    Args:
-        turns: The turns of the path, each with the number of its own ids on the path.
-    """
+    """Return a row for each id of a path but the last, from its turns, each with the number of its
+    own ids on the path; empty if a turn has none."""
     parts = []
     for turn, length in turns:
         first = int(turn.prefix_length == 0)  # no row of an earlier path
@@ -400,11 +394,8 @@ def fingerprint(
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line; the file appears whole or not at all.
-
-    Raises:
-        TurnwiseError: when it cannot be written.
-    """
+    """Write one trajectory a line; the file appears whole, or not at all, which is a
+    TurnwiseError."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -445,11 +436,8 @@ class TrajectoryLog(Sequence[Trajectory]):
         self._starts, self._places, self._sorted = array("Q"), array("Q"), array("Q")
 
     def append(self, place: int, trajectories: Sequence[Trajectory]) -> None:
-        """Append the trajectories of one problem, whose position among all is `place`.
-
-        Raises:
-            TurnwiseError: when they cannot be written.
-        """
+        """Append the trajectories of one problem, whose position among all is `place`;
+        TurnwiseError when they cannot be written."""
         lines = [f"{trajectory.to_json()}\n".encode() for trajectory in trajectories]
         with translate_unwritable(self.path):
             if not self._begun:

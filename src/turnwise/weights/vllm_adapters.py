@@ -35,10 +35,10 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
 
 def put_folder(manager: vllm.LRUCacheWorkerLoRAManager, number: int, path: str, key: str) -> None:
     """Read an adapter's folder, and put it into a slot under `number`; `key` names it in errors."""
-    adapter = read_adapter(path, key)
-    tensors = load_file(adapter.folder / WEIGHTS)
+    folder, config = read_adapter(path, key)
+    tensors = load_file(folder / WEIGHTS)
     try:
-        put(manager, number, tensors.items(), adapter.config)
+        put(manager, number, tensors.items(), config)
     except (WeightUpdateError, ValueError, RuntimeError) as error:
         raise InputError(f"{key}: {path} does not fit the model: {error}") from error
 

@@ -89,11 +89,11 @@ async def answer_calls(
     async def answer(index: int, call: ToolCall) -> Message:
         with (
             waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"),
-            tool_span(call.name) as span,
+            tool_span(call.name) as set_attribute,
         ):
             result = await context.toolbox.call(call.name, call.arguments)
             if result.outcome != "ok":
-                span.set_attribute("error.type", result.outcome)
+                set_attribute("error.type", result.outcome)
         context.count("tool_call")
         if result.outcome != "ok":
             context.count(f"tool_{result.outcome}")
