@@ -84,10 +84,11 @@ def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
 ) -> None:
     samples = [sample(ids, 1, number) for number, ids in enumerate(rows)]
     shared = Columns.shared(samples, CPU)
-    assert shared.prefixes is not None
+    assert shared.column_S is not None
+    assert shared.lengths is not None
     assert shared.position_ids_BT is not None
     row, positions = shared.token_ids_BT[0], shared.position_ids_BT[0]
-    parts = shared.prefixes.columns_S.split(shared.prefixes.lengths)
+    parts = shared.column_S.split(shared.lengths)
     assert sorted(row[columns_T].tolist() for columns_T in parts) == sorted(rows)
     for columns_T in parts:
         assert positions[columns_T].tolist() == list(range(len(columns_T)))
