@@ -102,9 +102,9 @@ def plan_micro_batches(
 def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
     """Return units in an order in which neighbours go well together."""
     if layout != "shared":
-        longest = sorted(units, key=lambda samples: max(sample.length for sample in samples))
-        sizes = [sum(sample.length for sample in samples) for samples in longest]
-        return [(samples, size, size) for samples, size in zip(longest, sizes, strict=True)]
+        by_length = sorted(units, key=lambda samples: max(sample.length for sample in samples))
+        sizes = [sum(sample.length for sample in samples) for samples in by_length]
+        return [(samples, size, size) for samples, size in zip(by_length, sizes, strict=True)]
     ordered, before = list[_Unit](), None
     for number in _in_order([samples[0].token_ids_T for samples in units]):
         alone = saved = 0

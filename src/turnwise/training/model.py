@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.training.batching import Columns, MicroBatch
+from turnwise.training.batching import Columns
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import (
     POLICY,
@@ -63,12 +63,11 @@ class Scorer(nn.Module):
         self._replay = replay
 
     def forward(
-        self, batch: MicroBatch, sampling: SamplingConfig | None = None, role: ModelName = "policy"
+        self, columns: Columns, sampling: SamplingConfig | None = None, role: ModelName = "policy"
     ) -> Scores | torch.Tensor:
-        """Return the scores of a batch's masked tokens; in the role of the value model, values."""
+        """Return the scores of the targets; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
-        columns = batch.columns
         if self._replay is not None:
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
@@ -89,8 +88,8 @@ class Critic(nn.Module):
         self.dtype = dtype
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        return _values_N(self.backbone, self.head, batch.columns)
+    def forward(self, columns: Columns) -> torch.Tensor:
+        return _values_N(self.backbone, self.head, columns)
 
 
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
@@ -127,22 +126,22 @@ class Models:
     """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(
-        self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
+        self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the scores of a batch's targets by the policy or the reference model; by default
-        under the configuration's `sampling`."""
+        """Return the scores of targets by the policy or the reference model; by default under the
+        configuration's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
-            scores: Scores = module(batch, sampling, name)
+            scores: Scores = module(columns, sampling, name)
         return scores
 
-    def estimate(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the value model's estimate of the return before each masked token: [N]."""
+    def estimate(self, columns: Columns) -> torch.Tensor:
+        """Return the value model's estimate of the return before each target: [N]."""
         assert self.value is not None, "there is no value model"
         shared = (None, "value") if isinstance(self.value, Scorer) else ()
         with self.computing(self.value):
-            values_N: torch.Tensor = self.value(batch, *shared)
+            values_N: torch.Tensor = self.value(columns, *shared)
         return values_N
 
     def trained(self, role: ModelName) -> nn.Module | None:

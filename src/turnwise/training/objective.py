@@ -42,12 +42,12 @@ class TrainingObjective:
         with torch.no_grad():
             for batch in batches:
                 if self._penalised or (self._corrected and updates > 1):
-                    batch.old_logprobs_N, _ = self._models.score("policy", batch)
+                    batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
                 if self._loss.needs_reference or self._config.kl.coef:
-                    reference_N, _ = self._models.score("reference", batch)
+                    reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
                 if self._advantage.needs_values:
-                    batch.values_N = self._models.estimate(batch)
+                    batch.values_N = self._models.estimate(batch.columns)
                 self._spread(batch)
         if self._advantage.normalise and self._advantage.needs_values:
             sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
@@ -102,7 +102,7 @@ class TrainingObjective:
         recorded: list[torch.Tensor],
     ) -> None:
         """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
-        logprobs_N, entropy_N = self._models.score("policy", batch)
+        logprobs_N, entropy_N = self._models.score("policy", batch.columns)
         engine_N = batch.tokens.engine_logprobs_N
         if not self._corrected:
             old_N = engine_N
@@ -134,7 +134,7 @@ class TrainingObjective:
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
         assert batch.values_N is not None
         assert batch.returns_N is not None
-        values_N = self._models.estimate(batch)
+        values_N = self._models.estimate(batch.columns)
         loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
         total = loss_N.sum() / share.total_tokens
         (total * self._ranks).backward()  # type: ignore[no-untyped-call]

@@ -34,9 +34,7 @@ from turnwise.weights.process_group import LOOPBACK
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
-    from turnwise.training.layout_check import AgreedLayout
     from turnwise.training.lora import ModelName
-    from turnwise.training.rank import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +60,16 @@ class TrainerActor:
         self._store = open_store(host, 0)
         return f"{host}:{self._store.port}"
 
-    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, "AgreedLayout"]:
-        """Build the rank; return its process's id, and the ranks' layout of micro-batches."""
+    def start(
+        self, config: Config, folder: str, rank: int, ranks: int, address: str
+    ) -> tuple[int, Layout, str]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches with a
+        warning about it."""
         from turnwise.training.rank import TrainerRank
 
-        self._policy = TrainerRank(config, place, Path(folder))
-        return os.getpid(), self._policy.agreed
+        policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
+        self._policy = policy
+        return os.getpid(), policy.layout, policy.layout_warning
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -98,7 +100,7 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        from turnwise.training.rank import RankInfo, threads_of
+        from turnwise.training.rank import threads_of
 
         training = config.training
         kind: type[TrainerActor] = TrainerActor
@@ -140,14 +142,12 @@ class TrainerGroup:
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
-            places = [RankInfo(rank, len(ranks), address) for rank in range(len(ranks))]
-            arguments = [(config, place, str(folder)) for place in places]
+            arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
-        trainer.pids = [pid for pid, _ in started]
-        _, agreed = started[0]
-        trainer.layout = agreed.layout
-        if agreed.warning:
-            logger.warning("%s", agreed.warning)
+        trainer.pids = [pid for pid, _, _ in started]
+        _, trainer.layout, warning = started[0]
+        if warning:
+            logger.warning("%s", warning)
         return trainer
 
     @property
@@ -275,9 +275,16 @@ class TrainerGroup:
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await self._wait_for_cause(waits)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            clock = asyncio.get_running_loop().time
+            deadline = clock() + _GRACE_SECONDS
+            # After a failure, another rank's death may follow that explains it.
+            while pending := [wait for wait in waits if not wait.done()]:
+                failed = [w.exception() for w in waits if w.done()]
+                left = deadline - clock()
+                if left <= 0 or any(_rank_of_cause(error) == 0 for error in failed):
+                    break
+                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
             if errors:
                 raise min(errors, key=_rank_of_cause)
@@ -286,18 +293,6 @@ class TrainerGroup:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _wait_for_cause(self, waits: Sequence["asyncio.Future[Any]"]) -> None:
-        """Wait briefly, after one rank's failure, for a death of another that explains it."""
-        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
-        while (left := deadline - asyncio.get_running_loop().time()) > 0:
-            failed = [w for w in waits if w.done() and w.exception() is not None]
-            if any(_rank_of_cause(w.exception()) == 0 for w in failed):
-                return
-            pending = [wait for wait in waits if not wait.done()]
-            if not pending:
-                return
-            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _rank_of_cause(error: BaseException | None) -> int:
