@@ -18,7 +18,7 @@ from turnwise.rollouts import Group
 from turnwise.run.runtime import Runtime
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.sample import Sample
-from turnwise.training.samples import RecentVersions, SampleBatch, make_samples
+from turnwise.training.samples import SampleBatch, make_samples, recent_versions
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class TrainingStep:
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
-        self.versions = RecentVersions(config)
-        """Versions of the last steps."""
+        self.versions = recent_versions(config)
         self.algorithm = make_algorithm(config.algorithm)
         self._config = config
         self._manager = runtime.manager
@@ -55,7 +54,7 @@ class TrainingStep:
         Args:
             discarded: Groups that are only accounted for, each after the reason.
         """
-        version, oldest = self._policy.version, self.versions.oldest
+        version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest
         )
@@ -85,7 +84,7 @@ class TrainingStep:
                 f"{report.first_violation}; set exactness=warn to train anyway"
             )
         metrics = await self.train(batch.samples) if batch.samples else {}
-        self.versions.step_ended(self._policy.version)
+        self.versions.append(self._policy.version)
         return metrics
 
     async def train(self, samples: Sequence[Sample]) -> JsonObject:
@@ -112,17 +111,16 @@ class TrainingStep:
     @asynccontextmanager
     async def _trainers_turn(self) -> AsyncIterator[None]:
         """Put engines that share the trainer's processes to sleep while it computes."""
-        colocated = self._config.training.colocated
-        if colocated:
-            await self._manager.sleep()
+        if not self._config.training.colocated:
+            yield
+            return
+        await self._manager.sleep()
         try:
             yield
         except Exception:  # the caller may continue, and its requests would wait forever
-            if colocated:
-                await self._manager.wake_up()
-            raise
-        if colocated:
             await self._manager.wake_up()
+            raise
+        await self._manager.wake_up()
 
     async def update_weights(self) -> JsonObject:
         """Transfer the trainer's weights to the engines and check that they arrived.

@@ -48,7 +48,7 @@ class TrainingObjective:
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
                 if self._advantage.needs_values:
                     batch.values_N = self._models.estimate(batch.columns)
-                self._spread(batch)
+                self._make_advantages(batch)
         if self._advantage.normalise and self._advantage.needs_values:
             sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
             if self._ranks > 1:
@@ -57,7 +57,7 @@ class TrainingObjective:
                 advantages_N = normalised(batch.tokens.advantages_N, sums_3)
                 batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
 
-    def _spread(self, batch: MicroBatch) -> None:
+    def _make_advantages(self, batch: MicroBatch) -> None:
         """Turn each trajectory's advantage or reward into advantages of its tokens."""
         kl, tokens = self._config.kl, batch.tokens
         penalties_N: torch.Tensor | None = None
@@ -113,11 +113,11 @@ class TrainingObjective:
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
         made = objective(
             self._config,
+            self._loss,
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
             constant=self._longest,
-            loss=self._loss,
         )
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
         report.add(made, logprobs_N.detach() - engine_N, entropy_N)

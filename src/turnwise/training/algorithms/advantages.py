@@ -232,12 +232,10 @@ class GaeAdvantage(Advantage):
 
     normalise = True
 
-    def __init__(self, advantage: Gae) -> None:
-        self._config = advantage
-        self.level = advantage.level
-        self.value_model = ValueModel(
-            advantage.model, advantage.learning_rate, advantage.warmup_steps
-        )
+    def __init__(self, config: Gae) -> None:
+        self._config = config
+        self.level = config.level
+        self.value_model = ValueModel(config.model, config.learning_rate, config.warmup_steps)
 
     def of_group(self, rewards: Sequence[float]) -> list[float]:
         """Return the rewards themselves, from which `of_tokens` computes advantages."""
@@ -246,42 +244,26 @@ class GaeAdvantage(Advantage):
     def of_tokens(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return gae(rewards_T, values_T, self._config)
+        """Return advantages, not yet normalised, and returns, [T] each and without gradient."""
+        rewards, values = rewards_T.tolist(), values_T.tolist()
+        assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
+        gamma, lam = self._config.gamma, self._config.lam
+        advantages = [0.0] * len(values)
+        advantage = next_value = 0.0
+        for t in reversed(range(len(values))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            advantages[t] = advantage = delta + gamma * lam * advantage
+            next_value = values[t]
+        advantages_T = values_T.new_tensor(advantages)
+        return advantages_T, advantages_T + values_T.detach()
 
     def value_loss(
         self, values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor
     ) -> torch.Tensor:
-        return value_loss(values_N, old_values_N, returns_N, self._config.clip)
-
-
-def gae(
-    rewards_T: torch.Tensor, values_T: torch.Tensor, config: Gae
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, [T] each and without gradient, of one branch's trained tokens.
-
-    The tokens are in order, `values_T` are from before the step, and the advantages are not yet
-    normalised.
-    """
-    rewards, values = rewards_T.tolist(), values_T.tolist()
-    assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
-    advantages = [0.0] * len(values)
-    advantage = next_value = 0.0
-    for t in reversed(range(len(values))):
-        delta = rewards[t] + config.gamma * next_value - values[t]
-        advantage = delta + config.gamma * config.lam * advantage
-        advantages[t] = advantage
-        next_value = values[t]
-    advantages_T = values_T.new_tensor(advantages)
-    return advantages_T, advantages_T + values_T.detach()
-
-
-def value_loss(
-    values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float
-) -> torch.Tensor:
-    """Return half the clipped squared error of each value: [N]."""
-    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
-    error_N = torch.maximum((values_N - returns_N).square(), (near_N - returns_N).square())
-    return error_N / 2
+        clip = self._config.clip
+        near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+        error_N = torch.maximum((values_N - returns_N).square(), (near_N - returns_N).square())
+        return error_N / 2
 
 
 def moments(advantages_N: torch.Tensor) -> torch.Tensor:

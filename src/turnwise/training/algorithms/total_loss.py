@@ -19,7 +19,6 @@ from turnwise.training.algorithms.interface import (
     Tokens,
     importance_ratio,
 )
-from turnwise.training.algorithms.registry import make_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,12 @@ class Objective:
 
 def objective(
     config: AlgorithmConfig,
+    loss: Loss,
     tokens: Tokens,
     *,
     total_tokens: int,
     total_trajectories: int,
     constant: int,
-    loss: Loss | None = None,
 ) -> Objective:
     """Return the loss of a micro-batch.
 
@@ -53,12 +52,11 @@ def objective(
     gradient included, regardless of the ratio in the loss.
 
     Args:
+        loss: The one that `config.loss` names.
         total_tokens: Trained tokens of the whole batch.
         total_trajectories: Trajectories of the whole batch.
         constant: Length that `reduction: constant` divides by.
-        loss: The loss built from `config.loss`; None builds it here.
     """
-    loss = loss or make_loss(config.loss)
     result = loss(tokens)
     correction_N = correction_weights(tokens, config.correction)
     loss_N = result.loss_N * correction_N
