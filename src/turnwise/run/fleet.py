@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -78,7 +78,7 @@ async def _open_fleet(
     config: Config,
     progress: Progress,
     name: str,
-    load: Callable[[], Coroutine[Any, Any, _Imported]],
+    load: Callable[[], Coroutine[object, object, _Imported]],
     make_front: Callable[[_Imported, AsyncLLMServerManager], _Front],
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
     """Start the workers and the front end concurrently; `load` imports what the latter needs."""

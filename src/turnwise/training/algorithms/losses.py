@@ -1,11 +1,11 @@
-"""Losses: each a class with its formula, its paper and the differences from it.
+"""Losses: each a function, or a class, with its formula, its paper and the differences from it.
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
 Log ratios are bounded everywhere (see `importance_ratio`), which no paper does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,7 +14,17 @@ from turnwise.training.algorithms.advantages import has_signal
 from turnwise.training.algorithms.interface import Loss, TokenLoss, Tokens, importance_ratio
 
 
-class PpoClipLoss(Loss):
+class Formula(Loss):
+    """A loss by a function of the tokens, such as `ppo_clip`."""
+
+    def __init__(self, formula: Callable[[Tokens], TokenLoss]) -> None:
+        self._formula = formula
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        return self._formula(tokens)
+
+
+def ppo_clip(config: PpoClip, tokens: Tokens) -> TokenLoss:
     """The clipped policy-gradient loss of PPO and GRPO, with DAPO's two bounds and the dual clip.
 
         loss_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
@@ -24,23 +34,17 @@ class PpoClipLoss(Loss):
     bounds: Yu et al., "DAPO" (arXiv 2503.14476), eq. 10; dual clip: Ye et al., "Mastering Complex
     Control in MOBA Games" (arXiv 1912.09729), eq. 5.
     """
-
-    def __init__(self, config: PpoClip) -> None:
-        self._config = config
-
-    def __call__(self, tokens: Tokens) -> TokenLoss:
-        config = self._config
-        ratio_N = importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
-        result = _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
-        if config.dual_clip is None:
-            return result
-        most_N = -config.dual_clip * tokens.advantages_N
-        dual_N = (tokens.advantages_N < 0) & (result.loss_N > most_N)
-        return TokenLoss(
-            loss_N=torch.where(dual_N, most_N, result.loss_N),
-            ratio_N=result.ratio_N,
-            clipped_N=result.clipped_N | dual_N,
-        )
+    ratio_N = importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
+    result = _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
+    if config.dual_clip is None:
+        return result
+    most_N = -config.dual_clip * tokens.advantages_N
+    dual_N = (tokens.advantages_N < 0) & (result.loss_N > most_N)
+    return TokenLoss(
+        loss_N=torch.where(dual_N, most_N, result.loss_N),
+        ratio_N=result.ratio_N,
+        clipped_N=result.clipped_N | dual_N,
+    )
 
 
 def _clipped(
@@ -56,7 +60,7 @@ def _clipped(
     )
 
 
-class GspoLoss(Loss):
+def gspo(config: Gspo, tokens: Tokens) -> TokenLoss:
     """GSPO: one clipped ratio for a whole sequence.
 
         s_i    = exp(mean over the sequence's tokens of (log pi(t) - log pi_old(t)))
@@ -71,20 +75,14 @@ class GspoLoss(Loss):
     its own ratio, over its trained tokens, while the reduction weights the branches together as one
     trajectory.
     """
-
-    def __init__(self, config: Gspo) -> None:
-        self._config = config
-
-    def __call__(self, tokens: Tokens) -> TokenLoss:
-        config = self._config
-        logprobs_N = tokens.logprobs_N
-        log_ratio_S = tokens.means_S(logprobs_N.detach() - tokens.old_logprobs_N)
-        value_N = importance_ratio(log_ratio_S)[tokens.sequence_N]
-        ratio_N = value_N * (logprobs_N - logprobs_N.detach()).exp()
-        return _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
+    logprobs_N = tokens.logprobs_N
+    log_ratio_S = tokens.means_S(logprobs_N.detach() - tokens.old_logprobs_N)
+    value_N = importance_ratio(log_ratio_S)[tokens.sequence_N]
+    ratio_N = value_N * (logprobs_N - logprobs_N.detach()).exp()
+    return _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
 
 
-class CispoLoss(Loss):
+def cispo(config: Cispo, tokens: Tokens) -> TokenLoss:
     """CISPO: the clip bounds the weight of a token's gradient and never removes the gradient.
 
         loss_t = -sg(clip(r_t, 1 - low, 1 + high)) * A_t * log pi(t)
@@ -92,19 +90,13 @@ class CispoLoss(Loss):
     MiniMax, "MiniMax-M1" (arXiv 2506.13585), eq. 4 and 5. The paper has only the upper bound, which
     corresponds to a `clip_low` of 1, and averages over tokens.
     """
-
-    def __init__(self, config: Cispo) -> None:
-        self._config = config
-
-    def __call__(self, tokens: Tokens) -> TokenLoss:
-        config = self._config
-        ratio_N = importance_ratio((tokens.logprobs_N - tokens.old_logprobs_N).detach())
-        weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-        return TokenLoss(
-            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
-            ratio_N=ratio_N,
-            clipped_N=weight_N != ratio_N,
-        )
+    ratio_N = importance_ratio((tokens.logprobs_N - tokens.old_logprobs_N).detach())
+    weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return TokenLoss(
+        loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
+        ratio_N=ratio_N,
+        clipped_N=weight_N != ratio_N,
+    )
 
 
 class DpoLoss(Loss):
