@@ -17,7 +17,6 @@ from turnwise.errors import ExactnessError
 from turnwise.rollouts import Group
 from turnwise.run.runtime import Runtime
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch, make_samples, recent_versions
 from turnwise.weights.sync import WeightSync
 
@@ -76,6 +75,7 @@ class TrainingStep:
         Raises:
             ExactnessError: naming the first token that differs from the sampled one, unless
                 `exactness` is `warn`; nothing is trained then.
+            TrainerError, DeadlineError: naming the rank that failed.
         """
         report = batch.report
         if report.first_violation is not None and self._config.exactness == "stop":
@@ -83,19 +83,13 @@ class TrainingStep:
                 f"{report.violations} violations of exactness; the first: "
                 f"{report.first_violation}; set exactness=warn to train anyway"
             )
-        metrics = await self.train(batch.samples) if batch.samples else {}
+        metrics: JsonObject = {}
+        if batch.samples:
+            with waiting("the trainer to train"):
+                async with self._trainers_turn():
+                    metrics = await self._policy.train(batch.samples)
         self.versions.append(self._policy.version)
         return metrics
-
-    async def train(self, samples: Sequence[Sample]) -> JsonObject:
-        """Minimise the loss on one or more samples; return the trainer's metrics.
-
-        Raises:
-            TrainerError, DeadlineError: naming the rank that failed.
-        """
-        with waiting("the trainer to train"):
-            async with self._trainers_turn():
-                return await self._policy.train(samples)
 
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
