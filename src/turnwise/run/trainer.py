@@ -154,7 +154,7 @@ class TrainingLoop:
         await self._ending.finished()
 
     async def _consume(self, first: int) -> None:
-        """Train steps from `first` on; each line of the loop is one stage."""
+        """Train steps from `first` on."""
         previous = time.perf_counter()
         self._saved_at = time.monotonic()
         for step in range(first, self._config.training.steps + 1):
@@ -175,7 +175,7 @@ class TrainingLoop:
             for group in batch.groups:
                 for phase, seconds in group.seconds.items():
                     waits[phase] += seconds
-            metrics.phase_seconds = self._seconds | waits
+            metrics.phase_seconds = {**self._seconds, **waits}
             await self._report(metrics)
             await self._show_samples(step, batch)
             self._seconds = {}

@@ -170,7 +170,7 @@ class TrainerRank:
         report = UpdateReport()
         warming, critic = self._steps < self._warmup, self._learners.get("critic")
         for learner in self._learners.values():
-            learner.forget_gradients()  # of an update that failed
+            learner.optimizer.zero_grad()  # of an update that failed
         for batch in batches:
             if not warming:
                 self._objective.policy(batch, share, report, recorded)
