@@ -19,7 +19,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import is_packed, use_packed_attention
 from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.layout_check import Difference, ModelCheck, agreed_layout, check_models
+from turnwise.training.layout_check import Difference, ModelCheck, agreed_layout
 from turnwise.training.model import Models, Scorer
 
 BASE: dict[str, Any] = {
@@ -368,8 +368,7 @@ def check_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Mode
     use_packed_attention(model)
     scorer = Scorer(model, SamplingConfig(), dtype)
     models = Models(scorer, None, None, torch.device("cpu"))
-    (check,) = check_models(models, 256)
-    return check
+    return ModelCheck(models, scorer, 256)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,10 @@ class TrainingLoop:
             self._finished = step
             if not self._config.training.max_staleness:
                 self._resumable = self._producer.state()
-            if self._is_due(step):
+            training = self._config.training
+            every, minutes = training.checkpoint_every, training.checkpoint_minutes
+            old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+            if step == training.steps or self._reached or (every and step % every == 0) or old:
                 await self._save(step)
             if self._reached or self._ending.asked.is_set():
                 break
@@ -291,16 +294,6 @@ class TrainingLoop:
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await run_in_thread(self._folder.write_samples, step, both)
-
-    def _is_due(self, step: int) -> bool:
-        training = self._config.training
-        every, minutes = training.checkpoint_every, training.checkpoint_minutes
-        return (
-            step == training.steps
-            or self._reached
-            or bool(every and step % every == 0)
-            or bool(minutes and time.monotonic() - self._saved_at >= 60 * minutes)
-        )
 
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""

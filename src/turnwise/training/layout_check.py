@@ -72,6 +72,7 @@ class Difference:
 class ModelCheck:
     """The check of one model. All ranks make the same calls, and get the same answers."""
 
+    @torch.no_grad()
     def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
         self._models, self._module = models, module
         self._model: PreTrainedModel = (
@@ -193,18 +194,12 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
 
 
-@torch.no_grad()
-def check_models(models: Models, max_length: int) -> list[ModelCheck]:
-    """Begin the checks of all of a rank's models."""
-    return [ModelCheck(models, module, max_length) for module in models.modules()]
-
-
 def check_policy(config: Config, device: torch.device) -> ModelCheck:
     """Load the policy alone, without anything to train it, and return its check."""
     dtype = dtype_of(config)
     scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
     models = Models(scorer.to(device), None, None, device)
-    return check_models(models, config.model.max_length)[0]
+    return ModelCheck(models, models.policy, config.model.max_length)
 
 
 def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:

@@ -23,7 +23,7 @@ from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import Columns, Layout, MicroBatch, RankBatches, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import agreed_layout, check_models
+from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -81,8 +81,8 @@ class TrainerRank:
         if (size := training.context_parallel) > 1:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         algorithm = make_algorithm(config.algorithm)
-        self._models = load_models(config, self.device, ranks, group)
-        checks = check_models(self._models, config.model.max_length)
+        self._models = models = load_models(config, self.device, ranks, group)
+        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
         preferred = layout_of(training, self.device)
         self.layout, self.layout_warning = agreed_layout(checks, training, preferred)
         self._scorer = self._models.policy
