@@ -31,7 +31,7 @@ ModelName = Literal["policy", "reference", "value"]
 _ADAPTERS: dict[ModelName, str] = {"policy": "default", "value": "value"}
 """PEFT's name of the adapter that is active in each role; the reference model has none."""
 _POLICY = _ADAPTERS["policy"]
-_PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
+PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
 
@@ -147,7 +147,7 @@ def adapter_tensors(model: nn.Module) -> NamedTensors:
     """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
     for name, parameter in model.named_parameters():
         if f".{_POLICY}." in name and ".lora_" in name:
-            yield _PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
+            yield PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
 
 
 def adapter_config(model: Untyped, base: str) -> dict[str, object]:
@@ -159,12 +159,6 @@ def adapter_config(model: Untyped, base: str) -> dict[str, object]:
         "inference_mode": True,
         "target_modules": sorted(settings.target_modules),
     }
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the layer's name and the factor's, lora_A or lora_B, of a tensor of PEFT's files."""
-    layer, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
-    return layer, f"lora_{rest.partition('.')[0]}"
 
 
 def write_adapter(
