@@ -5,6 +5,7 @@ together; micro-batches computed at the same time are of similar size. The assig
 changes no result.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
     A CPU's cores have enough to do with few tokens, so more of them only take memory.
     """
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
+
+
+def threads_of(training: TrainingConfig) -> int:
+    """Return the threads of a rank: `training.threads`, or its share of the cores."""
+    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
 
 
 def plan_micro_batches(

@@ -5,7 +5,6 @@ version is the number of optimizer steps. All ranks make the same calls in the s
 computes sums, which the caller adds up.
 """
 
-import os
 import resource
 import time
 from collections import Counter
@@ -20,7 +19,14 @@ from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.batching import Columns, Layout, MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.batching import (
+    Columns,
+    Layout,
+    MicroBatch,
+    RankBatches,
+    make_micro_batch,
+    threads_of,
+)
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.layout_check import ModelCheck, agreed_layout
@@ -302,7 +308,3 @@ def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
     if training.packing == "auto":
         return "packed" if device.type == "cuda" else "padded"
     return training.packing
-
-
-def threads_of(training: TrainingConfig) -> int:
-    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)

@@ -26,6 +26,7 @@ from turnwise.training.batching import (
     RankBatches,
     micro_batch_tokens,
     plan_micro_batches,
+    threads_of,
 )
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
@@ -100,8 +101,6 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        from turnwise.training.rank import threads_of
-
         training = config.training
         kind: type[TrainerActor] = TrainerActor
         if training.colocated:
