@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors, and the handle with which other processes call them.
+"""The handle with which other processes call the trainer's ranks, which are Ray actors.
 
 Every call goes to all ranks at once. When a rank dies, the others fail or hang in their common
 computation, so the error that is raised is that of the dead rank.
@@ -6,17 +6,14 @@ computation, so the error that is raised is that of the dead rank.
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
-from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -44,42 +41,6 @@ _GRACE_SECONDS = 5.0
 _PING_SECONDS = 2.0
 
 
-class TrainerActor:
-    """The process of one rank of the policy."""
-
-    def __init__(self) -> None:
-        logs.follow()
-
-    def node(self) -> str:
-        return str(ray.util.get_node_ip_address())
-
-    def open_store(self, host: str) -> str:
-        """Open the ranks' rendezvous store on one address of this node; return host:port."""
-        from turnwise.weights.process_group import open_store
-
-        # Kept open: a port that is only looked up may be taken a moment later.
-        self._store = open_store(host, 0)
-        return f"{host}:{self._store.port}"
-
-    def start(
-        self, config: Config, folder: str, rank: int, ranks: int, address: str
-    ) -> tuple[int, Layout, str]:
-        """Build the rank; return its process's id, and the ranks' layout of micro-batches with a
-        warning about it."""
-        from turnwise.training.rank import TrainerRank
-
-        policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
-        self._policy = policy
-        return os.getpid(), policy.layout, policy.layout_warning
-
-    def call(self, method: str, *args: object) -> object:
-        result: object = getattr(self._policy, method)(*args)
-        return result
-
-    def ping(self) -> None:
-        pass
-
-
 class TrainerGroup:
     """All ranks of the trainer; methods are those of `TrainerRank`, on all ranks.
 
@@ -101,12 +62,10 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        training = config.training
-        kind: type[TrainerActor] = TrainerActor
-        if training.colocated:
-            from turnwise.training.colocated import ColocatedTrainerActor
+        from turnwise.training.actor import ColocatedTrainerActor, TrainerActor
 
-            kind = ColocatedTrainerActor
+        training = config.training
+        kind = ColocatedTrainerActor if training.colocated else TrainerActor
         find_transport(config.weights.transport)  # a wrong name is an error before ranks start
         group = await create_placement_group(
             training.ranks,
