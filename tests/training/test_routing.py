@@ -16,8 +16,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.batching import make_micro_batch
-from turnwise.training.model import Scorer
-from turnwise.training.routing import RoutingReplay
+from turnwise.training.model import RoutingReplay, Scorer
 from turnwise.trajectory import Branch, read_jsonl
 
 EXPERTS = {"num_experts": 8, "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}

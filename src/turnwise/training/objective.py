@@ -18,7 +18,7 @@ import torch.distributed as dist
 from turnwise.config import Config
 from turnwise.training.algorithms import Algorithm
 from turnwise.training.algorithms.advantages import moments, normalised
-from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches
 from turnwise.training.model import Models
 from turnwise.training.reports import UpdateReport

@@ -21,7 +21,7 @@ from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
-from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
