@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
+from turnwise.core.optional import Foreign
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.batching import Columns
@@ -35,7 +36,7 @@ from turnwise.training.loading import (
     translate_unreadable,
 )
 from turnwise.training.lora import ModelName as ModelName
-from turnwise.training.lora import Untyped, add_adapters, take_role, trained_part
+from turnwise.training.lora import add_adapters, take_role, trained_part
 from turnwise.training.memory import check_room
 from turnwise.training.scoring import Scores, hidden_before, score_columns
 from turnwise.training.shards import read_shards, weight_files
@@ -57,7 +58,7 @@ class RoutingReplay:
     ever.
     """
 
-    def __init__(self, model: Untyped) -> None:
+    def __init__(self, model: Foreign) -> None:
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -81,15 +82,15 @@ class RoutingReplay:
         size = self._layers * self._each * kind.itemsize
         if experts_BTR.shape[-1] != 1 + size:
             raise InputError(
-                f"{_KEY}: the engine recorded {experts_BTR.shape[-1] - 1} bytes for each token, and "
-                f"{self._layers} layers of the trainer's model have {size}"
+                f"{_KEY}: the engine recorded {experts_BTR.shape[-1] - 1} bytes for each token, "
+                f"and {self._layers} layers of the trainer's model have {size}"
             )
         rows_NR = experts_BTR.flatten(0, 1)
         chosen_NC = rows_NR[:, 1:].contiguous().view(kind).long()
         chosen_NLK = chosen_NC.view(-1, self._layers, self._each)
         self._recorded = chosen_NLK, rows_NR[:, :1].bool()
 
-    def _route(self, layer: int, route: Untyped, *arguments: Untyped) -> Untyped:
+    def _route(self, layer: int, route: Foreign, *arguments: Foreign) -> Foreign:
         """Compute one router, with the recorded choice in the place of its own."""
         if self._recorded is None:
             return route(*arguments)
@@ -111,11 +112,11 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Untyped,
-        types: Untyped,
-        args: Untyped = (),
-        kwargs: dict[str, Untyped] | None = None,
-    ) -> Untyped:
+        func: Foreign,
+        types: Foreign,
+        args: Foreign = (),
+        kwargs: dict[str, Foreign] | None = None,
+    ) -> Foreign:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
             return result
