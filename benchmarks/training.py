@@ -213,7 +213,7 @@ def loss_peak(chunked: bool, tokens: int, words: int, reply: Connection) -> None
 
     def loss() -> None:
         if chunked:
-            logprobs_N = score_hidden(model, hidden_NH, targets_N, SamplingConfig()).logprobs_N
+            logprobs_N = score_hidden(model, hidden_NH, targets_N, SamplingConfig())[0]
         else:
             logprobs_NV = torch.log_softmax(model.lm_head(hidden_NH), dim=-1)
             logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]

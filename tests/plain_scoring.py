@@ -29,4 +29,4 @@ def token_logprobs(
     sampling: SamplingConfig,
 ) -> torch.Tensor:
     """Return the log-probs of the masked tokens of right-padded sequences: [N]."""
-    return score(model, token_ids_BT, mask_BT, None, sampling).logprobs_N
+    return score(model, token_ids_BT, mask_BT, None, sampling)[0]

@@ -20,7 +20,6 @@ from benchmarks.gpu.training import (
     speed,
 )
 from turnwise.training import Sample
-from turnwise.training.rank import RankInfo
 from turnwise.weights.process_group import LOOPBACK, open_store
 
 RANKS = 2
@@ -93,7 +92,7 @@ def _share(place: Place, number: int, address: str) -> None:
         place = replace(place, device=torch.device("cuda", number))
     training = {"ranks": RANKS, "context_parallel": RANKS}
     config = configuration(place, training=training)
-    rank = make_rank(place, config, RankInfo(number, RANKS, address))
+    rank = make_rank(place, config, rank=number, ranks=RANKS, address=address)
     norm = grad_norm(rank, samples(place))
     figure = speed(place, rank, samples(place))
     (place.folder / f"rank-{number}.json").write_text(json.dumps([norm, figure]))

@@ -26,14 +26,12 @@ from turnwise.training.batching import (
     make_micro_batch,
     plan_micro_batches,
 )
-from turnwise.training.layout_check import AgreedLayout
-from turnwise.training.rank import RankInfo, TrainerRank
+from turnwise.training.rank import TrainerRank
 from turnwise.training.reports import StepReport
 from turnwise.weights import disk
 from turnwise.weights.process_group import LOOPBACK, open_store
 
 Tree = dict[str, Any]
-ALONE = RankInfo()
 ALGORITHMS: dict[str, Tree] = {
     "grpo": {},
     "grpo with kl": {"kl": {"coef": 0.05}},
@@ -66,10 +64,10 @@ def configuration(place: Place, dtype: str = "bfloat16", **sections: Any) -> Con
     return parse_config({**tree, "training": training, **sections})
 
 
-def make_rank(place: Place, config: Config, info: RankInfo = ALONE) -> TrainerRank:
+def make_rank(place: Place, config: Config, **among: Any) -> TrainerRank:
     folder = place.folder / "run"
     folder.mkdir(exist_ok=True)
-    return TrainerRank(config, info, folder)
+    return TrainerRank(config, folder, **among)
 
 
 def samples(place: Place, count: int = 0) -> list[Sample]:
@@ -102,7 +100,7 @@ def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> lis
 def take_step(rank: TrainerRank, given: Sequence[Sample]) -> StepReport:
     """Take one optimizer step; require that it changed the weights."""
     version = rank.version
-    report = rank.train(shares_of(rank, given, rank.agreed.layout))
+    report = rank.train(shares_of(rank, given, rank.layout))
     norm = report.updates[0].grad_norm
     require(math.isfinite(norm) and norm > 0, f"the gradient's norm is {norm}")
     require(rank.version == version + 1, "the step was skipped")
@@ -130,7 +128,7 @@ def speed(place: Place, rank: TrainerRank, given: Sequence[Sample]) -> str:
 
 def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    rank.agreed = AgreedLayout(layout)
+    rank.layout = layout
     scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 
@@ -156,7 +154,7 @@ def fsdp2(place: Place) -> Iterator[str]:
     if place.gpu:
         torch.cuda.empty_cache()
     store = open_store(LOOPBACK, 0)
-    rank = make_rank(place, config, RankInfo(0, 1, f"{LOOPBACK}:{store.port}"))
+    rank = make_rank(place, config, address=f"{LOOPBACK}:{store.port}")
     backend = "nccl" if place.gpu else dist.get_backend()
     require(all(isinstance(p, DTensor) for p in parameters(rank)), "a weight is not sharded")
     close("the gradient's norm", grad_norm(rank, given), expected, 0.02)
@@ -187,8 +185,8 @@ def precision(place: Place) -> Iterator[str]:
     for dtype in ("float32", "bfloat16"):
         rank = make_rank(place, configuration(place, dtype))
         made.append(logprobs(rank, given, "packed"))
-        scores = rank._models.score("policy", _batch(rank, given))
-        require(scores.logprobs_N.dtype == torch.float32, "log-probs are not float32")
+        scores = rank._models.score("policy", _batch(rank, given).columns)
+        require(scores[0].dtype == torch.float32, "log-probs are not float32")
         del rank, scores
     difference = (made[0] - made[1]).abs()
     require(bool(torch.isfinite(difference).all()), "a log-prob is not finite")
@@ -263,7 +261,7 @@ def chunks(place: Place) -> Iterator[str]:
     for elements in (place.size(scoring.CHUNK_ELEMENTS, 16 * 512), 2**62):
         scoring.CHUNK_ELEMENTS = elements
         gib, text = place.peak(
-            lambda: rank._models.score("policy", batch).logprobs_N.sum().backward()
+            lambda: rank._models.score("policy", batch.columns)[0].sum().backward()
         )
         norms = [p.grad.float().norm() for p in rank._scorer.parameters() if p.grad is not None]
         made.append((float(torch.stack(norms).norm()), gib, text))

@@ -140,7 +140,7 @@ def test_gpus_of_unknown_memory_are_a_mistake_of_the_user(tmp_path: Path) -> Non
     assert "--gpu-memory" in result.output
 
 
-def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
+def be_rank(place: dict[str, Any], config: Config, folder: Path, reply: Any) -> None:
     """Train two steps of two micro-batches as one rank; send the peak memory."""
     from turnwise.training import Sample
     from turnwise.training.batching import plan_micro_batches
@@ -151,7 +151,7 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
     length = config.model.max_length
     generator = torch.Generator().manual_seed(0)
     samples = []
-    groups = place.ranks // (size := config.training.context_parallel)
+    groups = place["ranks"] // (size := config.training.context_parallel)
     for index in range(2 * groups * config.training.micro_batch_tokens // length):
         ids = torch.randint(3, 8000, (length,), generator=generator).tolist()
         mask = [0] + [1] * (length - 1)
@@ -160,12 +160,12 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
     base = resident("VmRSS")
 
     def work() -> None:
-        policy = TrainerRank(config, place, folder)
+        policy = TrainerRank(config, folder, **place)
         for _ in range(2):
-            policy.train(shares[place.rank // size])
+            policy.train(shares[place["rank"] // size])
 
     reply.send(peak_of(work, base))
-    if place.ranks > 1:
+    if place["ranks"] > 1:
         dist.destroy_process_group()
 
 
@@ -189,7 +189,6 @@ def test_a_rank_holds_what_was_planned(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from turnwise.training.rank import RankInfo
     from turnwise.weights.process_group import LOOPBACK, open_store
 
     if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -216,8 +215,8 @@ def test_a_rank_holds_what_was_planned(
     build_tokenizer(0).save_pretrained(path)
     del model
     store = open_store(LOOPBACK, 0)
-    places = [RankInfo(number, ranks, f"{LOOPBACK}:{store.port}") for number in range(ranks)]
-    tasks = [(be_rank, place, config, tmp_path) for place in places]
+    place = {"ranks": ranks, "address": f"{LOOPBACK}:{store.port}"}
+    tasks = [(be_rank, {"rank": n, **place}, config, tmp_path) for n in range(ranks)]
     measured = max(sent[-1] for sent in in_processes(tasks))
     assert planned == pytest.approx(measured, rel=0.15)
 

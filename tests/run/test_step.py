@@ -9,6 +9,8 @@ import pytest
 from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.run.step import TrainingStep
+from turnwise.training import Sample
+from turnwise.training.samples import SampleBatch
 
 
 class Fleet:
@@ -30,13 +32,15 @@ class Trainer:
         raise InputError("it cannot be trained")
 
 
-@pytest.mark.parametrize("method", ["score", "train"])
+@pytest.mark.parametrize("method", ["score", "learn"])
 async def test_engines_wake_up_after_a_failure_of_the_trainer(
     make_config: Callable[..., Config], method: str
 ) -> None:
     config = make_config(training={"colocated": True})
     runtime: Any = SimpleNamespace(manager=Fleet(), policy=Trainer())
     step = TrainingStep(config, runtime)
+    one = Sample.of([1, 2], [0, 1], [0.0, 0.0], [-1, 0], 1.0, 0)
+    arguments = {"score": ("value", [[1]], [[0]]), "learn": (SampleBatch(samples=[one]),)}
     with pytest.raises(InputError):
-        await (step.score("value", [[1]], [[0]]) if method == "score" else step.train([]))
+        await getattr(step, method)(*arguments[method])
     assert runtime.manager.calls == ["sleep", "wake_up"]

@@ -19,7 +19,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import is_packed, use_packed_attention
 from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.layout_check import Difference, ModelCheck, agreed_layout, check_models
+from turnwise.training.layout_check import Difference, ModelCheck, agreed_layout
 from turnwise.training.model import Models, Scorer
 
 BASE: dict[str, Any] = {
@@ -368,8 +368,7 @@ def check_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Mode
     use_packed_attention(model)
     scorer = Scorer(model, SamplingConfig(), dtype)
     models = Models(scorer, None, None, torch.device("cpu"))
-    (check,) = check_models(models, 256)
-    return check
+    return ModelCheck(models, scorer, 256)
 
 
 @dataclass(frozen=True)
@@ -404,7 +403,7 @@ def row_of(name: str) -> tuple[Row, float]:
     check = check_of(model)
     chosen, attention, worst = "refused", "", 0.0
     with suppress(InputError):
-        layout = agreed_layout([check], TrainingConfig(), "packed").layout
+        layout, _ = agreed_layout([check], TrainingConfig(), "packed")
         chosen, attention = layout, "the trainer's" if is_packed(model) else "its own"
         worst = farthest(model, layout, tiny(name))
     compared = {layout: check_of(tiny(name)).compare(layout) for layout in LAYOUTS}
@@ -427,7 +426,7 @@ def farthest(model: PreTrainedModel, layout: Layout, plain: PreTrainedModel) -> 
     ]
     tokens = {sample.trajectory: sample.trained for sample in samples}
     batch = make_micro_batch(samples, tokens, 0, layout, torch.device("cpu"))
-    ours_N = Scorer(model, SamplingConfig(), torch.float32)(batch).logprobs_N
+    ours_N = Scorer(model, SamplingConfig(), torch.float32)(batch.columns)[0]
     theirs_N = torch.cat([logprobs_of(plain, row) for row in rows])
     return float((ours_N - theirs_N).abs().max())
 

@@ -28,7 +28,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample, rank
 from turnwise.training.attention import is_packed
 from turnwise.training.layout_check import agreed_layout
-from turnwise.training.rank import RankInfo, TrainerRank
+from turnwise.training.rank import TrainerRank
 from turnwise.weights.process_group import LOOPBACK, open_store
 
 FEW = {
@@ -98,16 +98,16 @@ def test_the_documentation_has_each_architecture() -> None:
 @pytest.mark.parametrize(("name", "layout"), [(LEAKY, "padded"), ("qwen3_moe", "packed")])
 def test_in_bfloat16_the_check_decides_as_in_float32(name: str, layout: str) -> None:
     check = check_of(tiny(name), torch.bfloat16)
-    assert agreed_layout([check], TrainingConfig(), "packed").layout == layout
+    assert agreed_layout([check], TrainingConfig(), "packed")[0] == layout
 
 
 def test_a_layout_that_differs_is_named_once_with_the_difference() -> None:
-    agreed = agreed_layout([check_of(tiny(LEAKY))], TrainingConfig(), "packed")
-    assert agreed.layout == "padded"
-    assert agreed.warning.startswith(
+    layout, warning = agreed_layout([check_of(tiny(LEAKY))], TrainingConfig(), "packed")
+    assert layout == "padded"
+    assert warning.startswith(
         f"micro-batches are padded: packed ones would change the log-probs of a {LEAKY} model (1."
     )
-    assert agreed_layout([check_of(tiny("llama"))], TrainingConfig(), "packed").warning == ""
+    assert agreed_layout([check_of(tiny("llama"))], TrainingConfig(), "packed") == ("packed", "")
 
 
 @pytest.mark.parametrize("packing", ["packed", "shared"])
@@ -211,8 +211,8 @@ def be_rank(number: int, trees: list[tuple[str, str, dict[str, Any]]], reply: An
     for address, preferred, tree in trees:
         rank.layout_of = lambda *_, preferred=preferred: preferred  # type: ignore[assignment, misc]
         try:
-            agreed = TrainerRank(parse_config(tree), RankInfo(number, 2, address)).agreed
-            reply.send((agreed.layout, agreed.warning))
+            made = TrainerRank(parse_config(tree), rank=number, ranks=2, address=address)
+            reply.send((made.layout, made.layout_warning))
         except InputError as error:
             reply.send(("refused", str(error)))
         dist.destroy_process_group()

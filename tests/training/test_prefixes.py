@@ -52,7 +52,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
     alone = []
     for each in samples:
         ids, mask = (torch.from_numpy(x)[None] for x in (each.token_ids_T, each.response_mask_T))
-        alone.append(score(model, ids, mask, None, SamplingConfig()).logprobs_N)
+        alone.append(score(model, ids, mask, None, SamplingConfig())[0])
     expected = torch.cat(alone)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
@@ -61,7 +61,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
     use_packed_attention(model)
     columns = Columns.shared(samples, CPU)
     assert columns.token_ids_BT.shape == (1, 20 + 9 + 12 + 7 + 11 + 5)
-    found = score_columns(model, columns, SamplingConfig()).logprobs_N
+    found = score_columns(model, columns, SamplingConfig())[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     (found * weights).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -72,9 +72,9 @@ def test_masks_of_many_queries_are_made_in_parts(monkeypatch: pytest.MonkeyPatch
     model: Any = model_of(KINDS["llama"])
     use_packed_attention(model)
     columns = Columns.shared(family(), CPU)
-    whole = score_columns(model, columns, SamplingConfig()).logprobs_N
+    whole = score_columns(model, columns, SamplingConfig())[0]
     monkeypatch.setattr("turnwise.training.attention._MASK_ROWS", 4)
-    parts = score_columns(model, columns, SamplingConfig()).logprobs_N
+    parts = score_columns(model, columns, SamplingConfig())[0]
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
@@ -84,10 +84,11 @@ def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
 ) -> None:
     samples = [sample(ids, 1, number) for number, ids in enumerate(rows)]
     shared = Columns.shared(samples, CPU)
-    assert shared.prefixes is not None
+    assert shared.column_S is not None
+    assert shared.lengths is not None
     assert shared.position_ids_BT is not None
     row, positions = shared.token_ids_BT[0], shared.position_ids_BT[0]
-    parts = shared.prefixes.columns_S.split(shared.prefixes.lengths)
+    parts = shared.column_S.split(shared.lengths)
     assert sorted(row[columns_T].tolist() for columns_T in parts) == sorted(rows)
     for columns_T in parts:
         assert positions[columns_T].tolist() == list(range(len(columns_T)))

@@ -16,8 +16,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.batching import make_micro_batch
-from turnwise.training.model import Scorer
-from turnwise.training.routing import RoutingReplay
+from turnwise.training.model import RoutingReplay, Scorer
 from turnwise.trajectory import Branch, read_jsonl
 
 EXPERTS = {"num_experts": 8, "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
@@ -96,8 +95,8 @@ def test_perturbed_routers_keep_the_recorded_choice_and_learn(
     batch = make_micro_batch(
         samples, {30: 29, 17: 16}, 0, "packed" if packed else "padded", torch.device("cpu")
     )
-    scores: Any = scorer(batch)
-    scores.logprobs_N.sum().backward()
+    scores: Any = scorer(batch.columns)
+    scores[0].sum().backward()
     assert len(used) == (4 if recompute else 2)
     for chosen, layer in zip(used, [0, 1, 1, 0], strict=False):
         chosen_TK = chosen if packed else chosen.view(2, 30, 2)[[0, 1]].flatten(0, 1)
@@ -127,9 +126,9 @@ def test_the_engines_choice_gives_its_log_probs_where_the_routers_own_does_not(
         [sample_of(ids, rows_of(recorded))], {40: 39}, 0, False, torch.device("cpu")
     )
     with torch.no_grad():
-        replayed = scorer(batch).logprobs_N
-        batch.columns = replace(batch.columns, experts_BTR=None)
-        assert torch.allclose(scorer(batch).logprobs_N, free, atol=1e-5)
+        replayed = scorer(batch.columns)[0]
+        unknown = replace(batch.columns, experts_BTR=None)
+        assert torch.allclose(scorer(unknown)[0], free, atol=1e-5)
     assert (replayed - expected).abs().max() < (free - expected).abs().max()
 
 
@@ -143,8 +142,8 @@ def test_a_sample_without_a_record_is_routed_as_ever(tmp_path: Path) -> None:
     samples = [sample_of(one, rows_of(recorded)), sample_of(two, b"")]
     batch = make_micro_batch(samples, {30: 29, 17: 16}, 0, False, torch.device("cpu"))
     with torch.no_grad():
-        scores: Any = scorer(batch)
-    assert torch.allclose(scores.logprobs_N[29:], free, atol=1e-5)
+        scores: Any = scorer(batch.columns)
+    assert torch.allclose(scores[0][29:], free, atol=1e-5)
 
 
 def test_other_models_and_other_records_are_refused(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from turnwise.rollouts import Group
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import (
-    RecentVersions,
     check_group_size,
     gives_signal,
     make_samples,
     oldest_version,
+    recent_versions,
 )
 from turnwise.trajectory import Trajectory
 
@@ -139,23 +139,20 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
 def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
     """The step before took 4 updates, the last one 1: version 0 is two steps old, not one."""
     settings = config(training={"max_staleness": 1, "updates_per_step": 4})
-    versions = RecentVersions(settings)
-    assert versions.oldest == 0
-    versions.step_ended(4)
-    assert versions.oldest == 0
-    versions.step_ended(5)
-    assert versions.oldest == 4
+    versions = recent_versions(settings)
+    assert versions[0] == 0
+    versions.append(4)
+    assert versions[0] == 0
+    versions.append(5)
+    assert versions[0] == 4
     mixed = group(0.0, 1.0, versions=[0, 0, 1, 3, 4, 5])
-    made = make_samples([mixed], settings, 5, oldest=versions.oldest)
+    made = make_samples([mixed], settings, 5, oldest=versions[0])
     assert (made.stale_tokens, made.report.tokens_trained) == (8, 4)
-    resumed = RecentVersions(settings)
-    resumed.restore(versions.state(), 5)
-    assert resumed.oldest == 4
-    resumed.restore(None, 5)
-    assert resumed.oldest == oldest_version(settings, 5) == 1
-    synchronous = RecentVersions(config())
-    synchronous.step_ended(3)
-    assert synchronous.oldest == 3
+    assert recent_versions(settings, 5, list(versions))[0] == 4
+    assert recent_versions(settings, 5)[0] == oldest_version(settings, 5) == 1
+    synchronous = recent_versions(config())
+    synchronous.append(3)
+    assert synchronous[0] == 3
 
 
 def test_or_their_group_is_dropped() -> None:

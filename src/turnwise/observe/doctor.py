@@ -406,13 +406,12 @@ class ConfigChecks:
             said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
             return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
         check = check_policy(self.config, device)
-        agreed = agreed_layout(
-            [check], self.config.training, layout_of(self.config.training, device)
-        )
+        training = self.config.training
+        agreed, warning = agreed_layout([check], training, layout_of(training, device))
         layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
         found = ", ".join(f"{layout} {check.compare(layout)}" for layout in layouts)
-        said = f"{agreed.layout} micro-batches; from the model's own: {found}"
-        return Finding("log-probs", "warning" if agreed.warning else "ok", said, agreed.warning)
+        said = f"{agreed} micro-batches; from the model's own: {found}"
+        return Finding("log-probs", "warning" if warning else "ok", said, warning)
 
     def disk(self) -> Finding:
         """Check the free space of output_dir against the size of the run's checkpoints."""

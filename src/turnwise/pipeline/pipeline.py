@@ -37,6 +37,7 @@ from turnwise.run.step import TrainingStep
 from turnwise.training import checkpoint
 from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
+from turnwise.training.samples import recent_versions
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
@@ -135,7 +136,7 @@ class RunningPipeline:
         loop = {
             "step": self.progress.iteration,
             "exactness": self.progress.exactness.to_dict(),
-            "versions": self.step.versions.state(),
+            "versions": list(self.step.versions),
             "program": dict(state),
         }
         with waiting(f"the trainer to save {folder}"):
@@ -148,7 +149,7 @@ class RunningPipeline:
         with waiting(f"the trainer to load {folder}"):
             loop = await run_in_thread(checkpoint.read_loop, folder)
             version = await self.trainer.load(folder)
-        self.step.versions.restore(loop.get("versions"), version)
+        self.step.versions = recent_versions(self.config, version, loop.get("versions"))
         await self.step.update_weights()
         self.progress.iteration = loop["step"]
         self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])

@@ -5,9 +5,10 @@ to start one that also generates trajectories and trains.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -32,17 +33,8 @@ SERVER = "starting the OpenAI server"
 CHATS = "starting the chat scheduler"
 FRONTS = {"agent": SERVER, "chat_scheduler": CHATS}
 """Names of the starts of what serves the trajectories of a loop, for display."""
-
-
-class _Front(Protocol):
-    """The OpenAI server, or the backend that serves chats without HTTP."""
-
-    async def start(self) -> object: ...
-
-    async def stop(self) -> None: ...
-
-
-_FrontType = TypeVar("_FrontType", bound=_Front)
+_Front = TypeVar("_Front", "OpenAIServer", ChatBackend)
+_Imported = TypeVar("_Imported")
 
 
 @asynccontextmanager
@@ -52,20 +44,15 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
         engine = config.engine.model_copy(update={"metrics": True})
         config = config.model_copy(update={"engine": engine})
 
-    async def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
-        make = await import_server()
+    def front(server: "type[OpenAIServer]", manager: AsyncLLMServerManager) -> "OpenAIServer":
+        scheduler, processes = manager.scheduler, None
+        if config.serving.session_processes:
+            from turnwise.serving.front_processes import FrontProcesses
 
-        def front(manager: AsyncLLMServerManager) -> "OpenAIServer":
-            scheduler, processes = manager.scheduler, None
-            if config.serving.session_processes:
-                from turnwise.serving.front_processes import FrontProcesses
+            processes = FrontProcesses(config, scheduler)
+        return server(config, scheduler, processes=processes)
 
-                processes = FrontProcesses(config, scheduler)
-            return make(config, scheduler, processes=processes)
-
-        return front
-
-    async with _open_fleet(config, progress, SERVER, prepare) as (manager, server):
+    async with _open_fleet(config, progress, SERVER, import_server, front) as (manager, server):
         server.workers = lambda: manager.base_urls
         yield server
 
@@ -75,12 +62,13 @@ async def open_manager(
     config: Config, progress: Progress = SILENT
 ) -> AsyncIterator[AsyncLLMServerManager]:
     """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`."""
-
-    async def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
-        scheduler = await import_chat_scheduler(config)
-        return lambda manager: ChatBackend(config, manager.scheduler, scheduler)
-
-    async with _open_fleet(config, progress, CHATS, prepare) as (manager, chats):
+    async with _open_fleet(
+        config,
+        progress,
+        CHATS,
+        partial(import_chat_scheduler, config),
+        lambda chat_scheduler, manager: ChatBackend(config, manager.scheduler, chat_scheduler),
+    ) as (manager, chats):
         manager.chats = chats
         yield manager
 
@@ -90,19 +78,20 @@ async def _open_fleet(
     config: Config,
     progress: Progress,
     name: str,
-    prepare: Callable[[], Awaitable[Callable[[AsyncLLMServerManager], _FrontType]]],
-) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
-    """Start the workers and the front end concurrently; `prepare` imports what the latter needs."""
+    load: Callable[[], Coroutine[object, object, _Imported]],
+    make_front: Callable[[_Imported, AsyncLLMServerManager], _Front],
+) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
+    """Start the workers and the front end concurrently; `load` imports what the latter needs."""
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
     async with AsyncExitStack() as stack:
-        importing = asyncio.ensure_future(prepare())
+        importing = asyncio.ensure_future(load())
         stack.callback(importing.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         manager = make_manager(config, gpu_share(config, gpus, training=False))
         stack.push_async_callback(manager.shutdown)
-        front = (await importing)(manager)
+        front = make_front(await importing, manager)
         stack.push_async_callback(front.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))

@@ -5,7 +5,7 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from turnwise.core.user_code import import_user_code
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts import Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses, open_front
@@ -46,9 +46,7 @@ class Runtime:
     """The parts of a run; started and stopped by `open_runtime`."""
 
     manager: AsyncLLMServerManager
-    """Manager of the engines."""
     runner: Runner
-    """Runner that generates trajectories."""
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
     processes: RolloutProcesses | None = None
@@ -61,13 +59,10 @@ class Runtime:
 
     def group_runner(self, sampling: SamplingConfig) -> RunGroup:
         """Return a function that runs the group of a problem, under a unique tag."""
-
-        def run_group(problem: Problem, tag: str) -> Awaitable[Group]:
-            if self.processes is not None:
-                return self.processes.run_group(problem, sampling, tag)
-            return self.runner.run_group(self.generator, problem, sampling, tag)
-
-        return run_group
+        if (processes := self.processes) is not None:
+            return lambda problem, tag: processes.run_group(problem, sampling, tag)
+        run_group, generator = self.runner.run_group, self.generator
+        return lambda problem, tag: run_group(generator, problem, sampling, tag)
 
 
 @asynccontextmanager

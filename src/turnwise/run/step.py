@@ -17,8 +17,7 @@ from turnwise.errors import ExactnessError
 from turnwise.rollouts import Group
 from turnwise.run.runtime import Runtime
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.sample import Sample
-from turnwise.training.samples import RecentVersions, SampleBatch, make_samples
+from turnwise.training.samples import SampleBatch, make_samples, recent_versions
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ class TrainingStep:
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
-        self.versions = RecentVersions(config)
-        """Versions of the last steps."""
+        self.versions = recent_versions(config)
         self.algorithm = make_algorithm(config.algorithm)
         self._config = config
         self._manager = runtime.manager
@@ -55,7 +53,7 @@ class TrainingStep:
         Args:
             discarded: Groups that are only accounted for, each after the reason.
         """
-        version, oldest = self._policy.version, self.versions.oldest
+        version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest
         )
@@ -77,6 +75,7 @@ class TrainingStep:
         Raises:
             ExactnessError: naming the first token that differs from the sampled one, unless
                 `exactness` is `warn`; nothing is trained then.
+            TrainerError, DeadlineError: naming the rank that failed.
         """
         report = batch.report
         if report.first_violation is not None and self._config.exactness == "stop":
@@ -84,19 +83,13 @@ class TrainingStep:
                 f"{report.violations} violations of exactness; the first: "
                 f"{report.first_violation}; set exactness=warn to train anyway"
             )
-        metrics = await self.train(batch.samples) if batch.samples else {}
-        self.versions.step_ended(self._policy.version)
+        metrics: JsonObject = {}
+        if batch.samples:
+            with waiting("the trainer to train"):
+                async with self._trainers_turn():
+                    metrics = await self._policy.train(batch.samples)
+        self.versions.append(self._policy.version)
         return metrics
-
-    async def train(self, samples: Sequence[Sample]) -> JsonObject:
-        """Minimise the loss on one or more samples; return the trainer's metrics.
-
-        Raises:
-            TrainerError, DeadlineError: naming the rank that failed.
-        """
-        with waiting("the trainer to train"):
-            async with self._trainers_turn():
-                return await self._policy.train(samples)
 
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
@@ -112,17 +105,16 @@ class TrainingStep:
     @asynccontextmanager
     async def _trainers_turn(self) -> AsyncIterator[None]:
         """Put engines that share the trainer's processes to sleep while it computes."""
-        colocated = self._config.training.colocated
-        if colocated:
-            await self._manager.sleep()
+        if not self._config.training.colocated:
+            yield
+            return
+        await self._manager.sleep()
         try:
             yield
         except Exception:  # the caller may continue, and its requests would wait forever
-            if colocated:
-                await self._manager.wake_up()
-            raise
-        if colocated:
             await self._manager.wake_up()
+            raise
+        await self._manager.wake_up()
 
     async def update_weights(self) -> JsonObject:
         """Transfer the trainer's weights to the engines and check that they arrived.

@@ -9,6 +9,7 @@ alternate, which is synchronous training; there is no separate loop for it.
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep
 from turnwise.run.token_values import columns_of
-from turnwise.training.samples import SampleBatch, gives_signal
+from turnwise.training.samples import gives_signal, recent_versions
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 
@@ -126,7 +127,9 @@ class TrainingLoop:
         self._progress.phase("resume")
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
-        self._step.versions.restore(state.get("versions"), self._policy.version)
+        self._step.versions = recent_versions(
+            self._config, self._policy.version, state.get("versions")
+        )
         await call_user_code(  # which reads the rows that were in progress
             *(self._producer.restore, state["producer"], self._resume.step),
             name="the data",
@@ -151,27 +154,38 @@ class TrainingLoop:
         await self._ending.finished()
 
     async def _consume(self, first: int) -> None:
-        """Train steps from `first` on; each line of the loop is one stage."""
+        """Train steps from `first` on."""
         previous = time.perf_counter()
         self._saved_at = time.monotonic()
         for step in range(first, self._config.training.steps + 1):
             if (batch := await self._wait_for_batch(step)) is None:
                 break
-            metrics = self._describe(step, batch)
-            await self._learn(batch, metrics)
+            metrics = StepMetrics(step=step)
+            failed = self._config.rollout.max_failed_fraction
+            metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
+            await self._learn(step, batch, metrics)
             metrics.add(await self._update_weights())
             metrics.add_evaluation(await self._evaluate(step))
-            await self._write_trajectories(step, batch)
+            trajectories = [t for group in batch.groups for t in group.trajectories]
+            await run_in_thread(self._folder.write_trajectories, step, trajectories)
+            await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
-            metrics.phase_seconds = self._phases(batch)
+            waits = defaultdict[str, float](float)  # those of the step's trajectories
+            for group in batch.groups:
+                for phase, seconds in group.seconds.items():
+                    waits[phase] += seconds
+            metrics.phase_seconds = {**self._seconds, **waits}
             await self._report(metrics)
             await self._show_samples(step, batch)
             self._seconds = {}
             self._finished = step
             if not self._config.training.max_staleness:
                 self._resumable = self._producer.state()
-            if self._is_due(step):
+            training = self._config.training
+            every, minutes = training.checkpoint_every, training.checkpoint_minutes
+            old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+            if step == training.steps or self._reached or (every and step % every == 0) or old:
                 await self._save(step)
             if self._reached or self._ending.asked.is_set():
                 break
@@ -191,8 +205,9 @@ class TrainingLoop:
                 batch.cancel()
                 asked.cancel()
 
-    async def _learn(self, batch: Batch, metrics: StepMetrics) -> None:
-        """Train on a step's groups: rewards -> advantages -> samples -> loss.
+    async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
+        """Train on a step's groups: rewards -> advantages -> samples -> loss; write what its tokens
+        were trained with.
 
         Raises:
             ExactnessError: when a token differs from the sampled one; nothing is trained then.
@@ -206,8 +221,17 @@ class TrainingLoop:
             self._progress.phase("train")
         with self._timed("train"):
             metrics.add(await self._step.learn(samples))
-        if samples.samples:
-            await self._write_token_values(metrics.step, batch, samples, version)
+        trained = self._policy.trained_tokens
+        if not samples.samples or not trained:
+            return
+
+        def write() -> None:
+            trajectories = [t for group in batch.groups for t in group.trajectories]
+            columns = columns_of(trained, samples.origins, trajectories, version)
+            self._folder.write_token_values(step, columns)
+
+        with self._timed("write"):
+            await run_in_thread(write)
 
     async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories."""
@@ -254,33 +278,6 @@ class TrainingLoop:
         metrics.step_seconds = time.perf_counter() - started
         await self._report(metrics)
 
-    def _describe(self, step: int, batch: Batch) -> StepMetrics:
-        """Return a step's metrics, with those of its rollouts filled in."""
-        failed = self._config.rollout.max_failed_fraction
-        metrics = StepMetrics(step=step)
-        metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
-        return metrics
-
-    async def _write_trajectories(self, step: int, batch: Batch) -> None:
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        await run_in_thread(self._folder.write_trajectories, step, trajectories)
-        await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
-
-    async def _write_token_values(
-        self, step: int | None, batch: Batch, samples: SampleBatch, version: int
-    ) -> None:
-        trained = self._policy.trained_tokens
-        if step is None or not trained:
-            return
-
-        def write() -> None:
-            trajectories = [t for group in batch.groups for t in group.trajectories]
-            columns = columns_of(trained, samples.origins, trajectories, version)
-            self._folder.write_token_values(step, columns)
-
-        with self._timed("write"):
-            await run_in_thread(write)
-
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""
         every = self._config.samples_every
@@ -298,16 +295,6 @@ class TrainingLoop:
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await run_in_thread(self._folder.write_samples, step, both)
 
-    def _is_due(self, step: int) -> bool:
-        training = self._config.training
-        every, minutes = training.checkpoint_every, training.checkpoint_minutes
-        return (
-            step == training.steps
-            or self._reached
-            or bool(every and step % every == 0)
-            or bool(minutes and time.monotonic() - self._saved_at >= 60 * minutes)
-        )
-
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
         self._progress.phase("save")
@@ -317,7 +304,7 @@ class TrainingLoop:
             state = {
                 "step": step,
                 "producer": self._resumable or self._producer.state(),
-                "versions": self._step.versions.state(),
+                "versions": list(self._step.versions),
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,
             }
@@ -330,14 +317,6 @@ class TrainingLoop:
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def _phases(self, batch: Batch) -> dict[str, float]:
-        """Return the loop's seconds by phase, and the waiting times of the step's trajectories."""
-        waits: dict[str, float] = {}
-        for group in batch.groups:
-            for phase, seconds in group.seconds.items():
-                waits[phase] = waits.get(phase, 0.0) + seconds
-        return self._seconds | waits
 
     async def _report(self, metrics: StepMetrics) -> None:
         await run_in_thread(self._folder.write_step, metrics)

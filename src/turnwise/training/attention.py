@@ -6,7 +6,7 @@ memory that grows with T, and no work for pairs of tokens in different sequences
 Transformers' other implementations (`training.attention`) compute all sequences at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -61,8 +61,7 @@ def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Co
 
     It is empty where neither matters, and for a model that separates sequences by a mask.
     """
-    plain = columns.lengths is None and columns.group is None and columns.prefixes is None
-    if plain or not is_packed(model):
+    if (columns.lengths is None and columns.group is None) or not is_packed(model):
         yield {}
         return
     before = _expected.set(columns)
@@ -95,34 +94,26 @@ def packed_attention(
     group = columns.group if columns is not None else None
     if group is not None:
         tensors = [group.heads(tensor) for tensor in tensors]
+    if columns is None or columns.column_S is None or columns.own is None:
+        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
+        sequences = [torch.split(tensor, lengths, dim=2) for tensor in tensors]
+    else:  # each sample's own queries, and the keys and values of all its tokens
+        assert columns.lengths is not None
+        query, *others = tensors
+        sequences = [torch.split(query, columns.own, dim=2)] + [
+            torch.split(tensor.index_select(2, columns.column_S), columns.lengths, dim=2)
+            for tensor in others
+        ]
     causal = getattr(module, "is_causal", True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)
-        for query, key, value in _sequences(columns, tensors)
+        for query, key, value in zip(*sequences, strict=True)
+        if query.shape[2]
     ]
     out_BHTD = torch.cat(outputs, dim=2)
     if group is not None:
         out_BHTD = group.columns(out_BHTD)
     return out_BHTD.transpose(1, 2).contiguous(), None
-
-
-def _sequences(
-    columns: Columns | None, tensors: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield each sequence's queries, keys and values; of samples that share columns, each one's own
-    queries, and the keys and values of all its tokens."""
-    if columns is None or columns.prefixes is None:
-        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
-        yield from zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
-        return
-    prefixes, (query, *others) = columns.prefixes, tensors
-    keys, values = (
-        torch.split(tensor.index_select(2, prefixes.columns_S), prefixes.lengths, dim=2)
-        for tensor in others
-    )
-    for own, *sample in zip(torch.split(query, prefixes.own, dim=2), keys, values, strict=True):
-        if own.shape[2]:
-            yield own, *sample
 
 
 def _attention(

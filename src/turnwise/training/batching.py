@@ -5,6 +5,7 @@ together; micro-batches computed at the same time are of similar size. The assig
 changes no result.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
 samples with a common beginning compute it once (`Columns.shared`)."""
 _Ids = npt.NDArray[np.int64]
+_Unit = tuple[list[Sample], int, int]
+"""A pair or a sequence, and the tokens that are computed for it: as the first of its micro-batch,
+and after the unit before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
     A CPU's cores have enough to do with few tokens, so more of them only take memory.
     """
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
+
+
+def threads_of(training: TrainingConfig) -> int:
+    """Return the threads of a rank: `training.threads`, or its share of the cores."""
+    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
 
 
 def plan_micro_batches(
@@ -83,29 +92,25 @@ def plan_micro_batches(
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
         buckets = _buckets(_units(list(units.values()), layout), max_tokens, ranks, layout)
-        for share, micro_batches in zip(shares, _assign(buckets, ranks), strict=True):
+        buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
+        dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
+        for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
+            row = [[s for unit, _, _ in b for s in unit] for b in buckets[start : start + ranks]]
+            row += [[] for _ in range(ranks - len(row))]
+            # Every other round in reverse order: no rank always gets the largest.
+            for rank, bucket in enumerate(row[::-1] if number % 2 else row):
+                dealt[rank].append(bucket)
+        for share, micro_batches in zip(shares, dealt, strict=True):
             share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A pair or a sequence, and the tokens that are computed for it."""
-
-    samples: list[Sample]
-    alone: int  # as the first of its micro-batch
-    after: int  # after the unit before it
-
-    @property
-    def longest(self) -> int:
-        return max(sample.length for sample in self.samples)
 
 
 def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
     """Return units in an order in which neighbours go well together."""
     if layout != "shared":
-        sized = [(samples, sum(sample.length for sample in samples)) for samples in units]
-        return sorted((_Unit(s, n, n) for s, n in sized), key=lambda unit: unit.longest)
+        by_length = sorted(units, key=lambda samples: max(sample.length for sample in samples))
+        sizes = [sum(sample.length for sample in samples) for samples in by_length]
+        return [(samples, size, size) for samples, size in zip(by_length, sizes, strict=True)]
     ordered, before = list[_Unit](), None
     for number in _in_order([samples[0].token_ids_T for samples in units]):
         alone = saved = 0
@@ -114,7 +119,7 @@ def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
             alone += sample.length - (common if index else 0)
             saved += 0 if index else common
             before = sample.token_ids_T
-        ordered.append(_Unit(units[number], alone, alone - saved))
+        ordered.append((units[number], alone, alone - saved))
     return ordered
 
 
@@ -141,31 +146,10 @@ def _buckets(
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
     """Return the tokens that are computed, padding included."""
     if layout == "padded":
-        return sum(len(unit.samples) for unit in bucket) * max(unit.longest for unit in bucket)
-    return bucket[0].alone + sum(unit.after for unit in bucket[1:])
-
-
-def _assign(buckets: Sequence[list[_Unit]], ranks: int) -> list[list[list[Sample]]]:
-    """Assign buckets of similar size to one round; a rank without one gets an empty bucket."""
-    ordered = sorted(buckets, key=lambda bucket: -_cost(bucket, "packed"))
-    flat = [[sample for unit in bucket for sample in unit.samples] for bucket in ordered]
-    flat += [[] for _ in range(-len(flat) % ranks)]
-    dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
-    for start in range(0, len(flat), ranks):
-        row = flat[start : start + ranks]
-        # Every other round in reverse order: no rank always gets the largest.
-        for rank, bucket in enumerate(row[::-1] if start // ranks % 2 else row):
-            dealt[rank].append(bucket)
-    return dealt
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefixes:
-    """The samples of a row that share columns, in their order in the row."""
-
-    columns_S: torch.Tensor  # the column of each token of each sample
-    lengths: list[int]  # number of tokens of each
-    own: list[int]  # number of tokens at the end of each that are computed for it
+        lengths = [sample.length for samples, _, _ in bucket for sample in samples]
+        return len(lengths) * max(lengths)
+    (_, alone, _), *others = bucket
+    return alone + sum(after for _, _, after in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +165,17 @@ class Columns:
     before_N: torch.Tensor  # positions before masked tokens, counted row by row
     targets_N: torch.Tensor  # the masked tokens that follow them
     lengths: list[int] | None
-    """Lengths of the sequences of the whole packed row; None if it is not packed."""
+    """Number of tokens of each sequence of the whole packed row; None if it is not packed."""
     group: ContextGroup | None
     number_N: torch.Tensor  # number of each target among those of all columns
     total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
     """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
     is 1 where there is one; None if no token has one."""
-    prefixes: SharedPrefixes | None = None
-    """The samples of a row that share columns; None where each has its own."""
+    column_S: torch.Tensor | None = None
+    """The column of each token of each sequence, if sequences share columns; None: in order."""
+    own: list[int] | None = None
+    """If they do, the number of tokens at the end of each sequence that are computed for it."""
 
     @classmethod
     def of(
@@ -280,15 +266,12 @@ class Columns:
             tensor(positions)[None],
             tensor(columns[i][:-1][mask[1:]] for i, mask in enumerate(masks)),
             targets_N,
-            lengths=None,
+            lengths=[len(columns[number]) for number in numbers],
             group=None,
             number_N=torch.arange(len(targets_N), device=device),
             total=len(targets_N),
-            prefixes=SharedPrefixes(
-                tensor(columns[number] for number in numbers),
-                [len(columns[number]) for number in numbers],
-                own,
-            ),
+            column_S=tensor(columns[number] for number in numbers),
+            own=own,
         )
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:

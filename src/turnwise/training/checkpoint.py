@@ -154,7 +154,15 @@ def translate_disk_full(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons = list(_reasons(error))
+        reasons: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in _FULL:
+                reasons.append(str(cause.strerror))
+            elif isinstance(cause, RuntimeError) and "inline_container" in str(cause):
+                # torch's message for an incomplete write
+                reasons.append("the disk did not take everything")
+            cause = cause.__cause__ or cause.__context__
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
         if not reasons:
@@ -162,13 +170,3 @@ def translate_disk_full(path: Path) -> Iterator[None]:
         raise TurnwiseError(
             f"{path} cannot be written: {reasons[0]}; earlier checkpoints are untouched"
         ) from error
-
-
-def _reasons(error: BaseException | None) -> Iterator[str]:
-    """Yield the reasons of an error and its causes that mean a full disk."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            yield str(error.strerror)
-        elif isinstance(error, RuntimeError) and "inline_container" in str(error):
-            yield "the disk did not take everything"  # torch's message for an incomplete write
-        error = error.__cause__ or error.__context__

@@ -76,13 +76,19 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
     try:
         reader = _Reader(state)
         saved = reader.read_metadata().state_dict_metadata  # torch would obscure its errors
-        for name in learners:
+        step, *means = _MOMENTS
+        moments: dict[str, _Moments] = {}
+        for name, learner in learners.items():
             if not any(key.startswith(f"{name}.") for key in saved):
                 raise ValueError(
                     f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
                     "with a value model when a run is resumed"
                 )
-        moments = {name: _room(name, learner, saved) for name, learner in learners.items()}
+            moments[name] = {  # room for those that the checkpoint has
+                own: {step: torch.zeros(()), **{key: torch.zeros_like(parameter) for key in means}}
+                for own, parameter in learner.module.named_parameters()
+                if f"{name}.optimizer.state.{own}.{step}" in saved
+            }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
         with _alone():  # into the parameters themselves, and into these moments
             alone = not dist.is_initialized()
@@ -104,16 +110,6 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
 def _state(learner: TrainableModule, moments: _Moments) -> dict[str, object]:
     # The optimizer's own state_dict would take a step, to have something to describe.
     return {"model": get_model_state_dict(learner.module), "optimizer": {"state": moments}}
-
-
-def _room(name: str, learner: TrainableModule, saved: Mapping[str, object]) -> _Moments:
-    """Return room for the moments that a checkpoint has."""
-    step, *means = _MOMENTS
-    return {
-        own: {step: torch.zeros(()), **{key: torch.zeros_like(parameter) for key in means}}
-        for own, parameter in learner.module.named_parameters()
-        if f"{name}.optimizer.state.{own}.{step}" in saved
-    }
 
 
 class _Reader(filesystem.FileSystemReader):

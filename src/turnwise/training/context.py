@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
 from turnwise.errors import InputError
 
@@ -59,8 +58,12 @@ class ContextGroup:
 
     def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
         """Return the values of all ranks, each at its number among the total: [total]."""
-        whole_N: torch.Tensor = _Union.apply(values_N, number_N, total, self.ranks)  # type: ignore[no-untyped-call]
-        return whole_N
+        own_N = values_N.new_zeros(total).index_copy(0, number_N, values_N)
+        whole_N = own_N.detach().clone()
+        dist.all_reduce(whole_N, group=self.ranks)
+        # All ranks compute the same from them, so the gradient of own values is complete.
+        is_own_N = torch.zeros_like(whole_N, dtype=torch.bool).index_fill(0, number_N, True)
+        return torch.where(is_own_N, own_N, whole_N)
 
 
 def check_divisible(model: "PreTrainedModel", size: int, exchanges: bool) -> None:
@@ -104,26 +107,3 @@ def _exchanged(parts: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=ranks)
     return received
-
-
-class _Union(torch.autograd.Function):
-    """The values of all ranks at their places. All ranks compute the same from them, so the
-    gradient of a rank's own values is complete without the others'."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        values_N: torch.Tensor,
-        number_N: torch.Tensor,
-        total: int,
-        ranks: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(number_N)
-        whole_N = values_N.new_zeros(total).index_copy(0, number_N, values_N)
-        dist.all_reduce(whole_N, group=ranks)
-        return whole_N
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (number_N,) = ctx.saved_tensors
-        return gradients[0][number_N], None, None, None

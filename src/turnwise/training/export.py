@@ -29,10 +29,10 @@ from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import dtype_of, load_model, path_of
 from turnwise.training.lora import (
     ADAPTER_TENSORS,
+    PREFIX,
     adapter_config,
     adapter_tensors,
     add_product,
-    split_name,
     write_adapter,
 )
 from turnwise.training.shards import full_tensors, saved_buffers, tensor_shapes
@@ -116,8 +116,8 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)
     for name, first in factors.items():
-        layer, factor = split_name(name)
-        if factor != "lora_A":
+        layer, is_first, _ = name.removeprefix(PREFIX).partition(".lora_A.")
+        if not is_first:
             continue
         weight = weights.get(f"{layer}.weight")
         second = factors[name.replace("lora_A", "lora_B")]

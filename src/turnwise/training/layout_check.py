@@ -24,6 +24,7 @@ from turnwise.training.attention import is_packed, set_packed
 from turnwise.training.batching import Layout, make_micro_batch
 from turnwise.training.context import CONTEXT_KEY, ContextGroup
 from turnwise.training.loading import dtype_of, load_model
+from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 
@@ -71,6 +72,7 @@ class Difference:
 class ModelCheck:
     """The check of one model. All ranks make the same calls, and get the same answers."""
 
+    @torch.no_grad()
     def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
         self._models, self._module = models, module
         self._model: PreTrainedModel = (
@@ -121,11 +123,10 @@ class ModelCheck:
         batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
             with _any_head(self._module):
-                values_N = self._models.estimate(batch)
-        elif self._module is self._models.policy:
-            values_N = self._models.score("policy", batch, _PLAIN).logprobs_N
+                values_N = self._models.estimate(batch.columns)
         else:
-            values_N = self._models.score("reference", batch, _PLAIN).logprobs_N
+            role: ModelName = "policy" if self._module is self._models.policy else "reference"
+            values_N, _ = self._models.score(role, batch.columns, _PLAIN)
         return list(torch.split(values_N.float().cpu(), [sample.trained for sample in samples]))
 
     def _by_logits(self) -> list[torch.Tensor]:
@@ -160,19 +161,11 @@ class ModelCheck:
         return Difference(nats, relative, self._rounding, error)
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedLayout:
-    """The layout of micro-batches that all ranks agreed on."""
-
-    layout: Layout
-    warning: str = ""  # the reason if it is not the preferred one; "" if it is
-
-
 def agreed_layout(
     checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
-) -> AgreedLayout:
+) -> tuple[Layout, str]:
     """Return the preferred layout, or padded if a model computes something else in it, unless the
-    configuration names one."""
+    configuration names one; and a warning if it is not the preferred one, else ""."""
     for check in checks:
         if not check.own.small:
             raise InputError(
@@ -191,7 +184,7 @@ def agreed_layout(
     if why:
         raise InputError(f"padded micro-batches change {why}, which cannot be trained then")
     torch.cuda.empty_cache()  # an engine in this process may need the memory
-    return AgreedLayout(layout, warning)
+    return layout, warning
 
 
 def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
@@ -201,18 +194,12 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
 
 
-@torch.no_grad()
-def check_models(models: Models, max_length: int) -> list[ModelCheck]:
-    """Begin the checks of all of a rank's models."""
-    return [ModelCheck(models, module, max_length) for module in models.modules()]
-
-
 def check_policy(config: Config, device: torch.device) -> ModelCheck:
     """Load the policy alone, without anything to train it, and return its check."""
     dtype = dtype_of(config)
     scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
     models = Models(scorer.to(device), None, None, device)
-    return check_models(models, config.model.max_length)[0]
+    return ModelCheck(models, models.policy, config.model.max_length)
 
 
 def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:

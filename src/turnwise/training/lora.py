@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,32 +17,30 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from turnwise.config import LoraConfig
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.core.optional import optional
+from turnwise.core.optional import Foreign, optional
 from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.training.shards import whole
 from turnwise.weights.manifest import NamedTensors
 
-Untyped = Any
-"""Objects of PEFT and Transformers."""
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""
 _ADAPTERS: dict[ModelName, str] = {"policy": "default", "value": "value"}
 """PEFT's name of the adapter that is active in each role; the reference model has none."""
 _POLICY = _ADAPTERS["policy"]
-_PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
+PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
 
 
-def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[ModelName]) -> None:
+def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -> None:
     """Freeze a model and give its layers an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
     peft = optional("peft", "lora", "model.lora")
-    targets: Untyped = lora.target_modules
+    targets: Foreign = lora.target_modules
     names = [_ADAPTERS[role] for role in roles if role in _ADAPTERS]
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
@@ -77,7 +75,7 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[ModelName]) -
             parameter.data = parameter.data.float()
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Untyped]:
+def adapted_layers(model: nn.Module) -> dict[str, Foreign]:
     """Return PEFT's layers by their names in the model."""
     kind = optional("peft.tuners.lora", "lora", "model.lora").LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
@@ -100,7 +98,7 @@ def trained_part(module: nn.Module, role: ModelName) -> nn.Module:
     return part
 
 
-def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Untyped]]:
+def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Foreign]]:
     """Yield the parameters that an update of the engines must contain: their names in the plain
     model, and PEFT's layers of those with an adapter.
 
@@ -147,10 +145,10 @@ def adapter_tensors(model: nn.Module) -> NamedTensors:
     """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
     for name, parameter in model.named_parameters():
         if f".{_POLICY}." in name and ".lora_" in name:
-            yield _PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
+            yield PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
 
 
-def adapter_config(model: Untyped, base: str) -> dict[str, object]:
+def adapter_config(model: Foreign, base: str) -> dict[str, object]:
     """Return the contents of PEFT's `adapter_config.json` for the policy's adapter."""
     settings = model.peft_config[_POLICY]
     return {
@@ -159,12 +157,6 @@ def adapter_config(model: Untyped, base: str) -> dict[str, object]:
         "inference_mode": True,
         "target_modules": sorted(settings.target_modules),
     }
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the layer's name and the factor's, lora_A or lora_B, of a tensor of PEFT's files."""
-    layer, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
-    return layer, f"lora_{rest.partition('.')[0]}"
 
 
 def write_adapter(

@@ -1,8 +1,10 @@
 """The trainer's models: their computation, and their distribution over ranks by FSDP2."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
+from turnwise.core.optional import Foreign
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.training.batching import Columns, MicroBatch
+from turnwise.training.batching import Columns
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import (
     POLICY,
@@ -34,9 +38,93 @@ from turnwise.training.loading import (
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import add_adapters, take_role, trained_part
 from turnwise.training.memory import check_room
-from turnwise.training.routing import RoutingReplay
 from turnwise.training.scoring import Scores, hidden_before, score_columns
 from turnwise.training.shards import read_shards, weight_files
+
+_KEY = "engine.routing_replay"
+_ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
+"""Names of the classes of routers in Transformers."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NARROW = 256  # most experts whose numbers are one byte each
+
+
+class RoutingReplay:
+    """The routers of a model, which repeat the engine's choice of experts (R3).
+
+    A mixture of experts amplifies rounding: where two experts are almost equally likely, engine and
+    trainer may choose differently, and the log-probs of the token differ at once. Here each router
+    computes its own probabilities, and takes them at the recorded experts, so that its gradient is
+    that of this choice (https://arxiv.org/abs/2510.11370). Tokens without a record are routed as
+    ever.
+    """
+
+    def __init__(self, model: Foreign) -> None:
+        text = model.config.get_text_config()
+        self._layers: int = text.num_hidden_layers
+        self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The choices of each token, layer and rank among its experts [N, L, K], and whether the
+        token has any [N, 1]."""
+        self._experts = self._each = 0
+        for name, module in model.named_modules():
+            layer = _LAYER.search(f".{name}.")
+            if layer is not None and _ROUTER.search(type(module).__name__):
+                self._each, self._experts = module.top_k, module.weight.shape[0]
+                module.forward = partial(self._route, int(layer[1]), module.forward)
+        if not self._experts:
+            raise InputError(f"{_KEY}: a {text.model_type} model has no routers that are known")
+
+    def use(self, experts_BTR: torch.Tensor | None) -> None:
+        """Set the choices of the next forward and backward pass; None: none are recorded."""
+        self._recorded = None
+        if experts_BTR is None:
+            return
+        kind = torch.uint8 if self._experts <= _NARROW else torch.uint16
+        size = self._layers * self._each * kind.itemsize
+        if experts_BTR.shape[-1] != 1 + size:
+            raise InputError(
+                f"{_KEY}: the engine recorded {experts_BTR.shape[-1] - 1} bytes for each token, "
+                f"and {self._layers} layers of the trainer's model have {size}"
+            )
+        rows_NR = experts_BTR.flatten(0, 1)
+        chosen_NC = rows_NR[:, 1:].contiguous().view(kind).long()
+        chosen_NLK = chosen_NC.view(-1, self._layers, self._each)
+        self._recorded = chosen_NLK, rows_NR[:, :1].bool()
+
+    def _route(self, layer: int, route: Foreign, *arguments: Foreign) -> Foreign:
+        """Compute one router, with the recorded choice in the place of its own."""
+        if self._recorded is None:
+            return route(*arguments)
+        chosen_NLK, known_N1 = self._recorded
+        with _Choice(chosen_NLK[:, layer], known_N1, self._experts) as choice:
+            result = route(*arguments)
+        if choice.made != 1:
+            raise InputError(f"{_KEY}: this model's routers choose in a way that is not known")
+        return result
+
+
+class _Choice(TorchFunctionMode):
+    """The recorded experts as the result of a router's top-k over all experts."""
+
+    def __init__(self, chosen_NK: torch.Tensor, known_N1: torch.Tensor, experts: int) -> None:
+        super().__init__()
+        self.made = 0
+        self._chosen_NK, self._known_N1, self._experts = chosen_NK, known_N1, experts
+
+    def __torch_function__(
+        self,
+        func: Foreign,
+        types: Foreign,
+        args: Foreign = (),
+        kwargs: dict[str, Foreign] | None = None,
+    ) -> Foreign:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
+            return result
+        if result.indices.shape != self._chosen_NK.shape:
+            return result
+        self.made += 1
+        indices_NK = torch.where(self._known_N1, self._chosen_NK, result.indices)
+        return torch.return_types.topk((args[0].gather(-1, indices_NK), indices_NK))
 
 
 class Scorer(nn.Module):
@@ -63,12 +151,11 @@ class Scorer(nn.Module):
         self._replay = replay
 
     def forward(
-        self, batch: MicroBatch, sampling: SamplingConfig | None = None, role: ModelName = "policy"
+        self, columns: Columns, sampling: SamplingConfig | None = None, role: ModelName = "policy"
     ) -> Scores | torch.Tensor:
-        """Return the scores of a batch's masked tokens; in the role of the value model, values."""
+        """Return the scores of the targets; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
-        columns = batch.columns
         if self._replay is not None:
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
@@ -89,8 +176,8 @@ class Critic(nn.Module):
         self.dtype = dtype
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        return _values_N(self.backbone, self.head, batch.columns)
+    def forward(self, columns: Columns) -> torch.Tensor:
+        return _values_N(self.backbone, self.head, columns)
 
 
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
@@ -127,22 +214,22 @@ class Models:
     """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(
-        self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
+        self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the scores of a batch's targets by the policy or the reference model; by default
-        under the configuration's `sampling`."""
+        """Return the scores of targets by the policy or the reference model; by default under the
+        configuration's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
-            scores: Scores = module(batch, sampling, name)
+            scores: Scores = module(columns, sampling, name)
         return scores
 
-    def estimate(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the value model's estimate of the return before each masked token: [N]."""
+    def estimate(self, columns: Columns) -> torch.Tensor:
+        """Return the value model's estimate of the return before each target: [N]."""
         assert self.value is not None, "there is no value model"
         shared = (None, "value") if isinstance(self.value, Scorer) else ()
         with self.computing(self.value):
-            values_N: torch.Tensor = self.value(batch, *shared)
+            values_N: torch.Tensor = self.value(columns, *shared)
         return values_N
 
     def trained(self, role: ModelName) -> nn.Module | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from turnwise.config import Config
 from turnwise.training.algorithms import Algorithm
 from turnwise.training.algorithms.advantages import moments, normalised
-from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches
 from turnwise.training.model import Models
 from turnwise.training.reports import UpdateReport
@@ -42,13 +42,13 @@ class TrainingObjective:
         with torch.no_grad():
             for batch in batches:
                 if self._penalised or (self._corrected and updates > 1):
-                    batch.old_logprobs_N, _ = self._models.score("policy", batch)
+                    batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
                 if self._loss.needs_reference or self._config.kl.coef:
-                    reference_N, _ = self._models.score("reference", batch)
+                    reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
                 if self._advantage.needs_values:
-                    batch.values_N = self._models.estimate(batch)
-                self._spread(batch)
+                    batch.values_N = self._models.estimate(batch.columns)
+                self._make_advantages(batch)
         if self._advantage.normalise and self._advantage.needs_values:
             sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
             if self._ranks > 1:
@@ -57,7 +57,7 @@ class TrainingObjective:
                 advantages_N = normalised(batch.tokens.advantages_N, sums_3)
                 batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
 
-    def _spread(self, batch: MicroBatch) -> None:
+    def _make_advantages(self, batch: MicroBatch) -> None:
         """Turn each trajectory's advantage or reward into advantages of its tokens."""
         kl, tokens = self._config.kl, batch.tokens
         penalties_N: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class TrainingObjective:
         recorded: list[torch.Tensor],
     ) -> None:
         """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
-        logprobs_N, entropy_N = self._models.score("policy", batch)
+        logprobs_N, entropy_N = self._models.score("policy", batch.columns)
         engine_N = batch.tokens.engine_logprobs_N
         if not self._corrected:
             old_N = engine_N
@@ -113,11 +113,11 @@ class TrainingObjective:
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
         made = objective(
             self._config,
+            self._loss,
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
             constant=self._longest,
-            loss=self._loss,
         )
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
         report.add(made, logprobs_N.detach() - engine_N, entropy_N)
@@ -134,7 +134,7 @@ class TrainingObjective:
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
         assert batch.values_N is not None
         assert batch.returns_N is not None
-        values_N = self._models.estimate(batch)
+        values_N = self._models.estimate(batch.columns)
         loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
         total = loss_N.sum() / share.total_tokens
         (total * self._ranks).backward()  # type: ignore[no-untyped-call]

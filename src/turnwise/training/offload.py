@@ -7,7 +7,6 @@ shape and views: only its storage is emptied, and later filled again.
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,12 +20,8 @@ from turnwise.internals.torch import storage_key
 _PART_BYTES = 16 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class _Away:
-    storage: Any
-    nbytes: int
-    host: torch.Tensor | None
-    """The values in host memory; None if they are in the file of their kind."""
+_Away = tuple[Any, int, torch.Tensor | None]
+"""A storage, its size in bytes, and its values in host memory; None: in the file of its kind."""
 
 
 class Offload:
@@ -49,9 +44,42 @@ class Offload:
         """Empty the storages of these kinds; returns the bytes of all kinds that are away. If
         values cannot be written, all tensors are as they were."""
         for kind in kinds:
-            if kind not in self._away:
-                self._put_away(kind)
-        return sum(part.nbytes for parts, _ in self._away.values() for part in parts)
+            if kind in self._away:
+                continue
+            parts: list[_Away] = []
+            for storage in _storages(self._tensors[kind]()):
+                host = None
+                if storage.is_cuda:
+                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                    host.copy_(_bytes(storage))
+                parts.append((storage, storage.nbytes(), host))
+            path = self._file.with_name(f"{self._file.name}-{kind}")
+            try:
+                file = path.open("w+b")
+                try:
+                    path.unlink()
+                    for storage in (storage for storage, _, host in parts if host is None):
+                        for values in torch.split(_bytes(storage), _PART_BYTES):
+                            # A storage that NumPy has accessed can no longer be resized.
+                            file.write(values.clone().numpy().tobytes())
+                    file.flush()
+                except BaseException:
+                    with suppress(OSError):  # what is not written yet: the disk is full
+                        file.close()
+                    raise
+            except OSError as error:
+                raise TurnwiseError(
+                    f"the trainer's {kind} cannot be offloaded to {path}: {error}"
+                ) from error
+            for storage, _, _ in parts:
+                storage.resize_(0)
+            self._away[kind] = parts, file
+            # The allocators return free memory to the device, and to the system.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            give_back()
+        return sum(nbytes for parts, _ in self._away.values() for _, nbytes, _ in parts)
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
@@ -67,42 +95,6 @@ class Offload:
             raise
         self.put_away(away)
 
-    def _put_away(self, kind: str) -> None:
-        parts = []
-        for storage in _storages(self._tensors[kind]()):
-            host = None
-            if storage.is_cuda:
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                host.copy_(_bytes(storage))
-            parts.append(_Away(storage, storage.nbytes(), host))
-        path = self._file.with_name(f"{self._file.name}-{kind}")
-        try:
-            file = path.open("w+b")
-            try:
-                path.unlink()
-                for part in parts:
-                    if part.host is None:
-                        for values in torch.split(_bytes(part.storage), _PART_BYTES):
-                            # A storage that NumPy has accessed can no longer be resized.
-                            file.write(values.clone().numpy().tobytes())
-                file.flush()
-            except BaseException:
-                with suppress(OSError):  # what is not written yet: the disk is full
-                    file.close()
-                raise
-        except OSError as error:
-            raise TurnwiseError(
-                f"the trainer's {kind} cannot be offloaded to {path}: {error}"
-            ) from error
-        for part in parts:
-            part.storage.resize_(0)
-        self._away[kind] = parts, file
-        # The allocators return free memory to the device, and to the system.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        give_back()
-
     def bring_back(self, kinds: Iterable[str]) -> None:
         """Fill the storages of these kinds again, if they are away; a kind whose file cannot be
         read stays away."""
@@ -112,17 +104,17 @@ class Offload:
             parts, file = self._away[kind]
             try:
                 file.seek(0)
-                for part in parts:
-                    part.storage.resize_(part.nbytes)
-                    if part.host is not None:
-                        _bytes(part.storage).copy_(part.host, non_blocking=True)
+                for storage, nbytes, host in parts:
+                    storage.resize_(nbytes)
+                    if host is not None:
+                        _bytes(storage).copy_(host, non_blocking=True)
                     else:
-                        _read(_bytes(part.storage), file)
+                        _read(_bytes(storage), file)
             except OSError as error:
                 raise TurnwiseError(
                     f"the trainer's {kind} cannot be read back from its file: {error}"
                 ) from error
-            if any(part.host is not None for part in parts):
+            if any(host is not None for _, _, host in parts):
                 torch.cuda.synchronize()
             del self._away[kind]
             file.close()

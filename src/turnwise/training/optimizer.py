@@ -63,10 +63,6 @@ class TrainableModule:
         self.updates = updates
         self._set_rate()
 
-    def forget_gradients(self) -> None:
-        """Drop the gradients of an update that failed, if there are any."""
-        self.optimizer.zero_grad(set_to_none=True)
-
     def step(self) -> tuple[float, bool]:
         """Take an optimizer step; return the gradient's norm, and whether it was finite.
 

@@ -5,12 +5,10 @@ version is the number of optimizer steps. All ranks make the same calls in the s
 computes sums, which the caller adds up.
 """
 
-import os
 import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,17 +18,18 @@ import torch
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
-from turnwise.training.algorithms import Tokens, make_algorithm
+from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import (
     Columns,
     Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
+    threads_of,
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import agreed_layout, check_models
+from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -53,24 +52,28 @@ _PLAIN = SamplingConfig()
 _ALL = ("params", "optimizer")
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """The number of a rank, from 0, the number of ranks, and their rendezvous address."""
-
-    rank: int = 0
-    ranks: int = 1
-    address: str = ""  # host:port of rank 0; "" makes no process group, for one rank alone
-
-
 class TrainerRank:
-    """A rank of the model in training; several rendezvous before the model is loaded."""
+    """A rank of the model in training; several rendezvous before the model is loaded.
+
+    Args:
+        folder: The run's folder.
+        rank: Its number, from 0.
+        ranks: Number of ranks.
+        address: host:port of rank 0; "" makes no process group, for one rank alone.
+    """
 
     def __init__(
-        self, config: Config, place: RankInfo = RankInfo(), folder: Path | None = None
+        self,
+        config: Config,
+        folder: Path | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        address: str = "",
     ) -> None:
         self._config = config
         self._training = training = config.training
-        self._place = place
+        self._rank = rank
         torch.manual_seed(config.seed)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -78,18 +81,19 @@ class TrainerRank:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        if place.address:
-            join_ranks(place.address, place.rank, place.ranks, self.device, training.step_timeout)
+        if address:
+            join_ranks(address, rank, ranks, self.device, training.step_timeout)
         group = None
         if (size := training.context_parallel) > 1:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         algorithm = make_algorithm(config.algorithm)
-        self._models = load_models(config, self.device, place.ranks, group)
-        checks = check_models(self._models, config.model.max_length)
-        self.agreed = agreed_layout(checks, training, layout_of(training, self.device))
+        self._models = models = load_models(config, self.device, ranks, group)
+        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
+        preferred = layout_of(training, self.device)
+        self.layout, self.layout_warning = agreed_layout(checks, training, preferred)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
-        self._objective = TrainingObjective(config, algorithm, self._models, place.ranks)
+        self._objective = TrainingObjective(config, algorithm, self._models, ranks)
         needed = algorithm.advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
         learning = self._models.trained("policy")
@@ -101,19 +105,18 @@ class TrainerRank:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
         self._canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
-        whole_in_process = training.colocated and place.ranks == 1
         self._sender = make_sender(
-            "in_process" if whole_in_process else config.weights.transport,
+            "in_process" if training.colocated and ranks == 1 else config.weights.transport,
             self._sent(),
             self._scorer.dtype,
             device=self.device,
-            rank=place.rank,
+            rank=rank,
             folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
         )
         self._offload = Offload(
             {"params": self._models.weights, "optimizer": self._moments},
-            (run / f"offload-{place.rank}").absolute(),
+            (run / f"offload-{rank}").absolute(),
         )
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
@@ -161,7 +164,7 @@ class TrainerRank:
             samples,
             share.trajectory_tokens,
             self.version,
-            self.agreed.layout,
+            self.layout,
             self.device,
             self._models.group,
         )
@@ -173,7 +176,7 @@ class TrainerRank:
         report = UpdateReport()
         warming, critic = self._steps < self._warmup, self._learners.get("critic")
         for learner in self._learners.values():
-            learner.forget_gradients()  # of an update that failed
+            learner.optimizer.zero_grad()  # of an update that failed
         for batch in batches:
             if not warming:
                 self._objective.policy(batch, share, report, recorded)
@@ -214,9 +217,9 @@ class TrainerRank:
             batch = self._batch(samples, share)
             with torch.no_grad():
                 if name == "value":
-                    values_N = self._models.estimate(batch)
+                    values_N = self._models.estimate(batch.columns)
                 else:
-                    values_N, _ = self._models.score(name, batch)
+                    values_N, _ = self._models.score(name, batch.columns)
             parts = torch.split(values_N.float().cpu(), [sample.trained for sample in samples])
             scored += [(s.sequence, part.tolist()) for s, part in zip(samples, parts, strict=True)]
         return scored
@@ -229,11 +232,8 @@ class TrainerRank:
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
         columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
-        none = torch.zeros(0)
-        tokens = Tokens(none, none, none, none, none, 1, none, none)
-        canary = MicroBatch(columns, tokens, none, 0)
         with torch.no_grad():
-            expected, _ = self._models.score("policy", canary, _PLAIN)
+            expected, _ = self._models.score("policy", columns, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))
 
     def _tensors(self) -> NamedTensors:
@@ -279,7 +279,7 @@ class TrainerRank:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
         the model in Hugging Face's format, or the adapter in PEFT's.
         """
-        rank, lora = self._place.rank, self._config.model.lora.rank
+        rank, lora = self._rank, self._config.model.lora.rank
         state = {
             "version": self.version,
             "steps": self._steps,
@@ -296,7 +296,7 @@ class TrainerRank:
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
-        state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
+        state = checkpoint_state.load_state(folder, self._rank, self._learners)
         self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         torch.set_rng_state(state["rng"])
@@ -308,7 +308,3 @@ def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
     if training.packing == "auto":
         return "packed" if device.type == "cuda" else "padded"
     return training.packing
-
-
-def threads_of(training: TrainingConfig) -> int:
-    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)

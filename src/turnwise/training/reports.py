@@ -14,7 +14,7 @@ from turnwise.training.sample import Sample
 if TYPE_CHECKING:
     import torch
 
-    from turnwise.training.algorithms.total_loss import Objective
+    from turnwise.training.algorithms.losses import Objective
     from turnwise.training.batching import RankBatches
 
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")

@@ -65,8 +65,8 @@ def make_samples(
     Args:
         version: Optimizer steps that the trainer has taken.
         algorithm: Built from `config.algorithm`; None builds it.
-        oldest: Oldest weight version whose tokens are trained (`RecentVersions.oldest`); older ones
-            are masked, or their groups dropped with `training.stale_policy: drop`. None assumes
+        oldest: Oldest weight version whose tokens are trained, of `recent_versions`; older ones are
+            masked, or their groups dropped with `training.stale_policy: drop`. None assumes
             that every step took `training.updates_per_step` optimizer steps.
 
     Raises:
@@ -365,28 +365,18 @@ def oldest_version(config: Config, version: int) -> int:
     return version - config.training.max_staleness * config.training.updates_per_step
 
 
-class RecentVersions:
-    """The weight versions at the end of the last steps, the oldest first.
+def recent_versions(
+    config: Config, version: int = 0, known: Iterable[int] | None = None
+) -> deque[int]:
+    """Return the weight versions at the end of the last steps, the oldest first, without those that
+    `training.max_staleness` does not need; each step adds its own.
 
-    `training.max_staleness` counts steps, which make up to `training.updates_per_step` versions:
-    fewer if trajectories are few or an update is skipped, none while only the value model learns.
+    The key counts steps, which make up to `training.updates_per_step` versions: fewer if
+    trajectories are few or an update is skipped, none while only the value model learns.
+
+    Args:
+        known: Those that the checkpoint of `version` has; None: it is an old one, or there is none.
     """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._versions = deque([0], maxlen=config.training.max_staleness + 1)
-
-    def step_ended(self, version: int) -> None:
-        self._versions.append(version)
-
-    @property
-    def oldest(self) -> int:
-        return self._versions[0]
-
-    def state(self) -> list[int]:
-        return list(self._versions)
-
-    def restore(self, state: Sequence[int] | None, version: int) -> None:
-        """Continue from a checkpoint, whose version this is; an old one has no state."""
-        known = [oldest_version(self._config, version), version] if state is None else state
-        self._versions = deque(known, maxlen=self._config.training.max_staleness + 1)
+    if known is None:
+        known = [oldest_version(config, version), version] if version else [0]
+    return deque(known, maxlen=config.training.max_staleness + 1)

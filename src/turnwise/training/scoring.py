@@ -8,7 +8,7 @@ by `min_tokens` and custom logits processors are not applied; they show in `logp
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -26,10 +26,9 @@ CHUNK_ELEMENTS = 2**25
 """Maximum number of logits computed at once: 128 MiB in float32."""
 
 
-class Scores(NamedTuple):
-    logprobs_N: torch.Tensor
-    entropy_N: torch.Tensor
-    """Entropy of the distribution that each was drawn from, in nats, without gradient."""
+Scores = tuple[torch.Tensor, torch.Tensor]
+"""Log-probs of targets, and the entropy of the distribution that each was drawn from, in nats and
+without gradient: [N] each."""
 
 
 def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
@@ -40,8 +39,8 @@ def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingCo
     Padding needs no attention mask: it is on the right, and attention is causal.
     """
     hidden_NH = hidden_before(backbone_of(model), columns)
-    own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
-    return Scores(*(columns.whole(values_N) for values_N in own))
+    logprobs_N, entropy_N = score_hidden(model, hidden_NH, columns.targets_N, sampling)
+    return columns.whole(logprobs_N), columns.whole(entropy_N)
 
 
 def score_hidden(
@@ -52,14 +51,15 @@ def score_hidden(
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _score
+    compute: Callable[..., Scores] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
     chunks = [
         compute(model, hidden_NH[start : start + rows], targets_N[start : start + rows], sampling)
         for start in range(0, max(1, len(targets_N)), rows)
     ]
-    return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
@@ -122,9 +122,8 @@ def _score(
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
     sampling: SamplingConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_NV = logits_of(model, hidden_NH)
-    logits_NV = _processed(logits_NV, targets_N, sampling)
+) -> Scores:
+    logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
     total_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
     with torch.no_grad():

@@ -85,8 +85,15 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
     plan = LoadStateDictConfig(
         device_map={"": device}, weight_mapping=get_model_conversion_mapping(model)
     )
+    # Layers with an adapter have other names in the model.
+    inner = {name.replace(_ADAPTED, "."): name for name in model.state_dict() if _ADAPTED in name}
+    prefix = model.base_model_prefix
     with _slices(files) as slices, environment_variable(_ONE_AT_A_TIME, "1"):
-        info, _ = convert_and_load_state_dict_in_model(model, _renamed(slices, model), plan)
+        renamed = {
+            inner.get(name) or inner.get(f"{prefix}.{name}") or name: found
+            for name, found in slices.items()
+        }
+        info, _ = convert_and_load_state_dict_in_model(model, renamed, plan)
     model.mark_tied_weights_as_initialized(info)
     missing = (info.missing_keys & wanted) - set(model.all_tied_weights_keys)
     buffers = missing & {name for name, _ in model.named_buffers()}  # the model computes them
@@ -99,16 +106,6 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
         raise ValueError(problems[0])
     compute_missing(model, buffers, plan.device_map)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-
-
-def _renamed(slices: Slices, model: PreTrainedModel) -> Slices:
-    """Return slices under the names that layers with an adapter have in the model."""
-    inner = {name.replace(_ADAPTED, "."): name for name in model.state_dict() if _ADAPTED in name}
-    prefix = model.base_model_prefix
-    return {
-        inner.get(name) or inner.get(f"{prefix}.{name}") or name: found
-        for name, found in slices.items()
-    }
 
 
 class _Slice:
@@ -138,29 +135,6 @@ def _slices(files: list[str]) -> Iterator[Slices]:
         yield slices
 
 
-def full_tensors(model: PreTrainedModel) -> NamedTensors:
-    """Yield each tensor whole, under its name in the files; every rank must iterate over all.
-
-    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
-    """
-    return _tensors(model, whole)
-
-
-def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
-    """Yield what `full_tensors` yields, on the meta device, without gathering anything."""
-    return _tensors(model, lambda parameter: torch.empty(parameter.shape, device="meta"))
-
-
-def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong into a model's files, such as the bias of some routers.
-
-    Training does not change them, so engines have them already.
-    """
-    kept = model.state_dict().keys()
-    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return revert_weight_conversion(model, found) if found and _transforms(model) else found
-
-
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """Return a sharded parameter whole; every rank must call it."""
     tensor = parameter.detach()
@@ -168,9 +142,13 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device.type != "cpu":
         return tensor.full_tensor()
-    # gloo would gather into a buffer of its own, and copy: the whole tensor twice.
-    local, number = tensor.to_local(), dist.get_rank()
-    gathered = _mapped(tensor.shape, tensor.dtype)
+    # gloo would gather into a buffer of its own, and copy: the whole tensor twice. Pages that are
+    # mapped for it go back to the system with it; the C library would keep them.
+    local, number, count = tensor.to_local(), dist.get_rank(), tensor.shape.numel()
+    gathered = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if count:
+        memory = mmap(-1, count * tensor.dtype.itemsize)
+        gathered = torch.frombuffer(memory, dtype=tensor.dtype, count=count).view(tensor.shape)
     for rank, part in enumerate(gathered.chunk(dist.get_world_size())):
         if rank == number:
             part.copy_(local)
@@ -178,21 +156,13 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
-def _mapped(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor whose memory the process gives back when the tensor is freed.
-
-    The C library would keep it, and take more for the next tensor if that does not fit into it.
-    """
-    count = shape.numel()
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap(-1, count * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-
-
-def _tensors(
-    model: PreTrainedModel, gathered: Callable[[torch.Tensor], torch.Tensor]
+def full_tensors(
+    model: PreTrainedModel, gathered: Callable[[torch.Tensor], torch.Tensor] = whole
 ) -> NamedTensors:
+    """Yield each tensor whole, under its name in the files; every rank must iterate over all.
+
+    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
+    """
     transforms = _transforms(model)
     if not transforms:
         for name, parameter in model.named_parameters():
@@ -211,6 +181,21 @@ def _tensors(
         tensors = revert_weight_conversion(model, tensors)
         for name in list(tensors):  # none is kept once it is yielded
             yield name, tensors.pop(name)
+
+
+def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
+    """Yield what `full_tensors` yields, on the meta device, without gathering anything."""
+    return full_tensors(model, lambda parameter: torch.empty(parameter.shape, device="meta"))
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong into a model's files, such as the bias of some routers.
+
+    Training does not change them, so engines have them already.
+    """
+    kept = model.state_dict().keys()
+    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return revert_weight_conversion(model, found) if found and _transforms(model) else found
 
 
 def _transforms(model: PreTrainedModel) -> Iterable[WeightTransform]:

@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors, and the handle with which other processes call them.
+"""The handle with which other processes call the trainer's ranks, which are Ray actors.
 
 Every call goes to all ranks at once. When a rank dies, the others fail or hang in their common
 computation, so the error that is raised is that of the dead rank.
@@ -6,17 +6,14 @@ computation, so the error that is raised is that of the dead rank.
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
-from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -26,6 +23,7 @@ from turnwise.training.batching import (
     RankBatches,
     micro_batch_tokens,
     plan_micro_batches,
+    threads_of,
 )
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
@@ -34,47 +32,13 @@ from turnwise.weights.process_group import LOOPBACK
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
-    from turnwise.training.layout_check import AgreedLayout
     from turnwise.training.lora import ModelName
-    from turnwise.training.rank import RankInfo
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
 """Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
 _PING_SECONDS = 2.0
-
-
-class TrainerActor:
-    """The process of one rank of the policy."""
-
-    def __init__(self) -> None:
-        logs.follow()
-
-    def node(self) -> str:
-        return str(ray.util.get_node_ip_address())
-
-    def open_store(self, host: str) -> str:
-        """Open the ranks' rendezvous store on one address of this node; return host:port."""
-        from turnwise.weights.process_group import open_store
-
-        # Kept open: a port that is only looked up may be taken a moment later.
-        self._store = open_store(host, 0)
-        return f"{host}:{self._store.port}"
-
-    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, "AgreedLayout"]:
-        """Build the rank; return its process's id, and the ranks' layout of micro-batches."""
-        from turnwise.training.rank import TrainerRank
-
-        self._policy = TrainerRank(config, place, Path(folder))
-        return os.getpid(), self._policy.agreed
-
-    def call(self, method: str, *args: object) -> object:
-        result: object = getattr(self._policy, method)(*args)
-        return result
-
-    def ping(self) -> None:
-        pass
 
 
 class TrainerGroup:
@@ -98,14 +62,10 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        from turnwise.training.rank import RankInfo, threads_of
+        from turnwise.training.actor import ColocatedTrainerActor, TrainerActor
 
         training = config.training
-        kind: type[TrainerActor] = TrainerActor
-        if training.colocated:
-            from turnwise.training.colocated import ColocatedTrainerActor
-
-            kind = ColocatedTrainerActor
+        kind = ColocatedTrainerActor if training.colocated else TrainerActor
         find_transport(config.weights.transport)  # a wrong name is an error before ranks start
         group = await create_placement_group(
             training.ranks,
@@ -140,14 +100,12 @@ class TrainerGroup:
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
-            places = [RankInfo(rank, len(ranks), address) for rank in range(len(ranks))]
-            arguments = [(config, place, str(folder)) for place in places]
+            arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
-        trainer.pids = [pid for pid, _ in started]
-        _, agreed = started[0]
-        trainer.layout = agreed.layout
-        if agreed.warning:
-            logger.warning("%s", agreed.warning)
+        trainer.pids = [pid for pid, _, _ in started]
+        _, trainer.layout, warning = started[0]
+        if warning:
+            logger.warning("%s", warning)
         return trainer
 
     @property
@@ -275,9 +233,16 @@ class TrainerGroup:
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await self._wait_for_cause(waits)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            clock = asyncio.get_running_loop().time
+            deadline = clock() + _GRACE_SECONDS
+            # After a failure, another rank's death may follow that explains it.
+            while pending := [wait for wait in waits if not wait.done()]:
+                failed = [w.exception() for w in waits if w.done()]
+                left = deadline - clock()
+                if left <= 0 or any(_rank_of_cause(error) == 0 for error in failed):
+                    break
+                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
             if errors:
                 raise min(errors, key=_rank_of_cause)
@@ -286,18 +251,6 @@ class TrainerGroup:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _wait_for_cause(self, waits: Sequence["asyncio.Future[Any]"]) -> None:
-        """Wait briefly, after one rank's failure, for a death of another that explains it."""
-        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
-        while (left := deadline - asyncio.get_running_loop().time()) > 0:
-            failed = [w for w in waits if w.done() and w.exception() is not None]
-            if any(_rank_of_cause(w.exception()) == 0 for w in failed):
-                return
-            pending = [wait for wait in waits if not wait.done()]
-            if not pending:
-                return
-            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _rank_of_cause(error: BaseException | None) -> int:

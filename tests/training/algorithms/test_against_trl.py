@@ -19,9 +19,9 @@ import torch
 
 from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
 from turnwise.rollouts import Group
-from turnwise.training.algorithms import Tokens
-from turnwise.training.algorithms.advantages import gae, moments, normalised
-from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
+from turnwise.training.algorithms import Tokens, make_loss
+from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
@@ -197,7 +197,9 @@ def spread(
                 rewards_T = torch.zeros_like(batch.tokens.advantages_N[span])
                 rewards_T[-1] = batch.tokens.advantages_N[span][-1]
                 values_T = picked(tables.values, own)[span]
-                batch.tokens.advantages_N[span], _ = gae(rewards_T, values_T, algorithm.advantage)
+                estimator = GaeAdvantage(algorithm.advantage)
+                advantages_T, _ = estimator.of_tokens(rewards_T, values_T)
+                batch.tokens.advantages_N[span] = advantages_T
             elif algorithm.kl.coef and algorithm.kl.where == "reward":
                 old_N, reference_N = picked(tables.old, own), picked(tables.reference, own)
                 kl_T = kl_N(old_N, reference_N, algorithm.kl.estimator)[span]
@@ -231,6 +233,7 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
             total
             + objective(
                 config.algorithm,
+                make_loss(config.algorithm.loss),
                 tokens,
                 total_tokens=share.total_tokens,
                 total_trajectories=share.total_trajectories,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.training.algorithms.some_tokens import some_tokens
 from turnwise.config import CorrectionConfig
 from turnwise.training.algorithms import Tokens
-from turnwise.training.algorithms.total_loss import correction_weights
+from turnwise.training.algorithms.losses import correction_weights
 
 
 def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
 from turnwise.config import Dpo
-from turnwise.training.algorithms.losses import choose_pairs
-from turnwise.training.algorithms.total_loss import token_weights
+from turnwise.training.algorithms.losses import choose_pairs, token_weights
 
 
 @given(st.lists(st.integers(-3, 3), max_size=8))

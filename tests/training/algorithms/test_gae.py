@@ -6,10 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.config import Gae
-from turnwise.training.algorithms.advantages import gae, moments, normalised, value_loss
+from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
 
 number = st.floats(-3, 3)
 steps = st.lists(st.tuples(number, number), min_size=1, max_size=12)
+
+
+def gae(
+    rewards_T: torch.Tensor, values_T: torch.Tensor, config: Gae
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return GaeAdvantage(config).of_tokens(rewards_T, values_T)
 
 
 def tensors(*rows: list[float]) -> list[torch.Tensor]:
@@ -89,13 +95,13 @@ def test_the_value_loss_is_the_worse_of_the_free_and_the_bounded_error(
 ) -> None:
     bounded = min(max(value, old - clip), old + clip)
     expected = 0.5 * max((value - target) ** 2, (bounded - target) ** 2)
-    loss = value_loss(*tensors([value], [old], [target]), clip)
+    loss = GaeAdvantage(Gae(clip=clip)).value_loss(*tensors([value], [old], [target]))
     assert loss.tolist() == pytest.approx([expected], abs=1e-9)
 
 
 def test_a_value_that_moved_far_towards_its_return_has_no_gradient() -> None:
     values = torch.tensor([0.9, 0.1, -0.9], requires_grad=True)
-    loss = value_loss(values, torch.zeros(3), torch.ones(3), clip=0.2)
+    loss = GaeAdvantage(Gae(clip=0.2)).value_loss(values, torch.zeros(3), torch.ones(3))
     loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.0, -0.9, -1.9])

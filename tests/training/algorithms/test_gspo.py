@@ -6,7 +6,7 @@ import torch
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
 from turnwise.config import Gspo
 from turnwise.training.algorithms import Tokens
-from turnwise.training.algorithms.total_loss import token_weights
+from turnwise.training.algorithms.losses import token_weights
 
 
 def sequence_mean(tokens: Tokens, loss_N: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.training.algorithms.total_loss import kl_N, reward_penalty
+from turnwise.training.algorithms.losses import kl_N, reward_penalty
 
 Estimator = Literal["k1", "k2", "k3"]
 logprobs = st.lists(

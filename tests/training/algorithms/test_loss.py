@@ -8,7 +8,7 @@ import torch
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
 from turnwise.config import Cispo, Dpo, Gspo, PpoClip
 from turnwise.training.algorithms.interface import importance_ratio
-from turnwise.training.algorithms.total_loss import token_weights
+from turnwise.training.algorithms.losses import token_weights
 
 POLICY_GRADIENTS = [PpoClip(), PpoClip(dual_clip=3.0), Gspo(), Cispo()]
 LOSSES = [*POLICY_GRADIENTS, Dpo()]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import some_tokens
-from turnwise.training.algorithms.total_loss import token_weights
+from turnwise.training.algorithms.losses import token_weights
 
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 CONSTANT = 7

@@ -11,7 +11,7 @@ from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_advantage, make_algorithm
-from turnwise.training.algorithms.advantages import gae, normalised_by_turn, turn_returns
+from turnwise.training.algorithms.advantages import GaeAdvantage, normalised_by_turn, turn_returns
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
 
@@ -115,8 +115,8 @@ def test_gae_over_turns_is_gae_of_their_sums() -> None:
     values_T = torch.tensor([0.3, 9.0, 0.5, 9.0, 9.0])
     turn_T = torch.tensor([4, 4, 7, 7, 7])
     advantages_T, returns_T = objective._of_time_steps(rewards_T, values_T, turn_T)
-    expected, returns = gae(
-        torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.5]), Gae(gamma=0.9, lam=0.8)
+    expected, returns = GaeAdvantage(Gae(gamma=0.9, lam=0.8)).of_tokens(
+        torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.5])
     )
     assert advantages_T.tolist() == [expected[0]] * 2 + [expected[1]] * 3
     assert returns_T.tolist() == [returns[0]] * 2 + [returns[1]] * 3

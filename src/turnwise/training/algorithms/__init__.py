@@ -2,8 +2,8 @@
 
     interface    `Advantage` and `Loss`, which a user's own class extends, and a loss's input
     advantages   from rewards to advantages
-    losses       from log-probs and advantages to the loss of each token
-    total_loss   KL penalty, correction and reduction: from the tokens' losses to the batch's
+    losses       from log-probs and advantages to the loss of each token; with KL penalty,
+                 correction and reduction to the batch's
     registry     the names in the configuration
 
 In the configuration, `algorithm.advantage` selects an `Advantage` and `algorithm.loss` a `Loss`,

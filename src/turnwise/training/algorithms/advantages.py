@@ -133,7 +133,19 @@ class ReinforcePPAdvantage(Advantage):
         return [None if group is None else [next(scores) for _ in group] for group in shifted]
 
 
-class TurnReturnsAdvantage(Advantage):
+class PerTurn(Advantage):
+    """The advantages of a group's turns by a formula of their rewards, such as `mt_grpo`."""
+
+    per_turn = True
+
+    def __init__(self, formula: Callable[[Sequence[Sequence[float]]], list[list[float]]]) -> None:
+        self._formula = formula
+
+    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        return self._formula(rewards) if len(rewards) > 1 else None
+
+
+def returns_of_turns(config: TurnReturns, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """Returns of turns: each turn is credited with the rewards from it on.
 
         G_{i,k} = sum_{j >= k} gamma^(j - k) r_{i,j}
@@ -146,17 +158,8 @@ class TurnReturnsAdvantage(Advantage):
     Learning" (2nd edition), section 13.4; the baseline and the scale are GRPO's, over the group at
     the same turn. Difference: where the turn has no other trajectory, its advantage is 0.
     """
-
-    per_turn = True
-
-    def __init__(self, config: TurnReturns) -> None:
-        self._config = config
-
-    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
-        if len(rewards) < 2:
-            return None
-        returns = [turn_returns(turns, self._config.gamma) for turns in rewards]
-        return normalised_by_turn(returns, scale=self._config.scale)
+    returns = [turn_returns(turns, config.gamma) for turns in rewards]
+    return normalised_by_turn(returns, scale=config.scale)
 
 
 def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -179,7 +182,7 @@ def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> lis
     return normalised
 
 
-class MtGrpoAdvantage(Advantage):
+def mt_grpo(config: MtGrpo, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """MT-GRPO: GRPO's advantage of the outcome, plus one for each earlier turn's own reward.
 
         A_{i,k} = norm_i(r_{i,k}) + outcome_weight * norm_i(outcome_i)     before the last turn
@@ -193,22 +196,12 @@ class MtGrpoAdvantage(Advantage):
     (arXiv 2505.11821v1). Differences: the paper has two turns, of which the first has a reward;
     here any number of turns does, and trajectories may differ in their number.
     """
-
-    per_turn = True
-
-    def __init__(self, config: MtGrpo) -> None:
-        self._config = config
-
-    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
-        if len(rewards) < 2:
-            return None
-        outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
-        earlier = normalised_by_turn([turns[:-1] for turns in rewards], scale=True)
-        weight = self._config.outcome_weight
-        return [
-            [advantage + weight * outcome[0] for advantage in turns] + outcome
-            for turns, outcome in zip(earlier, outcomes, strict=True)
-        ]
+    outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
+    earlier = normalised_by_turn([turns[:-1] for turns in rewards], scale=True)
+    return [
+        [advantage + config.outcome_weight * outcome[0] for advantage in turns] + outcome
+        for turns, outcome in zip(earlier, outcomes, strict=True)
+    ]
 
 
 class GaeAdvantage(Advantage):
@@ -232,12 +225,10 @@ class GaeAdvantage(Advantage):
 
     normalise = True
 
-    def __init__(self, advantage: Gae) -> None:
-        self._config = advantage
-        self.level = advantage.level
-        self.value_model = ValueModel(
-            advantage.model, advantage.learning_rate, advantage.warmup_steps
-        )
+    def __init__(self, config: Gae) -> None:
+        self._config = config
+        self.level = config.level
+        self.value_model = ValueModel(config.model, config.learning_rate, config.warmup_steps)
 
     def of_group(self, rewards: Sequence[float]) -> list[float]:
         """Return the rewards themselves, from which `of_tokens` computes advantages."""
@@ -246,42 +237,26 @@ class GaeAdvantage(Advantage):
     def of_tokens(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return gae(rewards_T, values_T, self._config)
+        """Return advantages, not yet normalised, and returns, [T] each and without gradient."""
+        rewards, values = rewards_T.tolist(), values_T.tolist()
+        assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
+        gamma, lam = self._config.gamma, self._config.lam
+        advantages = [0.0] * len(values)
+        advantage = next_value = 0.0
+        for t in reversed(range(len(values))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            advantages[t] = advantage = delta + gamma * lam * advantage
+            next_value = values[t]
+        advantages_T = values_T.new_tensor(advantages)
+        return advantages_T, advantages_T + values_T.detach()
 
     def value_loss(
         self, values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor
     ) -> torch.Tensor:
-        return value_loss(values_N, old_values_N, returns_N, self._config.clip)
-
-
-def gae(
-    rewards_T: torch.Tensor, values_T: torch.Tensor, config: Gae
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, [T] each and without gradient, of one branch's trained tokens.
-
-    The tokens are in order, `values_T` are from before the step, and the advantages are not yet
-    normalised.
-    """
-    rewards, values = rewards_T.tolist(), values_T.tolist()
-    assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
-    advantages = [0.0] * len(values)
-    advantage = next_value = 0.0
-    for t in reversed(range(len(values))):
-        delta = rewards[t] + config.gamma * next_value - values[t]
-        advantage = delta + config.gamma * config.lam * advantage
-        advantages[t] = advantage
-        next_value = values[t]
-    advantages_T = values_T.new_tensor(advantages)
-    return advantages_T, advantages_T + values_T.detach()
-
-
-def value_loss(
-    values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float
-) -> torch.Tensor:
-    """Return half the clipped squared error of each value: [N]."""
-    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
-    error_N = torch.maximum((values_N - returns_N).square(), (near_N - returns_N).square())
-    return error_N / 2
+        clip = self._config.clip
+        near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+        error_N = torch.maximum((values_N - returns_N).square(), (near_N - returns_N).square())
+        return error_N / 2
 
 
 def moments(advantages_N: torch.Tensor) -> torch.Tensor:

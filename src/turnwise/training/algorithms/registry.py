@@ -6,6 +6,7 @@ in the configuration. A user-defined one, given as `package.module:Class`, needs
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from turnwise.config import AlgorithmConfig, OwnAdvantage, OwnLoss
@@ -18,15 +19,15 @@ _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "dr_grpo": lambda _: advantages.WithinGroup(advantages.dr_grpo),
     "rloo": lambda _: advantages.WithinGroup(advantages.rloo),
     "reinforce_pp": advantages.ReinforcePPAdvantage,
-    "turn_returns": advantages.TurnReturnsAdvantage,
-    "mt_grpo": advantages.MtGrpoAdvantage,
+    "turn_returns": lambda config: advantages.PerTurn(partial(advantages.returns_of_turns, config)),
+    "mt_grpo": lambda config: advantages.PerTurn(partial(advantages.mt_grpo, config)),
     "gae": advantages.GaeAdvantage,
 }
 """Makers of what the short names of `algorithm.advantage.name` stand for, from its section."""
 _LOSSES: dict[str, Callable[..., Loss]] = {
-    "ppo_clip": losses.PpoClipLoss,
-    "gspo": losses.GspoLoss,
-    "cispo": losses.CispoLoss,
+    "ppo_clip": lambda config: losses.Formula(partial(losses.ppo_clip, config)),
+    "gspo": lambda config: losses.Formula(partial(losses.gspo, config)),
+    "cispo": lambda config: losses.Formula(partial(losses.cispo, config)),
     "dpo": losses.DpoLoss,
 }
 """The same for `algorithm.loss.name`."""
