@@ -389,7 +389,8 @@ async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
-    seen = {"messages": [{"role": "user", "content": "Go."}], "schemas": []}
+    seen = {"name": "Mine", "problem": [{"role": "user", "content": "Go."}], "players": {}}
+    seen |= {"schemas": [], "steps": False, "measures": False}
     assert done.stdout == f"{seen}\n", done.stderr
 
 

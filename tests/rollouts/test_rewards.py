@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification as Classifier
 
 from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.reward_model import (
     RemoteRewardModel,
@@ -46,7 +46,7 @@ class Desk:
 
 def playing(row: dict[str, Any]) -> Episode:
     """Return an episode whose environment is built."""
-    episode = LocalEpisode(Desk, Problem("rows:1", row), RolloutConfig())
+    episode = Episode(Desk, Problem("rows:1", row), RolloutConfig())
     episode.environment = Desk(row)
     return episode
 

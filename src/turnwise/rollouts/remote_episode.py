@@ -64,6 +64,7 @@ class EnvironmentProcesses:
     """Starts a process for each episode, all forked from one that has imported the environment."""
 
     def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
+        self.factory = factory
         self._rollout = rollout
         try:
             self._pickled = cloudpickle.dumps((factory, rollout))
@@ -101,10 +102,18 @@ class EnvironmentProcesses:
         """
         seconds = self._rollout.environment_timeout
         try:
+            with self._starting:
+                if self._server is None or self._server.ended:
+                    self._folder = TemporaryDirectory(prefix="turnwise-environment-")
+                    file = Path(self._folder.name) / "environment"
+                    file.write_bytes(self._pickled)
+                    self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
+                    weakref.finalize(self, self._server.close)
+                server = self._server
             with ExitStack() as opened:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                control.connect(self._running_server().address)
+                control.connect(server.address)
                 control.settimeout(seconds)
                 fork_server.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
@@ -126,17 +135,6 @@ class EnvironmentProcesses:
                 why = f"cannot be imported in a process of its own, which {_ended(code)}"
             raise TrajectoryError("environment_crashed", f"the environment {why}") from error
         return talk, control
-
-    def _running_server(self) -> ForkServer:
-        """Return the process that forks, which is started if it does not run."""
-        with self._starting:
-            if self._server is None or self._server.ended:
-                self._folder = TemporaryDirectory(prefix="turnwise-environment-")
-                file = Path(self._folder.name) / "environment"
-                file.write_bytes(self._pickled)
-                self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
-                weakref.finalize(self, self._server.close)
-            return self._server
 
 
 class EnvironmentProcess:
@@ -224,6 +222,8 @@ class EnvironmentProcess:
 
 
 class RemoteEpisode(Episode):
+    """An episode whose environment is in a process of its own; each use of it is a request."""
+
     def __init__(
         self,
         processes: EnvironmentProcesses,
@@ -231,7 +231,7 @@ class RemoteEpisode(Episode):
         rollout: RolloutConfig,
         tools: Sequence[ToolSource] = (),
     ) -> None:
-        super().__init__(problem, rollout, tools)
+        super().__init__(processes.factory, problem, rollout, tools)
         self._problem = problem
         self._processes = processes
         self._process: EnvironmentProcess | None = None
@@ -243,12 +243,8 @@ class RemoteEpisode(Episode):
         self._process = await EnvironmentProcess.connect(talk, control, self.where)
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
         known = await self._ask(answers.OPENED, "open", self._problem, seconds=seconds)
-        self.name = known["name"]
-        self.problem = _messages(known["problem"])
-        self.players = {name: _messages(said) for name, said in known["players"].items()}
-        self.steps, self.measures = known["steps"], known["measures"]
+        self._know(known)
         self.environment = _Elsewhere(self.name, self.problem)
-        self._schemas = _messages(known["schemas"])
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
 
@@ -260,11 +256,17 @@ class RemoteEpisode(Episode):
         known = self._processes.ask("preview", self._problem, answers.PREVIEW)
         if known is None:
             return False
-        self.problem = _messages(known["messages"])
-        self._schemas = _messages(known["schemas"])
+        self._know(known)
         with naming_row(self.where, self._row):
             self._offer([])
         return not self._toolsets
+
+    def _know(self, known: answers.Opened) -> None:
+        self.name = known["name"]
+        self.problem = _messages(known["problem"])
+        self.players = {name: _messages(said) for name, said in known["players"].items()}
+        self.steps, self.measures = known["steps"], known["measures"]
+        self._schemas = _messages(known["schemas"])
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._schemas, tools, self._rollout)
@@ -292,7 +294,7 @@ class RemoteEpisode(Episode):
         return ToolResult(
             called["text"][: self._rollout.tool_max_chars + _CUT_CHARS],
             called["outcome"],
-            None if error is None else answers.RemoteError(error),
+            None if error is None else RuntimeError(error),
         )
 
     async def step(self, message: Message) -> list[Message] | None:
@@ -303,11 +305,12 @@ class RemoteEpisode(Episode):
         moved = await self._ask(answers.MOVED, "move", message)
         if moved is None:
             return None
-        if moved["player"] not in self.players:
+        ((player, said),) = moved.items()
+        if player not in self.players:
             raise TrajectoryError(
                 answers.REPLY, f"{self.where}: the environment's process named no player"
             )
-        return moved["player"], _messages(moved["messages"])
+        return player, _messages(said)
 
     async def done(self) -> bool:
         return await self._ask(answers.DONE, "done")
@@ -321,7 +324,7 @@ class RemoteEpisode(Episode):
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
-        closing = asyncio.ensure_future(self._close_each([], report))
+        closing = asyncio.ensure_future(super().close(report))
         try:
             if self._process is not None and not self._process.ended:
                 for failure in await self._ask(answers.CLOSED, "close"):

@@ -22,7 +22,7 @@ from turnwise.rollouts.environment import (
     own_method,
     type_of,
 )
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.group import TOO_LONG
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
@@ -137,7 +137,7 @@ class Stage:
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
             return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
-        return LocalEpisode(self._environment, problem, self.rollout, self._tools)
+        return Episode(self._environment, problem, self.rollout, self._tools)
 
     def check(self, problem: Problem) -> int | None:
         """Build a problem's environment and prompt; call this from a thread.
