@@ -36,7 +36,7 @@ from turnwise.rollouts.loops.agent import HttpAgentLoop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.run_files import ErrorLog, RunFiles
-from turnwise.rollouts.stage import PromptLimit, Stage
+from turnwise.rollouts.stage import Stage
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
@@ -93,20 +93,21 @@ class Runner:
             environment = played
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
-        self._limit = PromptLimit(config, self._prompts)
         self._stages: dict[str, Stage] = {}
         """Stages by the environment's name; a single one has the name ""."""
+        left_out: dict[str, str] = {}
         loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
         for name, part in (config.parts() if environment is None else {"": config}).items():
             loop = part.rollout.loop
             try:
                 loops[loop] = loops.get(loop) or load_loop(loop)
-                stage = Stage(part, environment, loops[loop], self.template, self._limit)
+                self._stages[name] = Stage(
+                    part, environment, loops[loop], self.template, self._prompts, left_out
+                )
             except InputError as error:
                 if not name:
                     raise
                 raise InputError(f"environments.{name}: {error}") from error
-            self._stages[name] = stage
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
         """Files of the run folder that rollouts append to."""
@@ -135,7 +136,7 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stages = {"": Stage(self._config, environment, loop, self.template, None)}
+        other._stages = {"": Stage(self._config, environment, loop, self.template, None, {})}
         return other
 
     def _stage(self, problem: Problem) -> Stage:
@@ -164,7 +165,19 @@ class Runner:
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
         """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`."""
-        return self._limit.admitted(problems, [self.check(problem) for problem in problems])
+        longest = self._config.data.max_prompt_tokens
+        lengths = [self.check(problem) or 0 for problem in problems]  # 0: not known yet
+        if longest is None:
+            return [*problems]
+        kept = [one for one, length in zip(problems, lengths, strict=True) if length <= longest]
+        if len(kept) < len(problems):
+            number = f"{len(problems) - len(kept)} of {len(problems)} rows"
+            most = f"{longest} tokens (data.max_prompt_tokens)"
+            too_long = f"{number} have prompts of more than {most}"
+            if not kept:
+                raise InputError(f"{too_long}, and none is left")
+            logger.warning("%s and are left out", too_long)
+        return kept
 
     async def run_group(
         self,
