@@ -20,7 +20,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.run_files import ErrorLog
+from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
@@ -88,8 +88,8 @@ class RolloutContext:
     the choice free."""
     seed: int | None = None
     """Seed from which each turn's seed is derived; None unless the run is deterministic."""
-    errors: ErrorLog | None = None
-    """Log of the first error of each kind; None keeps no log."""
+    files: RunFiles | None = None
+    """Files of the run, with the log of errors; None keeps no log."""
     prompts: PromptCache | None = None
     """Cache of rendered first prompts; None disables caching."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
@@ -118,11 +118,6 @@ class RolloutContext:
             return None
         with self.timed("environment"):
             return await self.episode.step(message)
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next in a game, and what this player reads before."""
-        with self.timed("environment"):
-            return await self.episode.move(message)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

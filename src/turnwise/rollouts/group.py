@@ -51,9 +51,6 @@ class Group:
         """Whether the group was not run, because its prompt is too long."""
         return TOO_LONG in self.causes
 
-    def leave_out(self, reason: str) -> None:
-        self.causes[TOO_LONG] = reason
-
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
         """Take out finished trajectories, and count them as failed."""
         if trajectories:

@@ -5,37 +5,11 @@ Every player has a conversation of its own, hence a branch of the trajectory; th
 with its player's reward, which advantages compare with the same player's in the group.
 """
 
-from dataclasses import dataclass, field
-
-from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.loops.tool_calling import answer_calls, assistant_message
 from turnwise.trajectory import Message
-
-
-@dataclass(slots=True)
-class _Seat:
-    """One player's conversation."""
-
-    messages: list[Message]
-    prompt: list[int] = field(default_factory=list)
-    """Prompt of the player's last turn; empty before the first."""
-    completion: list[int] = field(default_factory=list)
-
-    async def read(
-        self, context: RolloutContext, new: list[Message], tools: list[JsonObject]
-    ) -> list[int]:
-        """Return the prompt of the player's next turn, after new messages."""
-        self.messages = [*self.messages, *new]
-        if self.prompt:
-            self.prompt = await context.next_prompt(
-                self.prompt, self.completion, new, tools=tools, conversation=self.messages
-            )
-        else:
-            self.prompt = await context.first_prompt(self.messages, tools=tools)
-        return self.prompt
 
 
 class SelfPlayLoop:
@@ -54,19 +28,25 @@ class SelfPlayLoop:
                 "each player"
             )
         trajectory, tools = context.trajectory, context.toolbox.schemas
-        seats = {name: _Seat([dict(m) for m in opening]) for name, opening in players.items()}
-        player, new = next(iter(seats)), list[Message]()
+        said = {name: [dict(message) for message in opening] for name, opening in players.items()}
+        last: dict[str, tuple[list[int], list[int]]] = {}  # prompt and completion of a player
+        player, new = next(iter(players)), list[Message]()
         for turn in range(context.rollout.max_turns):
-            seat = seats[player]
-            prompt = await seat.read(context, new, tools)
-            completion = await context.sample(prompt, messages=seat.messages)
+            read = said[player] = [*said[player], *new]
+            if player in last:
+                prompt = await context.next_prompt(
+                    *last[player], new, tools=tools, conversation=read
+                )
+            else:
+                prompt = await context.first_prompt(read, tools=tools)
+            completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
             trajectory.turn_players.append(player)
-            seat.completion = completion.token_ids
+            last[player] = prompt, completion.token_ids
             parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)
-            seat.messages = [*seat.messages, answer]
+            said[player] = [*read, answer]
             trajectory.messages += [{**message, "to": player} for message in new]
             trajectory.messages.append({**answer, "name": player})
             if completion.finish_reason == "length":
@@ -79,7 +59,8 @@ class SelfPlayLoop:
                 trajectory.messages += [{**message, "to": player} for message in new]
                 trajectory.status = "completed"
                 return
-            move = await context.move({**answer, "name": player})
+            with context.timed("environment"):
+                move = await context.episode.move({**answer, "name": player})
             if move is None:
                 trajectory.status = "completed"
                 return

@@ -97,9 +97,9 @@ async def answer_calls(
         context.count("tool_call")
         if result.outcome != "ok":
             context.count(f"tool_{result.outcome}")
-        if result.error is not None and context.errors is not None:
+        if result.error is not None and context.files is not None:
             kind = f"tool_error of {call.name}"
-            await context.errors.write(kind, context.request_id, result.error)
+            await context.files.log_error(kind, context.request_id, result.error)
         number = _call_id(turn, index)
         return {"role": "tool", "tool_call_id": number, "name": call.name, "content": result.text}
 
