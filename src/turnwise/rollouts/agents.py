@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, NotRequired
 
 from pydantic import Field, TypeAdapter
@@ -73,12 +72,13 @@ _started: set[str] = set()
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 
 
-class _Report(TypedDict, total=False):
-    """A report as it is sent; keys other than these are ignored."""
+class AgentReport(TypedDict, total=False):
+    """The report of an endpoint or a worker about one trajectory; other keys are ignored."""
 
     reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
     metrics: Annotated[dict[_Name, Number], Field(max_length=100)] | None
-    sessions: Annotated[list[str], Field(max_length=1_001)] | None  # its own, and those under it
+    sessions: Annotated[list[str], Field(max_length=1_001)] | None
+    """Sessions that the agent says it opened, by name or id: its own, and those under it."""
     error: object
 
 
@@ -92,21 +92,10 @@ class _Tasks(TypedDict):
     result: list[JsonObject]
 
 
-_REPORT = TypeAdapter(_Report | None)
+_REPORT = TypeAdapter(AgentReport | None)
 _ANSWER = TypeAdapter(_Answer)
 _TASKS = TypeAdapter(_Tasks)
 _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentReport:
-    """The report of an endpoint or a worker about one trajectory."""
-
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    sessions: list[str] = field(default_factory=list)
-    """Sessions that the agent says it opened, by name or id."""
-    error: str = ""
 
 
 def read_report(value: object, who: str) -> AgentReport:
@@ -116,15 +105,12 @@ def read_report(value: object, who: str) -> AgentReport:
         TrajectoryError: `agent_reply`, naming the key that cannot be used.
     """
     try:
-        given = checked(value, _REPORT) or {}
+        report: AgentReport = checked(value, _REPORT) or {}
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
-    return AgentReport(
-        given.get("reward"),
-        given.get("metrics") or {},
-        given.get("sessions") or [],
-        str(given.get("error") or "")[:_ERROR_CHARS],
-    )
+    if wrong := report.get("error"):
+        report["error"] = str(wrong)[:_ERROR_CHARS]
+    return report
 
 
 def apply_report(report: AgentReport, session: "Session", who: str) -> None:
@@ -137,10 +123,10 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
         TrajectoryError: `agent_error`, when the agent reports an error; `agent_reply`, when it
             reports a session that is not one of its own.
     """
-    if report.error:
-        raise TrajectoryError("agent_error", f"{who}: {report.error}")
+    if error := report.get("error"):
+        raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
-    for name in report.sessions:
+    for name in report.get("sessions") or ():
         if name not in own:
             what = f"{who} reported the session {name:.{_NAME_CHARS}}"
             raise TrajectoryError(
@@ -149,11 +135,11 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
                 "of this trajectory",
             )
     trajectory = session.trajectory
-    trajectory.metrics |= report.metrics
-    if report.reward is None:
+    trajectory.metrics |= report.get("metrics") or {}
+    if (reward := report.get("reward")) is None:
         return
     if session.agent_rewards:
-        trajectory.reward = report.reward
+        trajectory.reward = reward
     else:
         trajectory.events["agent_reward_ignored"] += 1
 
