@@ -67,6 +67,8 @@ class RolloutContext:
     engine: Generator
     """The engine, or the scheduler in front of several."""
     template: ChatTemplate
+    prompts: PromptCache
+    """First prompts, rendered once for all trajectories that begin with them."""
     tool_parser: ToolParser
     rollout: RolloutConfig
     sampling: SamplingConfig
@@ -90,8 +92,6 @@ class RolloutContext:
     """Seed from which each turn's seed is derived; None unless the run is deterministic."""
     files: RunFiles | None = None
     """Files of the run, with the log of errors; None keeps no log."""
-    prompts: PromptCache | None = None
-    """Cache of rendered first prompts; None disables caching."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
     """Clock that fails a trajectory without progress; held during turns and tools, which have
     their own deadlines."""
@@ -151,8 +151,6 @@ class RolloutContext:
         def render() -> list[int]:
             if shown:
                 check_tools(self.template, messages, shown)
-            if self.prompts is None:
-                return self.template.render(messages, tools=shown)
             return self.prompts.render(messages, shown)
 
         return await in_thread_if_long(messages, render)
@@ -255,8 +253,7 @@ class RolloutContext:
             messages=messages,
             experts=completion.experts,
         )
-        first = completion.first_token_at
-        worker, queued = completion.worker, completion.queued
+        first, worker, queued = completion.first_token_at, completion.worker, completion.queued
         self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
         self.fork_reason = None
         self.episode.turn_ended(turn)

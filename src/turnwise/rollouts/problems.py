@@ -171,7 +171,8 @@ class ProblemStream:
             try:
                 taken.append(self._problems[index])
             except InputError as error:
-                self._unreadable(index, error)
+                logger.warning("a row is left out: %s", error)
+                self._leave_out(index, str(error))
             self._position += 1
         return taken
 
@@ -189,7 +190,8 @@ class ProblemStream:
             try:
                 problem = await read_problem(self._problems, index, seconds)
             except InputError as error:
-                self._unreadable(index, error)
+                logger.warning("a row is left out: %s", error)
+                self._leave_out(index, str(error))
             self._position += 1
         return problem
 
@@ -211,10 +213,6 @@ class ProblemStream:
             return False
         turn = (index * _SPREAD % 2**32) >> 16
         return (epoch + turn) % min(2**equal, self._max_rest) != 0
-
-    def _unreadable(self, index: int, error: InputError) -> None:
-        logger.warning("a row is left out: %s", error)
-        self._leave_out(index, str(error))
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on; raises the reason as an InputError when none is left."""

@@ -242,7 +242,7 @@ class RemoteEpisode(Episode):
         talk, control = await run_in_thread(self._processes.start)
         self._process = await EnvironmentProcess.connect(talk, control, self.where)
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
-        known = await self._ask(answers.OPENED, "open", self._problem, seconds=seconds)
+        known = await self.ask(answers.OPENED, "open", self._problem, seconds=seconds)
         self._know(known)
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
@@ -271,7 +271,7 @@ class RemoteEpisode(Episode):
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._schemas, tools, self._rollout)
 
-    async def _ask(
+    async def ask(
         self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
     ) -> _T:
         """Ask the process, which is killed when it does not answer, or not with this type."""
@@ -287,22 +287,12 @@ class RemoteEpisode(Episode):
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
-    async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
-        seconds = self._rollout.tool_timeout
-        called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
-        error = called["error"]
-        return ToolResult(
-            called["text"][: self._rollout.tool_max_chars + _CUT_CHARS],
-            called["outcome"],
-            None if error is None else RuntimeError(error),
-        )
-
     async def step(self, message: Message) -> list[Message] | None:
-        said = await self._ask(answers.STEPPED, "step", message)
+        said = await self.ask(answers.STEPPED, "step", message)
         return None if said is None else _messages(said)
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        moved = await self._ask(answers.MOVED, "move", message)
+        moved = await self.ask(answers.MOVED, "move", message)
         if moved is None:
             return None
         ((player, said),) = moved.items()
@@ -313,21 +303,21 @@ class RemoteEpisode(Episode):
         return player, _messages(said)
 
     async def done(self) -> bool:
-        return await self._ask(answers.DONE, "done")
+        return await self.ask(answers.DONE, "done")
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        given = await self._ask(answers.REWARDED, "reward", trajectory)
+        given = await self.ask(answers.REWARDED, "reward", trajectory)
         return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        return await self._ask(answers.METRICS, "metrics", trajectory)
+        return await self.ask(answers.METRICS, "metrics", trajectory)
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
         closing = asyncio.ensure_future(super().close(report))
         try:
             if self._process is not None and not self._process.ended:
-                for failure in await self._ask(answers.CLOSED, "close"):
+                for failure in await self.ask(answers.CLOSED, "close"):
                     await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
@@ -348,7 +338,7 @@ class _RemoteToolbox(Toolbox):
         rollout: RolloutConfig,
     ) -> None:
         super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
-        self._episode = episode
+        self._episode, self._rollout = episode, rollout
         self._remote = {str(schema["function"]["name"]): schema for schema in schemas}
         if twice := self._remote.keys() & set(super().names):
             raise InputError(f"two tools are named {min(twice)}")
@@ -362,9 +352,15 @@ class _RemoteToolbox(Toolbox):
         return [*self._remote.values(), *super().schemas]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
-        if name in self._remote:
-            return await self._episode.call_tool(name, arguments_json)
-        return await super().call(name, arguments_json)
+        if name not in self._remote:
+            return await super().call(name, arguments_json)
+        seconds = self._rollout.tool_timeout
+        called = await self._episode.ask(
+            answers.CALLED, "tool", name, arguments_json, seconds=seconds
+        )
+        text = called["text"][: self._rollout.tool_max_chars + _CUT_CHARS]
+        error = None if called["error"] is None else RuntimeError(called["error"])
+        return ToolResult(text, called["outcome"], error)
 
 
 class _Elsewhere:
