@@ -20,7 +20,6 @@ from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
-from turnwise.rollouts.configured_tools import ToolSource
 from turnwise.rollouts.environment import (
     Environment,
     EnvironmentType,
@@ -47,6 +46,9 @@ _T = TypeVar("_T")
 
 STALL_KEY = "rollout.stall_timeout"
 """Key of the deadline of a reward."""
+ToolSource = Callable[[], ToolFunction | Tool | Toolset]
+"""Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
+code. A toolset may stay unopened."""
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 

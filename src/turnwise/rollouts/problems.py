@@ -117,11 +117,9 @@ class ProblemStream:
 
     Problems that are left out, rows that cannot be read, and those that rest are skipped.
 
-    With a curriculum (`max_rest`), problems without signal come back ever less often. A group whose
-    trajectories are all right, or all wrong, trains nothing, and a problem that gave one will
-    probably give another. After k such groups in a row, it takes part in one of 2^k epochs, at
-    least in one of `max_rest`; a group with a signal brings it back to every epoch. No problem is
-    given up, and they come back in different epochs, so that no step has many of them.
+    With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
+    right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They
+    come back in different epochs, so that no step has many of them.
 
     Args:
         problems: At least one; each is asked for when it is taken.

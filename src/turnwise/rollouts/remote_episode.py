@@ -33,7 +33,6 @@ from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollouts import environment_answers as answers
-from turnwise.rollouts.configured_tools import ToolSource
 from turnwise.rollouts.environment import (
     EnvironmentType,
     Rewards,
@@ -41,7 +40,7 @@ from turnwise.rollouts.environment import (
     naming_row,
     read_rewards,
 )
-from turnwise.rollouts.episode import Episode, Report
+from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult

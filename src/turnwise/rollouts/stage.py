@@ -4,18 +4,21 @@ No pass over all rows is needed before the first rollout, and no environment is 
 is never played.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Sequence
+from typing import cast, get_type_hints
 
+import turnwise.tools
 from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import in_thread_if_long, missing_stop
-from turnwise.config import LOOP_NAMES, Config
+from turnwise.config import LOOP_NAMES, Config, ToolConfig
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_and_wait, call_user_code
 from turnwise.errors import InputError, TrajectoryError, describe_error
 from turnwise.rollouts.agent_loop import AgentLoop
-from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
@@ -23,10 +26,13 @@ from turnwise.rollouts.environment import (
     own_method,
     type_of,
 )
-from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.episode import Episode, ToolSource
 from turnwise.rollouts.group import TOO_LONG
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
+from turnwise.tools import Tool, Toolset
+from turnwise.tools.foreign import adopted
+from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import ChatTemplate, Message
 from turnwise.trajectory.left_out import check_messages, check_results, check_tools
 
@@ -215,3 +221,63 @@ class Stage:
         if stop := missing_stop(self._config, self._template):
             logger.warning("%s", stop)
         self._checked = True
+
+
+def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
+    """Return a source for each entry of `rollout.tools`, which is loaded once, when a run starts.
+
+    Raises:
+        InputError: naming the entry's key, when it cannot be loaded or is no tool, or for a sandbox
+            that does not work.
+    """
+    sources: list[ToolSource] = []
+    for entry in entries:
+        if entry.use is not None:
+            sources.append(_used(entry.use))
+        elif entry.mcp is not None:
+            from turnwise.tools.mcp import MCPServer
+
+            sources.append(MCPServer.configured(entry.mcp).toolset)
+        else:
+            name = "shell" if entry.python is None else "python"
+            tool = getattr(turnwise.tools, name)(**getattr(entry, name).model_dump())
+            try:
+                tool.choose()
+            except InputError as error:
+                raise InputError(f"rollout.tools.{name}: {error}") from None
+            sources.append(cast(ToolSource, tool.toolset))
+    return sources
+
+
+def _used(path: str) -> ToolSource:
+    """Return the source of an object that users name."""
+    used: Foreign = adopted(load_object(path, "rollout.tools.use"))
+    kind = used if isinstance(used, type) else type(used)
+    makes, is_set = is_toolset_factory(kind), is_toolset(kind)
+
+    def source() -> Toolset:
+        made = used if makes and not isinstance(used, type) else used()
+        if not isinstance(made, type) and is_toolset_factory(made):
+            made = made.toolset()
+        if isinstance(made, type) or not is_toolset(made):
+            raise InputError(f"rollout.tools.use: {path} made {made!r:.80}, which is no toolset")
+        return made
+
+    if isinstance(used, type):
+        if is_set or makes:
+            return source
+    elif makes:
+        return source
+    elif isinstance(used, Tool) or is_set:
+        return lambda: used
+    elif inspect.isroutine(used):
+        try:
+            returned = get_type_hints(used).get("return")
+        except Exception:  # a tool's description reports it
+            returned = None
+        makes_toolsets = is_toolset(returned) or is_toolset_factory(returned)
+        return source if isinstance(returned, type) and makes_toolsets else lambda: used
+    raise InputError(
+        f"rollout.tools.use: {path} must be a function, a turnwise.Tool, a toolset, or a class or "
+        f"function that makes a toolset, not {used!r:.80}"
+    )
