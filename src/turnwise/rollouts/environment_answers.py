@@ -82,6 +82,8 @@ class _Reply(TypedDict):
     error: NotRequired[Failure]
 
 
+_Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
+"""The next player's name, with the messages that this player reads before."""
 _ENVELOPE = TypeAdapter(Annotated[list[int | JsonObject], Field(min_length=2, max_length=2)])
 _REPLY = TypeAdapter(_Reply)
 
@@ -90,10 +92,7 @@ PREVIEW = TypeAdapter(Opened | None)
 OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
 STEPPED = TypeAdapter(list[_Message] | None)
-MOVED: TypeAdapter[dict[str, list[_Message]] | None] = TypeAdapter(
-    Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
-)
-"""The next player's name, with the messages that this player reads before."""
+MOVED: TypeAdapter[dict[str, list[_Message]] | None] = TypeAdapter(_Move)
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
