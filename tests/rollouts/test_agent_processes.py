@@ -98,7 +98,7 @@ async def test_a_worker_gets_any_problem_whole(program: Callable[[str], str]) ->
         reports = await asyncio.gather(
             *(worker.run({"task": {"problem": p}, "base_url": ""}) for p in PROBLEMS.values())
         )
-    assert [report.metrics for report in reports] == [
+    assert [report["metrics"] for report in reports] == [
         {"argv": 1.0, "length": float(len(problem))} for problem in PROBLEMS.values()
     ]
 
