@@ -164,7 +164,8 @@ class RemoteRewardModel:
         self.name = path
         self._config = config
         self._num_gpus = num_gpus
-        self._actor: ActorHandle | None = None
+        self._actor: ActorHandle
+        """Set by `start`."""
         self._starting = asyncio.Lock()
         self._clock = StallClock(config.rollout.stall_timeout)
         self._restarts = 0
@@ -196,7 +197,7 @@ class RemoteRewardModel:
                 died more than `serving.max_restarts` times in a row.
             DeadlineError: when it scored nothing for `rollout.stall_timeout` seconds.
         """
-        actor = self._running
+        actor = self._actor
         try:
             return await self._score(actor, messages)
         except TurnwiseError as error:
@@ -211,7 +212,7 @@ class RemoteRewardModel:
                     await self.start()
                     seconds = asyncio.get_running_loop().time() - started
                     logger.warning("%s; it is back after %.1f s", error, seconds)
-        return await self._score(self._running, messages)
+        return await self._score(self._actor, messages)
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
         missed = f"{actor.name} scored no trajectory"
@@ -223,12 +224,7 @@ class RemoteRewardModel:
         return float(score)
 
     def kill(self) -> None:
-        self._running.kill()
-
-    @property
-    def _running(self) -> ActorHandle:
-        assert self._actor is not None, "it has not been started"
-        return self._actor
+        self._actor.kill()
 
 
 async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
