@@ -47,7 +47,6 @@ from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
@@ -75,22 +74,6 @@ class EnvironmentProcesses:
         self._server: ForkServer | None = None
         self._folder: TemporaryDirectory[str] | None = None
         self._starting = threading.Lock()
-
-    def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
-        """Ask a process that is started for this one question, `prompt` or `preview`.
-
-        Call it from a thread without an event loop. Fails as `EnvironmentProcess.ask` does.
-        """
-
-        async def asked() -> _T:
-            process = await EnvironmentProcess.connect(*self.start(), problem.id)
-            seconds = self._rollout.environment_timeout + GRACE_SECONDS
-            try:
-                return await process.ask(method, (problem,), seconds, kind, alone=True)
-            finally:
-                process.kill()
-
-        return asyncio.run(asked())
 
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call it from a thread.
@@ -136,92 +119,11 @@ class EnvironmentProcesses:
         return talk, control
 
 
-class EnvironmentProcess:
-    """The connection to one environment's process; requests may overlap."""
-
-    def __init__(self, talk: _Streams, control: _Streams, where: str) -> None:
-        self._reader, self._writer = talk
-        self._status, self._control = control
-        self._where = where
-        self._requests = Requests[JsonObject]()
-        """Also those whose answer is waited for no more, since each may come once."""
-        self._reading = asyncio.create_task(self._read())
-
-    @classmethod
-    async def connect(
-        cls, talk: socket.socket, control: socket.socket, where: str
-    ) -> "EnvironmentProcess":
-        """Connect to a started process; `where` names its problem in errors."""
-        control.settimeout(None)
-        streams = [await asyncio.open_connection(sock=each) for each in (talk, control)]
-        return cls(streams[0], streams[1], where)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended, so that each request fails."""
-        return self._requests.ended is not None
-
-    async def ask(
-        self,
-        method: str,
-        arguments: Sequence[object],
-        seconds: float,
-        kind: TypeAdapter[_T],
-        turn: int = -1,
-        *,
-        alone: bool = False,
-    ) -> _T:
-        """Ask for a method's value, of the given type.
-
-        Args:
-            turn: Index of the model's latest turn.
-            alone: As in `answers.value_of`.
-
-        Raises:
-            DeadlineError: when the process does not answer within `seconds`.
-            InputError: the environment's own, if the process was `alone`.
-            TrajectoryError: the environment's own, `environment_crashed`, or `environment_reply`,
-                after which the process has been killed.
-        """
-        number, answer = self._requests.begin()
-        message = number, method, tuple(arguments), turn, trace_headers()
-        self._writer.write(framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
-        async with deadline(seconds, f"{method} of {self._where} did not answer"):
-            reply = await answer
-        try:
-            return answers.value_of(reply, kind, alone=alone)
-        except AnswerError as error:
-            raise self._end(answers.REPLY, str(error)) from None
-
-    async def _read(self) -> None:
-        """Pass the answers on, each once, until the process ends or sends a wrong one."""
-        try:
-            while True:
-                number, reply = answers.read_reply(await read_frame(self._reader))
-                if not self._requests.settle(number, reply):
-                    raise AnswerError(f"answered the request {number}, which nobody waits for")
-        except AnswerError as error:
-            self._end(answers.REPLY, str(error))
-        except (asyncio.IncompleteReadError, OSError):
-            how = "ended"
-            with suppress(TimeoutError, OSError, ValueError):
-                status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
-                how = _ended(os.waitstatus_to_exitcode(int(status)))
-            self._end("environment_crashed", how)
-
-    def _end(self, reason: str, how: str) -> TrajectoryError:
-        self.kill()
-        message = f"{self._where}: the environment's process {how}"
-        return self._requests.end(TrajectoryError(reason, message))
-
-    def kill(self) -> None:
-        """Kill the process with its process group; safe to repeat."""
-        self._control.close()
-        self._writer.close()
-
-
 class RemoteEpisode(Episode):
-    """An episode whose environment is in a process of its own; each use of it is a request."""
+    """An episode whose environment is in a process of its own: each use of it is a request.
+
+    Requests may overlap.
+    """
 
     def __init__(
         self,
@@ -233,13 +135,14 @@ class RemoteEpisode(Episode):
         super().__init__(processes.factory, problem, rollout, tools)
         self._problem = problem
         self._processes = processes
-        self._process: EnvironmentProcess | None = None
         self._schemas: list[JsonObject] = []
         self._turn = -1
+        self._talk: asyncio.StreamWriter | None = None
+        self._control: asyncio.StreamWriter | None = None
+        """Connections for requests, and for the process's life; None until it is started."""
 
     async def open(self) -> None:
-        talk, control = await run_in_thread(self._processes.start)
-        self._process = await EnvironmentProcess.connect(talk, control, self.where)
+        await self.connect(*await run_in_thread(self._processes.start))
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
         known = await self.ask(answers.OPENED, "open", self._problem, seconds=seconds)
         self._know(known)
@@ -247,12 +150,103 @@ class RemoteEpisode(Episode):
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
 
+    async def connect(self, talk: socket.socket, control: socket.socket) -> None:
+        """Connect to a process that `EnvironmentProcesses` has started."""
+        control.settimeout(None)
+        (reader, asking), (status, life) = [
+            await asyncio.open_connection(sock=each) for each in (talk, control)
+        ]
+        self._talk, self._control = asking, life
+        self._requests = Requests[JsonObject]()
+        """Also those whose answer is waited for no more, since each may come once."""
+        self._reading = asyncio.create_task(self._read_answers(reader, status))
+
+    async def ask(
+        self,
+        kind: TypeAdapter[_T],
+        method: str,
+        *arguments: object,
+        seconds: float | None = None,
+        alone: bool = False,
+    ) -> _T:
+        """Ask for a method's value, of the given type.
+
+        Args:
+            seconds: The call's own deadline, which its process keeps; None means that of calls.
+            alone: As in `answers.value_of`.
+
+        Raises:
+            DeadlineError: when a process that is `alone` does not answer.
+            InputError: the environment's own, if the process is `alone`.
+            TrajectoryError: the environment's own, `environment_crashed`, or `environment_timeout`
+                and `environment_reply`, after which the process has been killed.
+        """
+        assert self._talk is not None
+        own = self._rollout.environment_timeout if seconds is None else seconds
+        number, answer = self._requests.begin()
+        request = number, method, arguments, self._turn, trace_headers()
+        self._talk.write(framed(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)))
+        try:
+            async with deadline(own + GRACE_SECONDS, f"{method} of {self.where} did not answer"):
+                reply = await answer
+        except DeadlineError as error:
+            if alone:
+                raise
+            self.kill()
+            message = f"{error}; its process was killed"
+            raise TrajectoryError("environment_timeout", message) from None
+        try:
+            return answers.value_of(reply, kind, alone=alone)
+        except AnswerError as error:
+            raise self._end(answers.REPLY, str(error)) from None
+
+    def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
+        """Ask a process that is started for this one question; call it from a thread."""
+
+        async def asked() -> _T:
+            await self.connect(*self._processes.start())
+            try:
+                return await self.ask(kind, method, self._problem, alone=True)
+            finally:
+                self.kill()
+
+        return asyncio.run(asked())
+
+    async def _read_answers(
+        self, reader: asyncio.StreamReader, status: asyncio.StreamReader
+    ) -> None:
+        """Pass the answers on, each once, until the process ends or sends a wrong one."""
+        try:
+            while True:
+                number, reply = answers.read_reply(await read_frame(reader))
+                if not self._requests.settle(number, reply):
+                    raise AnswerError(f"answered the request {number}, which nobody waits for")
+        except AnswerError as error:
+            self._end(answers.REPLY, str(error))
+        except (asyncio.IncompleteReadError, OSError):
+            how = "ended"
+            with suppress(TimeoutError, OSError, ValueError):
+                code = await asyncio.wait_for(status.readline(), GRACE_SECONDS)
+                how = _ended(os.waitstatus_to_exitcode(int(code)))
+            self._end("environment_crashed", how)
+
+    def _end(self, reason: str, how: str) -> TrajectoryError:
+        self.kill()
+        message = f"{self.where}: the environment's process {how}"
+        return self._requests.end(TrajectoryError(reason, message))
+
+    def kill(self) -> None:
+        """Kill the process, if it was started, with its process group; safe to repeat."""
+        for writer in (self._control, self._talk):
+            if writer is not None:
+                writer.close()
+
     def prompt(self) -> list[Message] | None:
-        said = self._processes.ask("prompt", self._problem, answers.PROMPT)
+        said = self._ask_alone(answers.PROMPT, "prompt")
         return None if said is None else _messages(said)
 
     def preview(self) -> bool:
-        known = self._processes.ask("preview", self._problem, answers.PREVIEW)
+        known = self._ask_alone(answers.PREVIEW, "preview")
         if known is None:
             return False
         self._know(known)
@@ -269,19 +263,6 @@ class RemoteEpisode(Episode):
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._schemas, tools, self._rollout)
-
-    async def ask(
-        self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
-    ) -> _T:
-        """Ask the process, which is killed when it does not answer, or not with this type."""
-        assert self._process is not None
-        own = self._rollout.environment_timeout if seconds is None else seconds
-        try:
-            return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind, self._turn)
-        except DeadlineError as error:
-            self._process.kill()
-            message = f"{error}; its process was killed"
-            raise TrajectoryError("environment_timeout", message) from None
 
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
@@ -315,14 +296,13 @@ class RemoteEpisode(Episode):
         """Close the environment, then end its process and all that it started."""
         closing = asyncio.ensure_future(super().close(report))
         try:
-            if self._process is not None and not self._process.ended:
+            if self._talk is not None and self._requests.ended is None:
                 for failure in await self.ask(answers.CLOSED, "close"):
                     await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:
-            if self._process is not None:
-                self._process.kill()
+            self.kill()
             await closing
 
 
