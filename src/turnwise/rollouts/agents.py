@@ -99,11 +99,7 @@ _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 
 
 def read_report(value: object, who: str) -> AgentReport:
-    """Read a report of an agent, whose name in messages is `who`; all of its keys are optional.
-
-    Raises:
-        TrajectoryError: `agent_reply`, naming the key that cannot be used.
-    """
+    """Read a report of an agent, whose name in messages is `who`; fails as `agent_reply`."""
     try:
         report: AgentReport = checked(value, _REPORT) or {}
     except AnswerError as error:
@@ -117,11 +113,7 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
     """Add a report to the trajectory of a rollout's session.
 
     A reward counts only where the agent may reward itself (`rollout.agent_rewards`); elsewhere it
-    is counted as the event `agent_reward_ignored`.
-
-    Raises:
-        TrajectoryError: `agent_error`, when the agent reports an error; `agent_reply`, when it
-            reports a session that is not one of its own.
+    is counted as the event `agent_reward_ignored`. A reported error fails the trajectory.
     """
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
@@ -195,13 +187,7 @@ class AgentWorker:
     async def run(self, request: JsonObject) -> AgentReport:
         """Have a task played, and return its report. A cancelled call cancels the task.
 
-        Args:
-            request: `task`, `base_url`, `model` and `name`.
-
-        Raises:
-            InputError: when the worker cannot be started, and never was.
-            TrajectoryError: `agent_error`, when the agent fails; `agent_crashed`, when the worker
-                ends or cannot be started now; `agent_reply`, when the report cannot be used.
+        A worker that cannot be started is an InputError if it never was, else `agent_crashed`.
         """
         async with self._starting:
             if self._life is None or self._life.ended:
@@ -304,11 +290,7 @@ class _Life:
 
 
 def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject]:
-    """Return the rows that a worker's `tasks` lists.
-
-    Raises:
-        InputError: when the worker cannot be started, fails, or lists no rows.
-    """
+    """Return the rows that a worker's `tasks` lists."""
     where = f"data.path: the agent worker {command}"
     environment = clean_environment(agent_env)
 
@@ -351,11 +333,6 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     """Post a request, and return the report that the endpoint answers when the agent is done.
 
     The connection is closed when this call is cancelled.
-
-    Raises:
-        InputError: when the URL cannot be used.
-        TrajectoryError: `agent_unreachable`, without a connection; `agent_error`, for a status
-            other than 2xx; `agent_reply`, when the reply cannot be used.
     """
     import aiohttp  # only for endpoints
 

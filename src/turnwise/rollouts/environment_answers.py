@@ -100,11 +100,7 @@ CLOSED = TypeAdapter(Annotated[list[Failure], Field(max_length=100)])
 
 
 def read_reply(body: bytes) -> tuple[int, JsonObject]:
-    """Return the number of a request, and its reply, whose value is not checked yet.
-
-    Raises:
-        AnswerError: when it is neither.
-    """
+    """Return the number of a request, and its reply, whose value is not checked yet."""
     number, reply = read_answer(body, _ENVELOPE)
     if not isinstance(number, int) or not isinstance(reply, dict):
         raise AnswerError("sent a wrong answer (it must be a number and an object)")
@@ -112,15 +108,9 @@ def read_reply(body: bytes) -> tuple[int, JsonObject]:
 
 
 def value_of(reply: JsonObject, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
-    """Return a reply's value.
+    """Return a reply's value, or raise its error; AnswerError where it is of another type.
 
-    Args:
-        alone: Whether the process was started for this question only.
-
-    Raises:
-        AnswerError: when it is of another type.
-        TrajectoryError: the reply's error, with its traceback as the cause.
-        InputError: the same, if the process was `alone`.
+    The error may be an InputError if the process was started for this question only (`alone`).
     """
     tree = checked(reply, _REPLY)
     if "error" in tree:

@@ -123,13 +123,10 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Count the dropped trajectories by reason.
+    """Return the number of dropped trajectories by reason.
 
-    Args:
-        who: Beginning of the error's message: rollouts, an evaluation, a module's name.
-
-    Raises:
-        StepError: when more than `max_failed_fraction` of all trajectories were dropped.
+    It is a StepError, whose message begins with `who`, when more than `max_failed_fraction` of all
+    were dropped.
     """
     outcomes = Outcomes()
     for group in groups:

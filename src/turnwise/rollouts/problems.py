@@ -177,10 +177,7 @@ class ProblemStream:
     async def take_one(self, seconds: float) -> Problem:
         """Return the next problem, whose row is read as `read_problem` does.
 
-        Cancelling this takes none.
-
-        Raises:
-            InputError: when every problem is left out.
+        Cancelling this takes none. It is an InputError when every problem is left out.
         """
         problem = None
         while problem is None:
@@ -290,10 +287,6 @@ class MixedStream:
     The next problem is one of the environment that lacks most of its share so far, so that any
     number of groups that begin one after another has each share to within a group or two. The
     order within each environment is its stream's own. Its methods are those of `ProblemStream`.
-
-    Args:
-        streams: Streams by the environments' names.
-        weights: Shares by the same names, relative to each other.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:

@@ -78,9 +78,8 @@ class EnvironmentProcesses:
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call it from a thread.
 
-        Returns:
-            A connection for requests, and one that brings the exit status, and whose closing kills
-            the process with its process group.
+        Returns a connection for requests, and one that brings the exit status, and whose closing
+        kills the process with its process group.
         """
         seconds = self._rollout.environment_timeout
         try:
@@ -169,17 +168,11 @@ class RemoteEpisode(Episode):
         seconds: float | None = None,
         alone: bool = False,
     ) -> _T:
-        """Ask for a method's value, of the given type.
+        """Ask for a method's value, of the given type; fails as `answers.value_of` does.
 
-        Args:
-            seconds: The call's own deadline, which its process keeps; None means that of calls.
-            alone: As in `answers.value_of`.
-
-        Raises:
-            DeadlineError: when a process that is `alone` does not answer.
-            InputError: the environment's own, if the process is `alone`.
-            TrajectoryError: the environment's own, `environment_crashed`, or `environment_timeout`
-                and `environment_reply`, after which the process has been killed.
+        The process keeps the call's own deadline, `seconds` (None: that of the environment). One
+        that does not answer, or not with this type, is killed: `environment_timeout`, or a
+        DeadlineError if the process is `alone`; `environment_reply`.
         """
         assert self._talk is not None
         own = self._rollout.environment_timeout if seconds is None else seconds

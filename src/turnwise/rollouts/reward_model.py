@@ -192,10 +192,8 @@ class RemoteRewardModel:
     async def score(self, messages: Sequence[Message]) -> float:
         """Return the model's output for a conversation.
 
-        Raises:
-            TurnwiseError: when it cannot score this one, when the actor died twice during it, or
-                died more than `serving.max_restarts` times in a row.
-            DeadlineError: when it scored nothing for `rollout.stall_timeout` seconds.
+        It fails when the actor dies twice during it, or more than `serving.max_restarts` times in a
+        row, and when nothing is scored for `rollout.stall_timeout` seconds.
         """
         actor = self._actor
         try:

@@ -107,9 +107,8 @@ class RewardManager:
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
         functions: Functions of a program, by their paths; other paths are imported.
-        rollout: Its `stall_timeout` is the deadline of each call of a function.
-        max_steps: Optimizer steps of the run, which functions of other systems are given.
-        files: Files of the run, for what such functions log; None writes nothing.
+        max_steps: Optimizer steps of the run, which functions of other systems are given, and
+            `files` for what they log.
     """
 
     def __init__(

@@ -168,11 +168,7 @@ class Stage:
             raise InputError(f"{where}: {refusal}: {describe_error(error)}") from error
 
     def _admit(self, where: str, length: int) -> None:
-        """Leave out a problem with too long a prompt; the first one is logged as a warning.
-
-        Raises:
-            TrajectoryError: `prompt_too_long`.
-        """
+        """Leave out a problem with too long a prompt; the first one is logged as a warning."""
         if reason := self._too_long(length):
             if not self._left_out:
                 logger.warning("%s is left out, and so is every such row: %s", where, reason)
@@ -203,8 +199,7 @@ class Stage:
     ) -> None:
         """Check, once, that the template shows messages and tools, and later the tools' results.
 
-        A loop of the user's own shows them when it asks for a prompt
-        (`RolloutContext.first_prompt`).
+        For a loop of the user's own, `RolloutContext.first_prompt` does.
         """
         loop = self.rollout.loop
         if self._checked or loop in _BY_REQUESTS:
@@ -224,12 +219,7 @@ class Stage:
 
 
 def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
-    """Return a source for each entry of `rollout.tools`, which is loaded once, when a run starts.
-
-    Raises:
-        InputError: naming the entry's key, when it cannot be loaded or is no tool, or for a sandbox
-            that does not work.
-    """
+    """Return a source for each entry of `rollout.tools`; each is loaded once, when a run starts."""
     sources: list[ToolSource] = []
     for entry in entries:
         if entry.use is not None:

@@ -77,12 +77,7 @@ def _read_tagged(
 ) -> ParsedText:
     """Read the call in a text that ends with the closing tag.
 
-    Args:
-        tool: Tool that gets the text between the tags as its only argument; None parses the text as
-            a JSON object.
-
-    Raises:
-        InputError: when `rollout.call_tool` names no tool with one text argument.
+    The text between the tags is the only argument of `tool`; if that is None, a JSON object.
     """
     before, opened, body = text.rpartition(start)
     body = body.removesuffix(end)
