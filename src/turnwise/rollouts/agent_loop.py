@@ -119,6 +119,11 @@ class RolloutContext:
         with self.timed("environment"):
             return await self.episode.step(message)
 
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next in a game, and what this player reads before."""
+        with self.timed("environment"):
+            return await self.episode.move(message)
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""

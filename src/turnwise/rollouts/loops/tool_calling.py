@@ -125,8 +125,7 @@ class SelfPlayLoop:
                 trajectory.messages += [{**message, "to": player} for message in new]
                 trajectory.status = "completed"
                 return
-            with context.timed("environment"):
-                move = await context.episode.move({**answer, "name": player})
+            move = await context.move({**answer, "name": player})
             if move is None:
                 trajectory.status = "completed"
                 return
