@@ -22,7 +22,7 @@ from turnwise.compat.chatlearn.model_file import read_model_file
 from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
 from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.rollouts.environment import load_object
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
 
 TABLE = ROOT / "docs" / "coming-from.md"
@@ -147,7 +147,7 @@ def test_python_blocks_run(page: str) -> None:
                     if issubclass(kind, turnwise.OpenEnv | turnwise.ReasoningGym):
                         continue  # its server has the problem, or a package that is not installed
                     problem = Problem(str(block), _ROWS.get(page, _ROW))
-                    asyncio.run(_open_and_close(LocalEpisode(kind, problem, RolloutConfig())))
+                    asyncio.run(_open_and_close(Episode(kind, problem, RolloutConfig())))
 
 
 async def _open_and_close(episode: Episode) -> None:

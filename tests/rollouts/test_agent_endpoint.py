@@ -15,7 +15,7 @@ from tests.pages import blocks
 from tests.rollouts.test_agents import keyless, try_agent
 from turnwise.config import Config
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.agents import AgentReport, read_report
+from turnwise.rollouts.agents import read_report
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import audit
 
@@ -210,6 +210,8 @@ def test_a_report_that_cannot_be_used_says_why(report: Any, words: str) -> None:
     with pytest.raises(TrajectoryError, match=words) as raised:
         read_report(report, "the agent x")
     assert raised.value.reason == "agent_reply"
-    assert read_report(None, "the agent x") == AgentReport()
-    assert read_report({"reward": True, "metrics": None, "more": []}, "a") == AgentReport(1.0)
-    assert len(read_report(json.loads('{"error": "%s"}' % ("x" * 9_999)), "a").error) == 500
+    assert read_report(None, "the agent x") == {}
+    known = {"reward": 1.0, "metrics": None}
+    assert read_report({"reward": True, "metrics": None, "more": []}, "a") == known
+    error = read_report(json.loads('{"error": "%s"}' % ("x" * 9_999)), "a")["error"]
+    assert len(str(error)) == 500

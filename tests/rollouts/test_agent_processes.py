@@ -18,7 +18,6 @@ from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import agents as agents_module
 from turnwise.rollouts.agents import (
-    AgentReport,
     AgentWorker,
     clean_environment,
     run_command,
@@ -99,7 +98,7 @@ async def test_a_worker_gets_any_problem_whole(program: Callable[[str], str]) ->
         reports = await asyncio.gather(
             *(worker.run({"task": {"problem": p}, "base_url": ""}) for p in PROBLEMS.values())
         )
-    assert [report.metrics for report in reports] == [
+    assert [report["metrics"] for report in reports] == [
         {"argv": 1.0, "length": float(len(problem))} for problem in PROBLEMS.values()
     ]
 
@@ -133,7 +132,7 @@ async def test_a_wrong_answer_costs_its_own_trajectory(program: Callable[[str], 
         ]
         sound = worker.run({"task": {"said": '"result": {"reward": 1}'}})
         *wrong, right = await asyncio.gather(*ask, sound, return_exceptions=True)
-        assert right == AgentReport(1.0)
+        assert right == {"reward": 1.0}
         for name, error in zip(WRONG, wrong, strict=True):
             assert isinstance(error, TrajectoryError), (name, error)
             assert error.reason == "agent_reply", (name, error)
@@ -155,7 +154,7 @@ say('{"id": 999, "result": null}')
 say('{"id": %d, "result": null}' % request["id"])
 """
     async with running(raw(program, body.replace("\\\\", "\\"))) as worker:
-        assert await worker.run({}) == AgentReport()
+        assert await worker.run({}) == {}
     lines = caplog.messages
     noise = [line for line in lines if line.endswith(": noise")]
     assert len(noise) % LINES_A_SECOND == 0

@@ -11,8 +11,8 @@ from tests.rollouts.test_trl import Saying, call
 from turnwise.config import Config, SamplingConfig, ToolConfig
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.configured_tools import load_tools
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.stage import load_tools
 from turnwise.tools import Toolset
 
 HERE = __name__
@@ -97,7 +97,7 @@ class Desk(turnwise.Environment):
 
 async def opened(config: Config, *uses: str, environment: type = Desk) -> Episode:
     tools = load_tools([ToolConfig(use=f"{HERE}:{use}") for use in uses])
-    episode = LocalEpisode(environment, Problem("rows:1", {}), config.rollout, tools)
+    episode = Episode(environment, Problem("rows:1", {}), config.rollout, tools)
     await episode.open()
     return episode
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.rollouts.test_producer import PROBLEMS, Groups, config, has_signal, names, settled
 from turnwise.config import Config
 from turnwise.rollouts import GroupProducer, Problem, ProblemStream
-from turnwise.rollouts.problems import Curriculum, Pool
+from turnwise.rollouts.problems import Lazy, Pool, Problems
 
 POOLS: tuple[Pool, ...] = ("mixed", "mastered", "hopeless")
 
@@ -33,39 +33,43 @@ def teaching(**keys: Any) -> Config:
     )
 
 
-def epochs_of(curriculum: Curriculum, index: int) -> list[int]:
-    return [epoch for epoch in range(240) if not curriculum.rests(index, epoch)]
+def epochs_of(stream: ProblemStream, index: int) -> list[int]:
+    return [epoch for epoch in range(240) if not stream.rests(index, epoch)]
+
+
+def many(count: int) -> Problems:
+    return Problems("rows", Lazy(count, lambda index: {"n": index}))
 
 
 @pytest.mark.parametrize("index", [0, 1, 5, 1000, 999_999])
 def test_each_group_without_signal_doubles_the_rest_up_to_its_limit(index: int) -> None:
-    curriculum, numbers = Curriculum(max_rest=12), []
+    stream, name, numbers = ProblemStream(many(index + 1), 0, 12), f"rows:{index + 1}", []
     for number in range(5):
-        curriculum.learn(index, "mastered" if number % 2 else "hopeless")
-        epochs = epochs_of(curriculum, index)
+        stream.learn(name, "mastered" if number % 2 else "hopeless")
+        epochs = epochs_of(stream, index)
         numbers.append(len(epochs))
         (distance,) = {later - sooner for sooner, later in itertools.pairwise(epochs)}
         assert distance == 240 / len(epochs)
     assert numbers == [120, 60, 30, 20, 20]
-    curriculum.learn(index, "mixed")
-    assert len(epochs_of(curriculum, index)) == 240
-    curriculum.learn(index, "mastered")
-    assert len(epochs_of(curriculum, index)) == 120, "a signal ends the row of groups without one"
+    stream.learn(name, "mixed")
+    assert len(epochs_of(stream, index)) == 240
+    stream.learn(name, "mastered")
+    assert len(epochs_of(stream, index)) == 120, "a signal ends the row of groups without one"
 
 
 @pytest.mark.parametrize("indices", [range(800), range(0, 1600, 2), range(7, 8000, 10)])
 def test_rows_come_back_in_different_epochs(indices: range) -> None:
-    curriculum = Curriculum(max_rest=8)
+    stream = ProblemStream(many(indices[-1] + 1), 0, max_rest=8)
     for index in indices:
         for _ in range(3):
-            curriculum.learn(index, "mastered")
+            stream.learn(f"rows:{index + 1}", "mastered")
     for epoch in range(16):
-        back = sum(not curriculum.rests(index, epoch) for index in indices)
+        back = sum(not stream.rests(index, epoch) for index in indices)
         assert 60 < back < 140, "of 800, an eighth each"
 
 
 def test_a_row_that_was_always_right_comes_less_often_than_the_others() -> None:
-    stream = ProblemStream(problems(4), 0, Curriculum(max_rest=4))
+    stream = ProblemStream(problems(4), 0, max_rest=4)
     counts = Counter[str]()
     for _ in range(130):
         (problem,) = stream.take(1)
@@ -76,7 +80,7 @@ def test_a_row_that_was_always_right_comes_less_often_than_the_others() -> None:
 
 
 def test_rows_that_all_rest_are_asked_all_the_same() -> None:
-    stream = ProblemStream(problems(5), 0, Curriculum(max_rest=8))
+    stream = ProblemStream(problems(5), 0, max_rest=8)
     counts = Counter[str]()
     for _ in range(50):
         (problem,) = stream.take(1)
@@ -86,7 +90,7 @@ def test_rows_that_all_rest_are_asked_all_the_same() -> None:
 
 
 def test_pools_count_every_row_that_may_come() -> None:
-    stream = ProblemStream(problems(9), 0, Curriculum(max_rest=8))
+    stream = ProblemStream(problems(9), 0, max_rest=8)
     for number, pool in enumerate(("mixed", "mastered", "mastered", "hopeless", "mixed"), 1):
         stream.learn(f"rows:{number}", pool)
     stream.leave_out(Problem("rows:5", {}), "too long")
@@ -105,11 +109,11 @@ def test_pools_count_every_row_that_may_come() -> None:
 def test_a_restored_stream_with_a_curriculum_goes_on_where_the_first_stopped(
     count: int, before: list[Pool], after: list[Pool]
 ) -> None:
-    first = ProblemStream(problems(count), 7, Curriculum(4))
+    first = ProblemStream(problems(count), 7, 4)
     for pool in before:
         first.learn(first.take(1)[0].id, pool)
     state = json.loads(json.dumps(first.state()))
-    second = ProblemStream(problems(count), 7, Curriculum(4))
+    second = ProblemStream(problems(count), 7, 4)
     second.restore(state)
     assert second.state() == state
     for pool in after:
@@ -121,7 +125,7 @@ def test_a_restored_stream_with_a_curriculum_goes_on_where_the_first_stopped(
 
 
 def test_without_a_curriculum_the_order_is_the_seeds_and_a_state_with_one_is_read() -> None:
-    plain, taught = (ProblemStream(problems(4), 3, each) for each in (None, Curriculum(4)))
+    plain, taught = (ProblemStream(problems(4), 3, each) for each in (None, 4))
     assert plain.take(8) == taught.take(8)
     taught.learn("rows:1", "mastered")
     plain.restore(taught.state())
@@ -140,9 +144,7 @@ async def played(order: list[int], steps: int, settings: Config) -> tuple[list[l
         groups.rewards = lambda tag: rewards.get(by_tag[tag], (0.0, 1.0))
         return await groups(problem, tag)
 
-    producer = GroupProducer(
-        settings, run, ProblemStream(PROBLEMS[:6], 0, Curriculum(8)), has_signal
-    )
+    producer = GroupProducer(settings, run, ProblemStream(PROBLEMS[:6], 0, 8), has_signal)
     running = asyncio.create_task(producer.run())
     for step in range(1, steps + 1):
         await settled()
@@ -169,7 +171,7 @@ async def test_the_order_does_not_depend_on_which_group_ends_first() -> None:
 async def test_a_step_reports_the_pools_after_its_groups() -> None:
     groups = Groups()
     groups.rewards = lambda tag: {"group0": (1.0, 1.0), "group1": (0.0, 0.0)}.get(tag, (0.0, 1.0))
-    stream = ProblemStream(PROBLEMS[:10], 0, Curriculum(8))
+    stream = ProblemStream(PROBLEMS[:10], 0, 8)
     producer = GroupProducer(teaching(), groups, stream, has_signal)
     running = asyncio.create_task(producer.run())
     await groups.let_go(*range(4))
@@ -185,7 +187,7 @@ async def test_a_step_reports_the_pools_after_its_groups() -> None:
 async def test_ahead_what_waits_keeps_its_outcome_through_a_checkpoint() -> None:
     settings, groups = teaching(staleness=1), Groups()
     groups.rewards = lambda tag: (1.0, 1.0) if tag in ("group1", "group5") else (0.0, 1.0)
-    stream = ProblemStream(PROBLEMS, 0, Curriculum(8))
+    stream = ProblemStream(PROBLEMS, 0, 8)
     producer = GroupProducer(settings, groups, stream, has_signal)
     running = asyncio.create_task(producer.run())
     await groups.let_go(0, 1, 2, 3, 5)
@@ -196,9 +198,7 @@ async def test_ahead_what_waits_keeps_its_outcome_through_a_checkpoint() -> None
     waits = ProblemStream(PROBLEMS, 0).take(6)[5].id
     assert state["outcomes"] == [[5, waits, "mastered"]]
 
-    resumed = GroupProducer(
-        settings, again := Groups(), ProblemStream(PROBLEMS, 0, Curriculum(8)), has_signal
-    )
+    resumed = GroupProducer(settings, again := Groups(), ProblemStream(PROBLEMS, 0, 8), has_signal)
     resumed.restore(state, trained=1)
     running = asyncio.create_task(resumed.run())
     await again.let_go(*range(8, 15))
@@ -214,9 +214,7 @@ async def test_what_is_replaced_rests_too_and_what_failed_says_nothing() -> None
     dynamic = settings.algorithm.model_copy(update={"dynamic_sampling": True})
     settings, groups = settings.model_copy(update={"algorithm": dynamic}), Groups()
     groups.rewards = lambda tag: {"group0": (0.0, 0.0), "group2": (1.0,)}.get(tag, (0.0, 1.0))
-    producer = GroupProducer(
-        settings, groups, ProblemStream(PROBLEMS, 0, Curriculum(8)), has_signal
-    )
+    producer = GroupProducer(settings, groups, ProblemStream(PROBLEMS, 0, 8), has_signal)
     running = asyncio.create_task(producer.run())
     await groups.let_go(*range(6))
     batch = await producer.next_batch()
@@ -232,9 +230,9 @@ def test_steps_without_signal_become_a_third_of_what_they_were(seed: int) -> Non
     """Half of the rows always right, three in ten never: the others are what can be learned."""
     chances = {f"rows:{n}": 1.0 if n <= 20 else 0.0 if n <= 32 else 0.5 for n in range(1, 41)}
 
-    def silent(curriculum: Curriculum | None) -> int:
+    def silent(max_rest: int | None) -> int:
         draw = random.Random(seed)
-        stream, steps = ProblemStream(problems(40), seed, curriculum), 0
+        stream, steps = ProblemStream(problems(40), seed, max_rest), 0
         for _ in range(200):
             taken = [problem.id for problem in stream.take(4)]
             right = [[draw.random() < chances[name] for _ in range(8)] for name in taken]
@@ -244,6 +242,6 @@ def test_steps_without_signal_become_a_third_of_what_they_were(seed: int) -> Non
                 stream.learn(name, pool)
         return steps
 
-    without, with_one = silent(None), silent(Curriculum(8))
+    without, with_one = silent(None), silent(8)
     assert without > 50
     assert with_one <= without / 3

@@ -13,7 +13,8 @@ from datasets import Dataset, DatasetDict
 from tests.trajectory.test_thinking_templates import thinking
 from turnwise.errors import InputError
 from turnwise.rollouts import data, load_rows
-from turnwise.rollouts.data import LazyRows, given_rows
+from turnwise.rollouts.data import given_rows
+from turnwise.rollouts.problems import Lazy
 
 ROWS = [{"n": n, "messages": [{"role": "user", "content": "é" * n}]} for n in range(5)]
 
@@ -222,7 +223,7 @@ def test_the_lines_of_a_large_file_are_parsed_when_they_are_asked_for(tmp_path: 
             file.write("\n" if n == 7 else "not JSON\n" if n == 30 else "")
         file.write(f'{{"n": {last}}}')  # no newline at the end
     rows = load_rows(str(path), split="train")
-    assert isinstance(rows, LazyRows)
+    assert isinstance(rows, Lazy)
     assert len(rows) == last + 2
     assert [rows[index]["n"] for index in (0, 7, 8, 30, 32, -2, -1)] == [
         *(0, 7, 8, 30, 31, last - 1, last),
@@ -244,7 +245,7 @@ def test_rows_of_a_large_table_are_parsed_when_they_are_asked_for(
     lines = [f'{n},"é ""{n}"",{end}{n}"{end if n % 7 else end + end}' for n in range(1000)]
     path.write_text(f"a,b{end}" + "".join(lines), newline="")
     rows = load_rows(str(path), split="train", limit=900)
-    assert isinstance(rows, LazyRows)
+    assert isinstance(rows, Lazy)
     assert len(rows) == 900
     for n in (0, 1, 7, 8, 899):
         assert rows[n] == {"a": str(n), "b": f'é "{n}",{end}{n}'}

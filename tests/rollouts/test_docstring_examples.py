@@ -13,7 +13,7 @@ import turnwise
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.rollouts import AgentLoop, Environment, Problem, RolloutContext, Runner
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.trajectory import Trajectory
 
 ROW = {"city": "Oslo", "weather": "rain"}
@@ -42,7 +42,7 @@ def test_the_examples_of_functions(module: str) -> None:
 
 
 async def test_the_example_of_an_environment() -> None:
-    opened = LocalEpisode(example(Environment), Problem("rows:1", ROW), RolloutConfig())
+    opened = Episode(example(Environment), Problem("rows:1", ROW), RolloutConfig())
     assert opened.preview()
     result = await opened.toolbox.call("look_up", '{"city": "Oslo"}')
     assert (opened.problem[0]["role"], result.text) == ("user", "rain")

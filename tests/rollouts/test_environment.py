@@ -10,13 +10,13 @@ from turnwise.config import Config, RolloutConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner
 from turnwise.rollouts.environment import load_object
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
 
 HERE = "tests.rollouts.test_environment"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def made(problem: Any, *tools: Any) -> LocalEpisode:
+def made(problem: Any, *tools: Any) -> Episode:
     """An environment of a class that only has what it is given."""
 
     class Desk:
@@ -29,8 +29,8 @@ def made(problem: Any, *tools: Any) -> LocalEpisode:
     return preview(Desk)
 
 
-def preview(environment: Any) -> LocalEpisode:
-    episode = LocalEpisode(environment, Problem("rows.jsonl:3", {}), RolloutConfig())
+def preview(environment: Any) -> Episode:
+    episode = Episode(environment, Problem("rows.jsonl:3", {}), RolloutConfig())
     assert episode.preview()
     return episode
 

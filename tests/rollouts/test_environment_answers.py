@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from tests.core.test_untrusted import json_values
+from turnwise.config import RolloutConfig
 from turnwise.core.untrusted import HEADER, MAX_BYTES, framed
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import environment_answers as answers
-from turnwise.rollouts.remote_episode import EnvironmentProcess
+from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 
 KINDS: list[TypeAdapter[Any]] = [
     answers.PROMPT,
@@ -29,6 +31,7 @@ KINDS: list[TypeAdapter[Any]] = [
     answers.METRICS,
     answers.CLOSED,
 ]
+PROCESSES = EnvironmentProcesses(dict, RolloutConfig())
 REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
 
 
@@ -36,9 +39,10 @@ async def asked(kind: TypeAdapter[Any], sent: bytes, times: int = 1) -> Any:
     """Return the answer of a process that has sent these bytes, and ended."""
     talk, theirs = socket.socketpair()
     control, server = socket.socketpair()
-    process = await EnvironmentProcess.connect(talk, control, "rows:1")
+    episode = RemoteEpisode(PROCESSES, Problem("rows:1", {}), RolloutConfig())
+    await episode.connect(talk, control)
     with theirs, server:
-        asking = [asyncio.create_task(process.ask("reward", (), 30.0, kind)) for _ in range(times)]
+        asking = [asyncio.create_task(episode.ask(kind, "reward")) for _ in range(times)]
         await asyncio.sleep(0)
         theirs.setblocking(False)
         with suppress(BlockingIOError, BrokenPipeError):
@@ -51,8 +55,8 @@ async def asked(kind: TypeAdapter[Any], sent: bytes, times: int = 1) -> Any:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
-            process.kill()
-            await asyncio.wait_for(process._reading, 30.0)
+            episode.kill()
+            await asyncio.wait_for(episode._reading, 30.0)
 
 
 def frame(tree: object) -> bytes:

@@ -377,20 +377,21 @@ async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path
     script.write_text(
         "import asyncio\n"
         "from turnwise.config import RolloutConfig\n"
-        "from turnwise.rollouts.remote_episode import EnvironmentProcesses\n"
-        "from turnwise.rollouts.environment_answers import PREVIEW\n"
+        "from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode\n"
         "from turnwise.rollouts.problems import Problem\n"
         "class Mine:\n"
         "    def __init__(self, row): self.problem = row['text']\n"
         "if __name__ == '__main__':\n"
         "    processes = EnvironmentProcesses(Mine, RolloutConfig())\n"
-        "    print(processes.ask('preview', Problem('rows:1', {'text': 'Go.'}), PREVIEW))\n"
+        "    problem = Problem('rows:1', {'text': 'Go.'})\n"
+        "    episode = RemoteEpisode(processes, problem, RolloutConfig())\n"
+        "    print(episode.preview(), episode.problem, episode.toolbox.schemas)\n"
     )
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
-    seen = {"messages": [{"role": "user", "content": "Go."}], "schemas": []}
-    assert done.stdout == f"{seen}\n", done.stderr
+    problem = [{"role": "user", "content": "Go."}]
+    assert done.stdout == f"True {problem} []\n", done.stderr
 
 
 async def test_a_module_that_cannot_be_imported_there_is_named(

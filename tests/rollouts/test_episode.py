@@ -22,7 +22,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, GroupProducer, Problem, ProblemStream, Runner
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problems
 from turnwise.trajectory import Trajectory
 
@@ -254,7 +254,7 @@ class Clock:
 
 
 async def opened(config: Config, environment: Any, row: dict[str, Any] | None = None) -> Episode:
-    episode = LocalEpisode(environment, Problem("rows:1", row or {}), config.rollout)
+    episode = Episode(environment, Problem("rows:1", row or {}), config.rollout)
     await episode.open()
     return episode
 

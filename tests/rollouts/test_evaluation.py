@@ -16,7 +16,6 @@ from turnwise.config import Config
 from turnwise.core.aio import for_each, together
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.data import LazyRows
 from turnwise.rollouts.evaluation import (
     Scores,
     evaluate,
@@ -25,7 +24,7 @@ from turnwise.rollouts.evaluation import (
     pass_at_k,
     run_groups,
 )
-from turnwise.rollouts.problems import Problems
+from turnwise.rollouts.problems import Lazy, Problems
 from turnwise.run.run_dir import GroupLog
 from turnwise.trajectory import Trajectory, read_jsonl
 from turnwise.trajectory.trajectory import TrajectoryLog
@@ -110,7 +109,7 @@ class Play:
         self.running = self.most = self.ended = 0
         self.gate = asyncio.Event()
         self.bad: str | None = None
-        self.problems = Problems("rows.jsonl", LazyRows(rows, self._read))
+        self.problems = Problems("rows.jsonl", Lazy(rows, self._read))
 
     def _read(self, index: int) -> dict[str, int]:
         self.read.append(index)
@@ -175,7 +174,7 @@ async def test_a_row_that_cannot_be_read_in_time_is_named() -> None:
         stuck.wait(60)
         return {}
 
-    problems = Problems("rows.jsonl", LazyRows(3, read))
+    problems = Problems("rows.jsonl", Lazy(3, read))
     with pytest.raises(DeadlineError, match=r"row \d of the data did not answer within 0.1 s"):
         await run_groups(Play(3).group, problems, "eval", row_seconds=0.1)
     stuck.set()

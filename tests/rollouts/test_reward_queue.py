@@ -11,7 +11,7 @@ from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.core.actor import ActorHandle
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import DeadlineError
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.reward_model import RemoteRewardModel
 from turnwise.rollouts.rewards import RewardManager
@@ -44,7 +44,7 @@ async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> No
         return 1.0
 
     rewards, clock = RewardManager([RewardConfig(model="m")]), StallClock(0.2)
-    nothing = LocalEpisode(lambda row: None, Problem("rows:1", {}), RolloutConfig())
+    nothing = Episode(lambda row: None, Problem("rows:1", {}), RolloutConfig())
     models: Any = {"m": SimpleNamespace(score=score)}
     rewards.models = models
     trajectory = Trajectory("rows:1")

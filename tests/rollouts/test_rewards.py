@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification as Classifier
 
 from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.reward_model import (
     RemoteRewardModel,
@@ -46,7 +46,7 @@ class Desk:
 
 def playing(row: dict[str, Any]) -> Episode:
     """Return an episode whose environment is built."""
-    episode = LocalEpisode(Desk, Problem("rows:1", row), RolloutConfig())
+    episode = Episode(Desk, Problem("rows:1", row), RolloutConfig())
     episode.environment = Desk(row)
     return episode
 
@@ -243,7 +243,8 @@ async def test_scores_are_the_models_own_however_calls_are_batched(
     make_model: Callable[..., Any], tokenizer: Any, batch_tokens: int
 ) -> None:
     folder, _ = make_model()
-    model = RewardModel(folder, batch_tokens=batch_tokens, gpu=False)
+    model = RewardModel()
+    model.load(folder, batch_tokens=batch_tokens, gpu=False)
     scores = await asyncio.gather(*(model.score(said(text)) for text in TEXTS))
     for text, score in zip(TEXTS, scores, strict=True):
         rendered = tokenizer.apply_chat_template(said(text), tokenize=False)
@@ -256,7 +257,8 @@ async def test_without_a_chat_template_the_messages_are_read_line_by_line(
     make_model: Callable[..., Any], tokenizer: Any
 ) -> None:
     folder, _ = make_model(template=False)
-    model = RewardModel(folder, batch_tokens=4096, gpu=False)
+    model = RewardModel()
+    model.load(folder, batch_tokens=4096, gpu=False)
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [*said("1 + 2"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     ids = tokenizer.encode('Go.\n1 + 2\n{"name": "add", "arguments": {"a": 1}}')
@@ -265,7 +267,8 @@ async def test_without_a_chat_template_the_messages_are_read_line_by_line(
 
 async def test_what_the_model_cannot_read_is_said(make_model: Callable[..., Any]) -> None:
     folder, _ = make_model()
-    model = RewardModel(folder, batch_tokens=4096, gpu=False)
+    model = RewardModel()
+    model.load(folder, batch_tokens=4096, gpu=False)
     with pytest.raises(TurnwiseError, match="tokens and the model reads 128 at most"):
         await model.score(said("1 + 2 " * 100))
     with pytest.raises(TurnwiseError, match="no messages"):
@@ -356,4 +359,4 @@ async def test_a_model_that_is_not_there_is_named(
     ray_started: None, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"reward model .*nowhere cannot be loaded \(there is no"):
-        await RemoteRewardModel.start(str(tmp_path / "nowhere"), make_config())
+        await RemoteRewardModel(str(tmp_path / "nowhere"), make_config()).start()

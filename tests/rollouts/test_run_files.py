@@ -4,7 +4,7 @@ import json
 import threading
 from pathlib import Path
 
-from turnwise.rollouts.run_files import ErrorLog, RunFiles
+from turnwise.rollouts.run_files import RunFiles
 
 
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
 async def test_elsewhere_texts_are_kept_for_the_driver(tmp_path: Path) -> None:
     files = RunFiles(None)
     files.append("extra.jsonl", "{}\n")
-    await ErrorLog(files).write("reward_error", "rows:1", ValueError("\x1b[2Jall is well"))
+    await files.log_error("reward_error", "rows:1", ValueError("\x1b[2Jall is well"))
     (extra, (name, entry)) = files.take()
     assert extra == ("extra.jsonl", "{}\n")
     assert name == "errors.log"

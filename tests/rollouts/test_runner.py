@@ -19,6 +19,7 @@ import pytest
 
 from tests.blocking import NeverIdle, gate, new_gate, tick
 from tests.simulated import SimulatedEngine
+from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
@@ -351,7 +352,7 @@ async def test_tools_that_run_together_count_once(
 ) -> None:
     from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollouts.agent_loop import RolloutContext
-    from turnwise.rollouts.episode import LocalEpisode
+    from turnwise.rollouts.episode import Episode
     from turnwise.rollouts.loops.tool_calling import answer_calls
     from turnwise.tools.toolbox import Toolbox
 
@@ -362,12 +363,13 @@ async def test_tools_that_run_together_count_once(
 
     config = make_config()
     runner = Runner(config, tokenizer)
-    episode = LocalEpisode(Desk, Problem("rows:1", {}), config.rollout)
+    episode = Episode(Desk, Problem("rows:1", {}), config.rollout)
     episode.toolbox = Toolbox([nap], timeout=60, max_chars=99)
     context = RolloutContext(
         trajectory=Trajectory("rows:1"),
         engine=SimulatedEngine(),
         template=runner.template,
+        prompts=PromptCache(runner.template),
         tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
         rollout=config.rollout,
         sampling=config.sampling,

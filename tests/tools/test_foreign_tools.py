@@ -14,8 +14,8 @@ from tests.blocking import gate, new_gate
 from tests.conftest import ROOT
 from turnwise.config import Config, ToolConfig
 from turnwise.rollouts import Problem
-from turnwise.rollouts.configured_tools import load_tools
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.stage import load_tools
 from turnwise.tools.foreign import adopted
 from turnwise.tools.toolbox import Toolbox
 
@@ -73,7 +73,7 @@ async def test_a_tool_of_openai_agents_is_called_wherever_it_is_given(
 ) -> None:
     uses = [] if own else [ToolConfig(use=f"{__name__}:greet")]
     problem = Problem("rows:1", {"own": own})
-    episode = LocalEpisode(Hall, problem, make_config().rollout, load_tools(uses))
+    episode = Episode(Hall, problem, make_config().rollout, load_tools(uses))
     await episode.open()
     result = await episode.toolbox.call("greet", '{"name": "Ada", "often": 2}')
     # The environment is the context of its own tools.

@@ -22,8 +22,8 @@ from tests.conftest import ROOT
 from turnwise.config import Config, parse_config
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollouts import Problem
-from turnwise.rollouts.configured_tools import load_tools
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.stage import load_tools
 from turnwise.tools.mcp import MCPServer
 from turnwise.tools.tool import McpError
 from turnwise.tools.toolbox import Toolbox, ToolResult
@@ -341,7 +341,7 @@ async def test_twenty_trajectories_leave_no_process(children: Callable[[], list[
     sources = load_tools(rollout.tools)
 
     async def trajectory(index: int) -> str:
-        episode = LocalEpisode(Desk, Problem("rows:1", {}), rollout, sources)
+        episode = Episode(Desk, Problem("rows:1", {}), rollout, sources)
         try:
             await episode.open()
             names = [s["function"]["name"] for s in episode.toolbox.schemas]

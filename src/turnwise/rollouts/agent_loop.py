@@ -20,7 +20,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.run_files import ErrorLog
+from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
@@ -67,6 +67,8 @@ class RolloutContext:
     engine: Generator
     """The engine, or the scheduler in front of several."""
     template: ChatTemplate
+    prompts: PromptCache
+    """First prompts, rendered once for all trajectories that begin with them."""
     tool_parser: ToolParser
     rollout: RolloutConfig
     sampling: SamplingConfig
@@ -88,10 +90,8 @@ class RolloutContext:
     the choice free."""
     seed: int | None = None
     """Seed from which each turn's seed is derived; None unless the run is deterministic."""
-    errors: ErrorLog | None = None
-    """Log of the first error of each kind; None keeps no log."""
-    prompts: PromptCache | None = None
-    """Cache of rendered first prompts; None disables caching."""
+    files: RunFiles | None = None
+    """Files of the run, with the log of errors; None keeps no log."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
     """Clock that fails a trajectory without progress; held during turns and tools, which have
     their own deadlines."""
@@ -156,8 +156,6 @@ class RolloutContext:
         def render() -> list[int]:
             if shown:
                 check_tools(self.template, messages, shown)
-            if self.prompts is None:
-                return self.template.render(messages, tools=shown)
             return self.prompts.render(messages, shown)
 
         return await in_thread_if_long(messages, render)
@@ -260,8 +258,7 @@ class RolloutContext:
             messages=messages,
             experts=completion.experts,
         )
-        first = completion.first_token_at
-        worker, queued = completion.worker, completion.queued
+        first, worker, queued = completion.first_token_at, completion.worker, completion.queued
         self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
         self.fork_reason = None
         self.episode.turn_ended(turn)

@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, NotRequired
 
 from pydantic import Field, TypeAdapter
@@ -73,12 +72,13 @@ _started: set[str] = set()
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 
 
-class _Report(TypedDict, total=False):
-    """A report as it is sent; keys other than these are ignored."""
+class AgentReport(TypedDict, total=False):
+    """The report of an endpoint or a worker about one trajectory; other keys are ignored."""
 
     reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
     metrics: Annotated[dict[_Name, Number], Field(max_length=100)] | None
-    sessions: Annotated[list[str], Field(max_length=1_001)] | None  # its own, and those under it
+    sessions: Annotated[list[str], Field(max_length=1_001)] | None
+    """Sessions that the agent says it opened, by name or id: its own, and those under it."""
     error: object
 
 
@@ -92,55 +92,33 @@ class _Tasks(TypedDict):
     result: list[JsonObject]
 
 
-_REPORT = TypeAdapter(_Report | None)
+_REPORT = TypeAdapter(AgentReport | None)
 _ANSWER = TypeAdapter(_Answer)
 _TASKS = TypeAdapter(_Tasks)
 _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentReport:
-    """The report of an endpoint or a worker about one trajectory."""
-
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    sessions: list[str] = field(default_factory=list)
-    """Sessions that the agent says it opened, by name or id."""
-    error: str = ""
-
-
 def read_report(value: object, who: str) -> AgentReport:
-    """Read a report of an agent, whose name in messages is `who`; all of its keys are optional.
-
-    Raises:
-        TrajectoryError: `agent_reply`, naming the key that cannot be used.
-    """
+    """Read a report of an agent, whose name in messages is `who`; fails as `agent_reply`."""
     try:
-        given = checked(value, _REPORT) or {}
+        report: AgentReport = checked(value, _REPORT) or {}
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
-    return AgentReport(
-        given.get("reward"),
-        given.get("metrics") or {},
-        given.get("sessions") or [],
-        str(given.get("error") or "")[:_ERROR_CHARS],
-    )
+    if wrong := report.get("error"):
+        report["error"] = str(wrong)[:_ERROR_CHARS]
+    return report
 
 
 def apply_report(report: AgentReport, session: "Session", who: str) -> None:
     """Add a report to the trajectory of a rollout's session.
 
     A reward counts only where the agent may reward itself (`rollout.agent_rewards`); elsewhere it
-    is counted as the event `agent_reward_ignored`.
-
-    Raises:
-        TrajectoryError: `agent_error`, when the agent reports an error; `agent_reply`, when it
-            reports a session that is not one of its own.
+    is counted as the event `agent_reward_ignored`. A reported error fails the trajectory.
     """
-    if report.error:
-        raise TrajectoryError("agent_error", f"{who}: {report.error}")
+    if error := report.get("error"):
+        raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
-    for name in report.sessions:
+    for name in report.get("sessions") or ():
         if name not in own:
             what = f"{who} reported the session {name:.{_NAME_CHARS}}"
             raise TrajectoryError(
@@ -149,11 +127,11 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
                 "of this trajectory",
             )
     trajectory = session.trajectory
-    trajectory.metrics |= report.metrics
-    if report.reward is None:
+    trajectory.metrics |= report.get("metrics") or {}
+    if (reward := report.get("reward")) is None:
         return
     if session.agent_rewards:
-        trajectory.reward = report.reward
+        trajectory.reward = reward
     else:
         trajectory.events["agent_reward_ignored"] += 1
 
@@ -209,13 +187,7 @@ class AgentWorker:
     async def run(self, request: JsonObject) -> AgentReport:
         """Have a task played, and return its report. A cancelled call cancels the task.
 
-        Args:
-            request: `task`, `base_url`, `model` and `name`.
-
-        Raises:
-            InputError: when the worker cannot be started, and never was.
-            TrajectoryError: `agent_error`, when the agent fails; `agent_crashed`, when the worker
-                ends or cannot be started now; `agent_reply`, when the report cannot be used.
+        A worker that cannot be started is an InputError if it never was, else `agent_crashed`.
         """
         async with self._starting:
             if self._life is None or self._life.ended:
@@ -318,11 +290,7 @@ class _Life:
 
 
 def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject]:
-    """Return the rows that a worker's `tasks` lists.
-
-    Raises:
-        InputError: when the worker cannot be started, fails, or lists no rows.
-    """
+    """Return the rows that a worker's `tasks` lists."""
     where = f"data.path: the agent worker {command}"
     environment = clean_environment(agent_env)
 
@@ -365,11 +333,6 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     """Post a request, and return the report that the endpoint answers when the agent is done.
 
     The connection is closed when this call is cancelled.
-
-    Raises:
-        InputError: when the URL cannot be used.
-        TrajectoryError: `agent_unreachable`, without a connection; `agent_error`, for a status
-            other than 2xx; `agent_reply`, when the reply cannot be used.
     """
     import aiohttp  # only for endpoints
 

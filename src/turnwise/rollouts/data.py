@@ -88,7 +88,7 @@ def load_rows(
 
 def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -> Sequence[Row]:
     """Return the first rows, in a list, which finds mistakes early, unless they are many."""
-    lazy = LazyRows(len(rows) if limit is None else min(limit, len(rows)), read)
+    lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
@@ -100,26 +100,26 @@ def load_training(
     Args:
         environment: Makes the rows if data.path is `environment`; None means the configured one.
     """
-    return _of_each(config, lambda part: _rows_of(part, environment, "train"))
+    return _of_each(config, environment, "train")
 
 
 def load_heldout(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
     """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return _of_each(config, lambda part: _rows_of(part, environment, "eval"))
+    return _of_each(config, environment, "eval")
 
 
 def _of_each(
-    config: Config, load: Callable[[Config], tuple[str, Sequence[Row]]]
+    config: Config, environment: EnvironmentType | None, split: str
 ) -> Problems | JoinedProblems:
     """Return the problems of each environment, joined if the run may have several."""
     if not config.environments:
-        return Problems(*load(config))
+        return Problems(*_rows_of(config, environment, split))
     parts = {}
     for name, part in config.parts().items():
         try:
-            parts[name] = Problems(*load(part), environment=name)
+            parts[name] = Problems(*_rows_of(part, environment, split), environment=name)
         except InputError as error:
             raise InputError(f"environments.{name}: {error}") from error
     return JoinedProblems(parts)
@@ -168,10 +168,6 @@ def _naming_file(path: Path) -> Iterator[None]:
         raise InputError(f"the data file {path} cannot be read: {error}") from error
 
 
-class LazyRows(Lazy[Row]):
-    """Rows that are made when they are asked for."""
-
-
 def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
     """Read rows; of a large file, the lines are found, and parsed when they are asked for."""
     if path.stat().st_size <= _EAGER_BYTES:
@@ -193,7 +189,7 @@ def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
             line = os.pread(file, int(lengths[index]), int(starts[index]))
             return _parse_line(path, int(numbers[index]) + 1, line)
 
-    return LazyRows(len(numbers), read)
+    return Lazy(len(numbers), read)
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Row:
@@ -229,7 +225,7 @@ def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
             (values,) = csv.reader([text], delimiter=_DELIMITERS[path.suffix], strict=True)
             return dict(zip(names, values, strict=True))
 
-    return LazyRows(len(places) // 2, read)
+    return Lazy(len(places) // 2, read)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
@@ -278,7 +274,7 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
         what = f"the data file {path} is not a whole Parquet file"
         raise InputError(f"{what}: {first_line(error)}") from error
 
-    return LazyRows(table.num_rows, lambda i: _own_keys(table.slice(i, 1).to_pylist()[0]))
+    return Lazy(table.num_rows, lambda i: _own_keys(table.slice(i, 1).to_pylist()[0]))
 
 
 _READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
@@ -309,7 +305,7 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
         if split not in dataset:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
-    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+    return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
@@ -319,7 +315,7 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
     if not isinstance(rows, Sized):
         return map(_own_keys, rows)  # streamed
     dataset = cast("Sequence[Row]", rows)  # indexed like a sequence
-    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+    return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
 
 
 def _own_keys(row: Row) -> Row:

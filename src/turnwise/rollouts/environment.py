@@ -414,11 +414,7 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def read_rewards(value: object, who: str, turns: int) -> Rewards:
-    """Return any reward of `who`, for a trajectory of `turns` turns, with plain numbers.
-
-    Raises:
-        TrajectoryError: as `read_reward` does, and for more turn rewards than turns.
-    """
+    """Return any reward of `who`, for a trajectory of `turns` turns, with plain numbers."""
     if not isinstance(value, Rewards):
         return Rewards(read_reward(value, who))
     if len(value.turns) > turns:
@@ -436,8 +432,7 @@ def read_rewards(value: object, who: str, turns: int) -> Rewards:
 def read_reward(value: object, who: str) -> float:
     """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
 
-    Raises:
-        TrajectoryError: `reward_error`, when it is not a finite number, or beyond `MAX_REWARD`.
+    It is a `reward_error` when it is not a finite number, or beyond `MAX_REWARD`.
     """
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:

@@ -27,10 +27,6 @@ _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
-class RemoteError(Exception):
-    """An error in an environment's process; its message holds the traceback there."""
-
-
 @with_config(extra="allow")
 class _Message(TypedDict):
     role: str
@@ -47,12 +43,7 @@ class _Schema(TypedDict):
     function: _Function
 
 
-class _Preview(TypedDict):
-    messages: list[_Message]
-    schemas: list[_Schema]
-
-
-class _Opened(TypedDict):
+class Opened(TypedDict):
     """The part of the episode that the driver must know."""
 
     name: _Name
@@ -68,11 +59,6 @@ class _Called(TypedDict):
     outcome: ToolOutcome
     error: _Text | None
     """The tool's traceback."""
-
-
-class _Moved(TypedDict):
-    player: str
-    messages: list[_Message]
 
 
 class _Rewarded(TypedDict):
@@ -96,15 +82,17 @@ class _Reply(TypedDict):
     error: NotRequired[Failure]
 
 
+_Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
+"""The next player's name, with the messages that this player reads before."""
 _ENVELOPE = TypeAdapter(Annotated[list[int | JsonObject], Field(min_length=2, max_length=2)])
 _REPLY = TypeAdapter(_Reply)
 
 PROMPT = TypeAdapter(list[_Message] | None)
-PREVIEW = TypeAdapter(_Preview | None)
-OPENED = TypeAdapter(_Opened)
+PREVIEW = TypeAdapter(Opened | None)
+OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
 STEPPED = TypeAdapter(list[_Message] | None)
-MOVED = TypeAdapter(_Moved | None)
+MOVED: TypeAdapter[dict[str, list[_Message]] | None] = TypeAdapter(_Move)
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
@@ -112,11 +100,7 @@ CLOSED = TypeAdapter(Annotated[list[Failure], Field(max_length=100)])
 
 
 def read_reply(body: bytes) -> tuple[int, JsonObject]:
-    """Return the number of a request, and its reply, whose value is not checked yet.
-
-    Raises:
-        AnswerError: when it is neither.
-    """
+    """Return the number of a request, and its reply, whose value is not checked yet."""
     number, reply = read_answer(body, _ENVELOPE)
     if not isinstance(number, int) or not isinstance(reply, dict):
         raise AnswerError("sent a wrong answer (it must be a number and an object)")
@@ -124,15 +108,9 @@ def read_reply(body: bytes) -> tuple[int, JsonObject]:
 
 
 def value_of(reply: JsonObject, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
-    """Return a reply's value.
+    """Return a reply's value, or raise its error; AnswerError where it is of another type.
 
-    Args:
-        alone: Whether the process was started for this question only.
-
-    Raises:
-        AnswerError: when it is of another type.
-        TrajectoryError: the reply's error, with its traceback as the cause.
-        InputError: the same, if the process was `alone`.
+    The error may be an InputError if the process was started for this question only (`alone`).
     """
     tree = checked(reply, _REPLY)
     if "error" in tree:
@@ -151,5 +129,5 @@ def error_of(failure: Failure, *, alone: bool = False) -> InputError | Trajector
         error = TrajectoryError(reason, message)
     else:
         error = TrajectoryError("environment_error", f"{reason}: {message}")
-    error.__cause__ = RemoteError(failure["cause"]) if failure["cause"] else None
+    error.__cause__ = RuntimeError(failure["cause"]) if failure["cause"] else None
     return error

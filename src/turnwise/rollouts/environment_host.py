@@ -1,10 +1,10 @@
 """The process of one environment, forked for each episode (`rollout.environment_process`).
 
 `python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
-once, and is forked for each episode. The fork plays a `LocalEpisode`, as its driver asks. Requests
+once, and is forked for each episode. The fork plays an `Episode`, as its driver asks. Requests
 are pickles, which only the driver writes; answers are JSON, because a model's code may run here.
 
-    driver (RemoteEpisode) ── asks ──> fork: LocalEpisode -> the user's environment
+    driver (RemoteEpisode) ── asks ──> fork: Episode -> the user's environment
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
-from turnwise.rollouts.episode import LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.tools.toolbox import encodable, make_toolbox
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Player:
 
     def __init__(self, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
         self._factory, self._rollout = factory, rollout
-        self._episode: LocalEpisode | None = None
+        self._episode: Episode | None = None
 
     async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
         """Return the value of a method of this class or of the episode, or its error, as JSON."""
@@ -115,36 +115,26 @@ class _Player:
         return {"value": value}
 
     @property
-    def episode(self) -> LocalEpisode:
+    def episode(self) -> Episode:
         assert self._episode is not None
         return self._episode
 
     async def prompt(self, problem: "Problem") -> object:
-        episode = LocalEpisode(self._factory, problem, self._rollout)
+        episode = Episode(self._factory, problem, self._rollout)
         return await self._call(episode.prompt)
 
     async def preview(self, problem: "Problem") -> object:
-        episode = LocalEpisode(self._factory, problem, self._rollout)
-        if not await self._call(episode.preview):
-            return None
-        return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
+        episode = Episode(self._factory, problem, self._rollout)
+        return _known(episode) if await self._call(episode.preview) else None
 
     async def _call(self, function: Callable[[], object]) -> object:
         seconds = self._rollout.environment_timeout
         return await call_user_code(function, name="the environment", seconds=seconds)
 
     async def open(self, problem: "Problem") -> object:
-        """Open the episode; return the part of it that the driver must know."""
-        self._episode = episode = LocalEpisode(self._factory, problem, self._rollout)
+        self._episode = episode = Episode(self._factory, problem, self._rollout)
         await episode.open()
-        return {
-            "name": episode.name,
-            "problem": episode.problem,
-            "players": episode.players,
-            "schemas": episode.toolbox.schemas,
-            "steps": episode.steps,
-            "measures": episode.measures,
-        }
+        return _known(episode)
 
     async def tool(self, name: str, arguments_json: str) -> object:
         result = await self.episode.toolbox.call(name, arguments_json)
@@ -154,7 +144,7 @@ class _Player:
 
     async def move(self, message: "Message") -> object:
         move = await self.episode.move(message)
-        return None if move is None else {"player": move[0], "messages": move[1]}
+        return None if move is None else {move[0]: move[1]}
 
     async def reward(self, trajectory: "Trajectory") -> object:
         return asdict(await self.episode.reward(trajectory))
@@ -173,6 +163,18 @@ class _Player:
         sys.stdout.flush()
         sys.stderr.flush()
         return failures
+
+
+def _known(episode: Episode) -> JsonObject:
+    """Return the part of an episode that the driver must know (`environment_answers.Opened`)."""
+    return {
+        "name": episode.name,
+        "problem": episode.problem,
+        "players": episode.players,
+        "schemas": episode.toolbox.schemas,
+        "steps": episode.steps,
+        "measures": episode.measures,
+    }
 
 
 def _error(error: Exception) -> JsonObject:

@@ -9,7 +9,6 @@ failed one is a `TrajectoryError` of the episode's trajectory, `environment_erro
 
 import asyncio
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar, cast
@@ -21,7 +20,6 @@ from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
-from turnwise.rollouts.configured_tools import ToolSource
 from turnwise.rollouts.environment import (
     Environment,
     EnvironmentType,
@@ -48,19 +46,27 @@ _T = TypeVar("_T")
 
 STALL_KEY = "rollout.stall_timeout"
 """Key of the deadline of a reward."""
+ToolSource = Callable[[], ToolFunction | Tool | Toolset]
+"""Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
+code. A toolset may stay unopened."""
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 
 
-class Episode(ABC):
+class Episode:
     """One environment in use; `playing` opens and closes it.
 
-    The environment lives in threads of this process (`LocalEpisode`), or in a process of its own
-    (`remote_episode.RemoteEpisode`); the tools of `rollout.tools` always live here.
+    The environment lives in threads of this process. One in a process of its own is played by
+    `remote_episode.RemoteEpisode`, which overrides what touches the environment; the tools of
+    `rollout.tools` always live here.
     """
 
     def __init__(
-        self, problem: Problem, rollout: RolloutConfig, tools: Sequence[ToolSource] = ()
+        self,
+        factory: EnvironmentType,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
     ) -> None:
         self.where = problem.id
         """Name of the row, for messages."""
@@ -77,62 +83,65 @@ class Episode(ABC):
         """Whether the environment answers turns that call no tool."""
         self.measures = False
         """Whether the environment has metrics of its own."""
+        self._factory = factory
         self._row = problem.row
         self._rollout = rollout
         self._sources = tools
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
+        self._closes: Callable[..., object] | None = None
 
-    @abstractmethod
     async def open(self) -> None:
         """Build the environment, set it up, and read its problem and tools."""
 
-    @abstractmethod
+        def begin() -> Awaitable[object] | None:
+            """Build and read it; an async `setup` is returned, to be awaited before."""
+            self.environment = self._factory(self._row)
+            self._find_methods()  # `close` also where `setup` fails
+            setup = own_method(self.environment, "setup")
+            opening = None if setup is None else setup()
+            if inspect.isawaitable(opening):
+                return opening
+            self._learn()
+            return None
+
+        await self._read("the environment", begin)
+        if not self.problem:  # its `setup` is async
+            await self._read("the environment", self._learn)
+        await self._open_toolsets()
+
     def prompt(self) -> list[Message] | None:
         """Return the messages that the class knows from the row alone; None if it knows none.
 
         Call this and `preview` in a thread; both raise an InputError that names the row.
         """
+        if (prompt := own_method(type_of(self._factory), "prompt")) is None:
+            return None
+        with naming_row(self.where, self._row):
+            reply = prompt(self._row)
+            what = f"{name_of(self._factory)}.prompt"
+            return None if reply is None else read_messages(reply, what)
 
-    @abstractmethod
     def preview(self) -> bool:
         """Read problem and tools without `setup` and toolsets; return whether they are known."""
+        with naming_row(self.where, self._row):
+            self.environment = self._factory(self._row)
+            if own_method(self.environment, "setup") is not None:
+                return False
+            self._learn()
+        return not self._toolsets
 
-    @abstractmethod
-    def turn_ended(self, turn: int) -> None:
-        """Set `current_turn`, for the turn's tool calls and `step`."""
+    def _learn(self) -> None:
+        self._find_methods()  # `setup` may have set them
+        self.problem, self.players = read_problem(self.environment)
+        self._offer(*read_tools(self.environment))
 
-    @abstractmethod
-    async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory."""
-
-    @abstractmethod
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next, and what this player reads before; None ends the game.
-
-        The message's `name` is the player who said it.
-        """
-
-    @abstractmethod
-    async def done(self) -> bool:
-        """Return whether the environment has ended the trajectory."""
-
-    @abstractmethod
-    async def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
-
-    @abstractmethod
-    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the environment's metrics of a finished trajectory."""
-
-    @abstractmethod
-    async def close(self, report: Report) -> None:
-        """Close the environment and its toolsets together; failures are only reported."""
-
-    def release(self) -> None:
-        """Let others have what the environment shares: its whole group has been rewarded."""
-        if isinstance(self.environment, Environment):
-            self.environment._group_ended()
+    def _find_methods(self) -> None:
+        """Find the environment's own methods; looking one up may be user code."""
+        self.name = type(self.environment).__name__
+        self.steps = own_method(self.environment, "step") is not None
+        self.measures = own_method(self.environment, "metrics") is not None
+        self._closes = own_method(self.environment, "close")
 
     def _offer(
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
@@ -159,13 +168,76 @@ class Episode(ABC):
         tools = [*self._tools, *(tool for some in opened for tool in some)]
         self.toolbox = await self._read("the environment", lambda: self._make_toolbox(tools))
 
-    async def _close_each(self, closes: Sequence[Callable[[], object]], report: Report) -> None:
-        async def one(close: Callable[[], object]) -> None:
+    def turn_ended(self, turn: int) -> None:
+        """Set `current_turn`, for the turn's tool calls and `step`."""
+        if isinstance(self.environment, Environment):
+            self.environment.current_turn = turn
+
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory."""
+        reply = await self._call("step", self.environment.step, message) if self.steps else None
+        if reply is None or isinstance(reply, str):
+            return None if reply is None else [{"role": "user", "content": reply}]
+        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next, and what this player reads before; None ends the game.
+
+        The message's `name` is the player who said it.
+        """
+        move = await self._call("step", self.environment.step, message) if self.steps else None
+        if move is None:
+            return None
+        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
+
+    async def done(self) -> bool:
+        """Return whether the environment has ended the trajectory."""
+        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
+        if isinstance(known, bool):
+            return known
+        return bool(
+            await self._call("done", lambda: bool(getattr(self.environment, "done", False)))
+        )
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
+        seconds, name = self._rollout.stall_timeout, "the environment's reward"
+        try:
+            value = await call_user_code(
+                lambda: self.environment.reward(trajectory),
+                name=name,
+                seconds=seconds,
+                key=STALL_KEY,
+            )
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            message = f"the environment gave no reward: {await describe_user_error(error)}"
+            raise TrajectoryError("reward_error", message) from error
+        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the environment's metrics of a finished trajectory."""
+        if not self.measures:
+            return {}
+        values = await self._call("metrics", self.environment.metrics, trajectory)
+        return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
+
+    def release(self) -> None:
+        """Let others have what the environment shares: its whole group has been rewarded."""
+        if isinstance(self.environment, Environment):
+            self.environment._group_ended()
+
+    async def close(self, report: Report) -> None:
+        """Close the environment and its toolsets together; failures are only reported."""
+
+        async def one(close: Callable[..., object]) -> None:
             try:
                 await self._call("close", close)
             except TrajectoryError as error:
                 await report("close_error", error)
 
+        closes = [] if self._closes is None else [self._closes]
         await asyncio.gather(*map(one, [*closes, *(toolset.close for toolset in self._toolsets)]))
 
     async def _call(
@@ -198,113 +270,6 @@ class Episode(ABC):
 
         value: _T = await self._call(what, named)
         return value
-
-
-class LocalEpisode(Episode):
-    def __init__(
-        self,
-        factory: EnvironmentType,
-        problem: Problem,
-        rollout: RolloutConfig,
-        tools: Sequence[ToolSource] = (),
-    ) -> None:
-        super().__init__(problem, rollout, tools)
-        self._factory = factory
-        self._closes: Callable[..., object] | None = None
-
-    async def open(self) -> None:
-        await self._read("the environment", self._begin)
-        if not self.problem:  # its `setup` is async
-            await self._read("the environment", self._learn)
-        await self._open_toolsets()
-
-    def prompt(self) -> list[Message] | None:
-        if (prompt := own_method(type_of(self._factory), "prompt")) is None:
-            return None
-        with naming_row(self.where, self._row):
-            reply = prompt(self._row)
-            what = f"{name_of(self._factory)}.prompt"
-            return None if reply is None else read_messages(reply, what)
-
-    def preview(self) -> bool:
-        with naming_row(self.where, self._row):
-            self.environment = self._factory(self._row)
-            if own_method(self.environment, "setup") is not None:
-                return False
-            self._learn()
-        return not self._toolsets
-
-    def _begin(self) -> Awaitable[object] | None:
-        """Build and read the environment; an async `setup` is returned, to be awaited before."""
-        self.environment = self._factory(self._row)
-        self._find_methods()  # `close` also where `setup` fails
-        setup = own_method(self.environment, "setup")
-        opening = None if setup is None else setup()
-        if inspect.isawaitable(opening):
-            return opening
-        self._learn()
-        return None
-
-    def _learn(self) -> None:
-        self._find_methods()  # `setup` may have set them
-        self.problem, self.players = read_problem(self.environment)
-        self._offer(*read_tools(self.environment))
-
-    def _find_methods(self) -> None:
-        """Find the environment's own methods; looking one up may be user code."""
-        self.name = type(self.environment).__name__
-        self.steps = own_method(self.environment, "step") is not None
-        self.measures = own_method(self.environment, "metrics") is not None
-        self._closes = own_method(self.environment, "close")
-
-    def turn_ended(self, turn: int) -> None:
-        if isinstance(self.environment, Environment):
-            self.environment.current_turn = turn
-
-    async def step(self, message: Message) -> list[Message] | None:
-        reply = await self._call("step", self.environment.step, message) if self.steps else None
-        if reply is None or isinstance(reply, str):
-            return None if reply is None else [{"role": "user", "content": reply}]
-        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        move = await self._call("step", self.environment.step, message) if self.steps else None
-        if move is None:
-            return None
-        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
-
-    async def done(self) -> bool:
-        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
-        if isinstance(known, bool):
-            return known
-        return bool(
-            await self._call("done", lambda: bool(getattr(self.environment, "done", False)))
-        )
-
-    async def reward(self, trajectory: Trajectory) -> Rewards:
-        seconds, name = self._rollout.stall_timeout, "the environment's reward"
-        try:
-            value = await call_user_code(
-                lambda: self.environment.reward(trajectory),
-                name=name,
-                seconds=seconds,
-                key=STALL_KEY,
-            )
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            message = f"the environment gave no reward: {await describe_user_error(error)}"
-            raise TrajectoryError("reward_error", message) from error
-        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
-
-    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        if not self.measures:
-            return {}
-        values = await self._call("metrics", self.environment.metrics, trajectory)
-        return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
-
-    async def close(self, report: Report) -> None:
-        await self._close_each([] if self._closes is None else [self._closes], report)
 
 
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:

@@ -69,11 +69,8 @@ class Scores:
             self._at_k[f"mean@{k}"] += mean_at_k(right, k)
 
     def summary(self) -> dict[str, float]:
-        """Return the means over at least one group.
-
-        Returns:
-            `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if all
-            were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
+        """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if
+        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
         """
         return {
             "accuracy": self._right / (self._n * self._groups),
@@ -146,15 +143,8 @@ async def run_groups(
 ) -> Outcomes:
     """Run the groups of all problems, some at a time; each row is read when its turn comes.
 
-    Args:
-        keep: Called with each group that was run, and its problem's index.
-        on_group: Called with each group, also one that was not run.
-        at_once: Number of groups in flight, as `groups_at_once` returns it.
-        row_seconds: Deadline for reading a row.
-
-    Returns:
-        Counts of the groups that were run; the number of others, whose prompt is too long, is
-        logged.
+    `keep` gets each group that was run, and its problem's index; `on_group` those with too long a
+    prompt too, which are not run. Their number is logged.
 
     Raises:
         InputError: when none was run, or a row cannot be used; the other groups are cancelled.
@@ -197,15 +187,10 @@ async def evaluate(
     on_group: Callable[[Group], None] = lambda _: None,
     kept: Kept | None = None,
 ) -> Evaluation:
-    """Evaluate the model on problems.
+    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`.
 
-    Args:
-        run_group: Runs a group with `eval.sampling`.
-        on_group: Called with each group, also one that was not run.
-        kept: Keeps the finished groups; None keeps them in memory.
-
-    Raises:
-        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+    `on_group` and `kept` are as in `run_groups`; None keeps the groups in memory. It is a StepError
+    when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
     n, kept = config.eval.sampling.n, kept or KeptInMemory()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()

@@ -51,9 +51,6 @@ class Group:
         """Whether the group was not run, because its prompt is too long."""
         return TOO_LONG in self.causes
 
-    def leave_out(self, reason: str) -> None:
-        self.causes[TOO_LONG] = reason
-
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
         """Take out finished trajectories, and count them as failed."""
         if trajectories:
@@ -126,13 +123,10 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Count the dropped trajectories by reason.
+    """Return the number of dropped trajectories by reason.
 
-    Args:
-        who: Beginning of the error's message: rollouts, an evaluation, a module's name.
-
-    Raises:
-        StepError: when more than `max_failed_fraction` of all trajectories were dropped.
+    It is a StepError, whose message begins with `who`, when more than `max_failed_fraction` of all
+    were dropped.
     """
     outcomes = Outcomes()
     for group in groups:

@@ -8,7 +8,7 @@ import logging
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -112,63 +112,19 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
     return problem
 
 
-class Curriculum:
-    """Remembers the last groups of rows: those without signal rest, and come back ever less often.
-
-    A group whose trajectories are all right, or all wrong, trains nothing, and a row that gave one
-    will probably give another. After k such groups in a row, it takes part in one of 2^k epochs, at
-    least in one of `max_rest` (`data.max_rest`); a group with a signal brings it back to every
-    epoch. No row is given up: a model that learns meets again what it could not do, and proves
-    again what it could. Rows come back in different epochs, so that no step has many of them.
-    """
-
-    def __init__(self, max_rest: int) -> None:
-        self._max_rest = max_rest
-        self._rows: dict[int, tuple[Pool, int]] = {}
-        """The last group of each row, and the number of groups without signal in a row."""
-
-    def learn(self, index: int, pool: Pool) -> None:
-        _, equal = self._rows.get(index, (pool, 0))
-        self._rows[index] = pool, 0 if pool == "mixed" else equal + 1
-
-    def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row is left out of an epoch."""
-        _, equal = self._rows.get(index, ("", 0))
-        turn = (index * _SPREAD % 2**32) >> 16
-        every: int = min(2**equal, self._max_rest) if equal else 1
-        return (epoch + turn) % every != 0
-
-    def pools(self, rows: int, left_out: Set[int], epoch: int) -> dict[str, int]:
-        """Return the number of rows by their last group, and of those that rest in an epoch.
-
-        Those in `left_out`, which are never used, do not count.
-        """
-        known = {index: pool for index, (pool, _) in self._rows.items() if index not in left_out}
-        counts = Counter(known.values())
-        return {
-            "fresh": rows - len(left_out) - len(known),
-            "mixed": counts["mixed"],
-            "mastered": counts["mastered"],
-            "hopeless": counts["hopeless"],
-            "resting": sum(self.rests(index, epoch) for index in known),
-        }
-
-    def state(self) -> JsonObject:
-        return {str(index): list(known) for index, known in self._rows.items()}
-
-    def restore(self, state: JsonObject) -> None:
-        self._rows = {int(index): (pool, equal) for index, (pool, equal) in state.items()}
-
-
 class ProblemStream:
     """All problems in an endless sequence of epochs, each shuffled differently.
 
     Problems that are left out, rows that cannot be read, and those that rest are skipped.
 
+    With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
+    right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They
+    come back in different epochs, so that no step has many of them.
+
     Args:
         problems: At least one; each is asked for when it is taken.
         seed: Together with the epoch's number it determines the order.
-        curriculum: Decides which problems rest; None lets none.
+        max_rest: `data.max_rest`; None lets no problem rest.
 
     Example:
         >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
@@ -176,14 +132,14 @@ class ProblemStream:
         (3, 1)
     """
 
-    def __init__(
-        self, problems: Sequence[Problem], seed: int, curriculum: Curriculum | None = None
-    ) -> None:
+    def __init__(self, problems: Sequence[Problem], seed: int, max_rest: int | None = None) -> None:
         if not problems:
             raise InputError("there are no problems to train on")
         self._problems = problems
         self._seed = seed
-        self._curriculum = curriculum
+        self._max_rest = max_rest
+        self._learned: dict[int, tuple[Pool, int]] = {}
+        """The last group of each problem, and the number of groups without signal in a row."""
         self._epoch = self._position = 0
         self._order = self._shuffled(0)
         self._left_out: set[int] = set()
@@ -213,17 +169,15 @@ class ProblemStream:
             try:
                 taken.append(self._problems[index])
             except InputError as error:
-                self._unreadable(index, error)
+                logger.warning("a row is left out: %s", error)
+                self._leave_out(index, str(error))
             self._position += 1
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
         """Return the next problem, whose row is read as `read_problem` does.
 
-        Cancelling this takes none.
-
-        Raises:
-            InputError: when every problem is left out.
+        Cancelling this takes none. It is an InputError when every problem is left out.
         """
         problem = None
         while problem is None:
@@ -231,26 +185,29 @@ class ProblemStream:
             try:
                 problem = await read_problem(self._problems, index, seconds)
             except InputError as error:
-                self._unreadable(index, error)
+                logger.warning("a row is left out: %s", error)
+                self._leave_out(index, str(error))
             self._position += 1
         return problem
 
     def _next(self) -> int:
         """Return the index of the next problem that is not skipped, without taking it."""
-        curriculum = self._curriculum
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
-            rests = curriculum is not None and curriculum.rests(index, self._epoch)
-            if index not in self._left_out and not rests:
+            if index not in self._left_out and not self.rests(index, self._epoch):
                 return index
             self._position += 1
 
-    def _unreadable(self, index: int, error: InputError) -> None:
-        logger.warning("a row is left out: %s", error)
-        self._leave_out(index, str(error))
+    def rests(self, index: int, epoch: int) -> bool:
+        """Return whether the curriculum leaves a problem out of an epoch."""
+        _, equal = self._learned.get(index, ("", 0))
+        if not equal or self._max_rest is None:
+            return False
+        turn = (index * _SPREAD % 2**32) >> 16
+        return (epoch + turn) % min(2**equal, self._max_rest) != 0
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on; raises the reason as an InputError when none is left."""
@@ -263,25 +220,42 @@ class ProblemStream:
 
     def learn(self, name: str, pool: Pool) -> None:
         """Note the outcome of a group of the problem with a name, for the curriculum."""
-        if self._curriculum is not None:
-            self._curriculum.learn(self._index(name), pool)
+        if self._max_rest is not None:
+            index = self._index(name)
+            _, equal = self._learned.get(index, (pool, 0))
+            self._learned[index] = pool, 0 if pool == "mixed" else equal + 1
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems in each pool of the curriculum, under the name ""."""
-        if self._curriculum is None:
+        """Return the number of problems by their last group, and of those that rest, under "".
+
+        Those that are left out do not count; without a curriculum there are no numbers.
+        """
+        if self._max_rest is None:
             return {}
-        return {"": self._curriculum.pools(len(self._problems), self._left_out, self._epoch)}
+        left_out, learned = self._left_out, self._learned
+        known = {index: pool for index, (pool, _) in learned.items() if index not in left_out}
+        counts = Counter(known.values())
+        return {
+            "": {
+                "fresh": len(self._problems) - len(left_out) - len(known),
+                "mixed": counts["mixed"],
+                "mastered": counts["mastered"],
+                "hopeless": counts["hopeless"],
+                "resting": sum(self.rests(index, self._epoch) for index in known),
+            }
+        }
 
     def state(self) -> JsonObject:
         """Return the position as plain values for `restore`."""
-        known = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
-        return {
+        state: JsonObject = {
             "epoch": self._epoch,
             "position": self._position,
             "problems": len(self._problems),
             "left_out": sorted(self._left_out),
-            **known,
         }
+        if self._max_rest is not None:
+            state["curriculum"] = {str(index): [*one] for index, one in self._learned.items()}
+        return state
 
     def restore(self, state: JsonObject) -> None:
         """Continue from the position that `state` returned, with the same data."""
@@ -297,8 +271,9 @@ class ProblemStream:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._left_out = set(state.get("left_out", ()))
-        if self._curriculum is not None:
-            self._curriculum.restore(state.get("curriculum", {}))
+        if self._max_rest is not None:
+            learned = state.get("curriculum", {})
+            self._learned = {int(index): (pool, equal) for index, (pool, equal) in learned.items()}
         self._order = self._shuffled(self._epoch)
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -312,10 +287,6 @@ class MixedStream:
     The next problem is one of the environment that lacks most of its share so far, so that any
     number of groups that begin one after another has each share to within a group or two. The
     order within each environment is its stream's own. Its methods are those of `ProblemStream`.
-
-    Args:
-        streams: Streams by the environments' names.
-        weights: Shares by the same names, relative to each other.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -382,12 +353,10 @@ Stream = ProblemStream | MixedStream
 
 def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
     """Return the order in which problems are trained on: by the seed, weights and curriculum."""
-
-    def one(problems: Sequence[Problem]) -> ProblemStream:
-        curriculum = Curriculum(config.data.max_rest) if config.data.curriculum else None
-        return ProblemStream(problems, config.seed, curriculum)
-
+    max_rest = config.data.max_rest if config.data.curriculum else None
     if not isinstance(problems, JoinedProblems):
-        return one(problems)
-    weights = {name: entry.weight for name, entry in config.environments.items()}
-    return MixedStream({name: one(part) for name, part in problems.parts.items()}, weights)
+        return ProblemStream(problems, config.seed, max_rest)
+    parts = {
+        name: ProblemStream(part, config.seed, max_rest) for name, part in problems.parts.items()
+    }
+    return MixedStream(parts, {name: entry.weight for name, entry in config.environments.items()})

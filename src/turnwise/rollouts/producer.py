@@ -51,11 +51,6 @@ class Batch:
         return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
 
 
-class _Started(NamedTuple):
-    problem: Problem
-    task: "asyncio.Task[None]"
-
-
 class _Ready(NamedTuple):
     problem: Problem
     group: Group
@@ -89,13 +84,14 @@ class GroupProducer:
         self._stream = stream
         self._has_signal = has_signal
         self._on_group = on_group
-        self._trained = 0
         self._number = 0
         self._counted = 0
         """Number of groups begun, not counting discarded ones."""
+        self._allowed = self._bound(0)
+        """Number of groups that may begin until the next step is trained."""
         self._resumed: list[Problem] = []
         """Problems that a resumed run begins first, because their groups were in flight."""
-        self._started: dict[int, _Started] = {}
+        self._started: dict[int, tuple[Problem, asyncio.Task[None]]] = {}
         self._ready: dict[int, _Ready] = {}
         self._discarded: list[tuple[str, Group]] = []
         self._outcomes: dict[int, tuple[str, Pool]] = {}
@@ -108,7 +104,7 @@ class GroupProducer:
         async with task_group() as tasks:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._counted < self._bound)
+                    await self._changed.wait_for(lambda: self._counted < self._allowed)
                 resumed = self._resumed[:1]
                 problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
                 del self._resumed[:1]
@@ -116,11 +112,10 @@ class GroupProducer:
                 self._number += 1
                 self._counted += 1
                 task = tasks.create_task(self._one(number, problem, time.perf_counter()))
-                self._started[number] = _Started(problem, task)
+                self._started[number] = problem, task
 
-    @property
-    def _bound(self) -> int:
-        steps = min(self._trained + 1 + self._ahead, self._config.training.steps)
+    def _bound(self, trained: int) -> int:
+        steps = min(trained + 1 + self._ahead, self._config.training.steps)
         return steps * self._per_step + self._spare
 
     async def _one(self, number: int, problem: Problem, began: float) -> None:
@@ -133,24 +128,27 @@ class GroupProducer:
             group = Group.of(problem)
             group.causes["cancelled"] = "something in it was cancelled"
             group.dropped["cancelled"] = self._config.sampling.n
-        reason, outcome = ("", None) if group.left_out else await self._judge(group)
+        reason, outcome = await self._judge(group)
         async with self._changed:
             del self._started[number]
             if outcome is not None:
                 self._outcomes[number] = problem.id, outcome
-            if group.left_out:
-                self._counted -= 1
-                self._discarded.append((TOO_LONG, group))
-                self._stream.leave_out(problem, group.causes[TOO_LONG])
-            elif reason:
-                self._discard(reason, group)
-            else:
+            if not reason:
                 self._ready[number] = _Ready(problem, group, began, time.perf_counter())
                 self._on_group()
+            else:
+                self._counted -= 1
+                self._discarded.append((reason, group))
+                if reason == TOO_LONG:
+                    self._stream.leave_out(problem, group.causes[TOO_LONG])
+                else:
+                    self._check_discarded()
             self._changed.notify_all()
 
     async def _judge(self, group: Group) -> tuple[str, Pool | None]:
         """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
+        if group.left_out:
+            return TOO_LONG, None
         if len(group.trajectories) < min(2, self._config.sampling.n):
             return "failed", None
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
@@ -165,9 +163,8 @@ class GroupProducer:
         reason = "no_signal" if dynamic and not signal else ""
         return reason, outcome if curriculum else None
 
-    def _discard(self, reason: str, group: Group) -> None:
-        self._counted -= 1
-        self._discarded.append((reason, group))
+    def _check_discarded(self) -> None:
+        """Raise a StepError if too many groups fail, or cannot be trained on."""
         groups = [(why, group) for why, group in self._discarded if not group.left_out]
         if len(groups) >= self._per_step:
             known = [group for _, group in groups] + [r.group for r in self._ready.values()]
@@ -188,8 +185,16 @@ class GroupProducer:
             began = max(min(ready.began for ready in taken), self._last_batch)
             self._last_batch = time.perf_counter()
             ended = max(ready.ended for ready in taken)
-            if self._ahead == 0:
-                self._end_spare()
+            if self._ahead == 0:  # the next step must not train on the spare groups of this one
+                for problem, task in self._started.values():
+                    task.cancel()
+                    self._discarded.append(("oversampled", Group.of(problem)))
+                self._discarded += [("oversampled", ready.group) for ready in self._ready.values()]
+                self._counted -= len(self._started) + len(self._ready)
+                for number in self._ready:  # which of them ended in time is chance
+                    self._outcomes.pop(number, None)
+                self._started.clear()
+                self._ready.clear()
             for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
                 self._stream.learn(*self._outcomes.pop(number))
             batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
@@ -197,22 +202,10 @@ class GroupProducer:
             self._discarded = []
             return batch
 
-    def _end_spare(self) -> None:
-        """Discard the spare groups of a synchronous step: the next step must not train on them."""
-        for started in self._started.values():
-            started.task.cancel()
-            self._discarded.append(("oversampled", Group.of(started.problem)))
-        self._discarded += [("oversampled", ready.group) for ready in self._ready.values()]
-        self._counted -= len(self._started) + len(self._ready)
-        for number in self._ready:  # which of them ended in time is chance
-            self._outcomes.pop(number, None)
-        self._started.clear()
-        self._ready.clear()
-
     async def advance(self, step: int) -> None:
         """Allow more groups to begin: the trainer finished a step and is sending its weights."""
         async with self._changed:
-            self._trained = step
+            self._allowed = self._bound(step)
             self._changed.notify_all()
 
     @property
@@ -222,7 +215,7 @@ class GroupProducer:
 
     def waiting_for(self) -> list[str]:
         """Return the ids of the problems in flight, the oldest first."""
-        return [started.problem.id for started in self._started.values()]
+        return [problem.id for problem, _ in self._started.values()]
 
     def state(self) -> JsonObject:
         """Return plain values for `restore`; groups in flight are kept as problems to begin."""
@@ -241,7 +234,7 @@ class GroupProducer:
         """Continue from `state` after step `trained`, with the same data."""
         self._stream.restore(state["stream"])
         self._number = state["number"]
-        self._trained = trained
+        self._allowed = self._bound(trained)
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}
         self._resumed = [problems[name] for name in state["under_way"]]

@@ -33,7 +33,6 @@ from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollouts import environment_answers as answers
-from turnwise.rollouts.configured_tools import ToolSource
 from turnwise.rollouts.environment import (
     EnvironmentType,
     Rewards,
@@ -41,14 +40,13 @@ from turnwise.rollouts.environment import (
     naming_row,
     read_rewards,
 )
-from turnwise.rollouts.episode import Episode, Report
+from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
@@ -64,6 +62,7 @@ class EnvironmentProcesses:
     """Starts a process for each episode, all forked from one that has imported the environment."""
 
     def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
+        self.factory = factory
         self._rollout = rollout
         try:
             self._pickled = cloudpickle.dumps((factory, rollout))
@@ -76,35 +75,26 @@ class EnvironmentProcesses:
         self._folder: TemporaryDirectory[str] | None = None
         self._starting = threading.Lock()
 
-    def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
-        """Ask a process that is started for this one question, `prompt` or `preview`.
-
-        Call it from a thread without an event loop. Fails as `EnvironmentProcess.ask` does.
-        """
-
-        async def asked() -> _T:
-            process = await EnvironmentProcess.connect(*self.start(), problem.id)
-            seconds = self._rollout.environment_timeout + GRACE_SECONDS
-            try:
-                return await process.ask(method, (problem,), seconds, kind, alone=True)
-            finally:
-                process.kill()
-
-        return asyncio.run(asked())
-
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call it from a thread.
 
-        Returns:
-            A connection for requests, and one that brings the exit status, and whose closing kills
-            the process with its process group.
+        Returns a connection for requests, and one that brings the exit status, and whose closing
+        kills the process with its process group.
         """
         seconds = self._rollout.environment_timeout
         try:
+            with self._starting:
+                if self._server is None or self._server.ended:
+                    self._folder = TemporaryDirectory(prefix="turnwise-environment-")
+                    file = Path(self._folder.name) / "environment"
+                    file.write_bytes(self._pickled)
+                    self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
+                    weakref.finalize(self, self._server.close)
+                server = self._server
             with ExitStack() as opened:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                control.connect(self._running_server().address)
+                control.connect(server.address)
                 control.settimeout(seconds)
                 fork_server.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
@@ -127,103 +117,13 @@ class EnvironmentProcesses:
             raise TrajectoryError("environment_crashed", f"the environment {why}") from error
         return talk, control
 
-    def _running_server(self) -> ForkServer:
-        """Return the process that forks, which is started if it does not run."""
-        with self._starting:
-            if self._server is None or self._server.ended:
-                self._folder = TemporaryDirectory(prefix="turnwise-environment-")
-                file = Path(self._folder.name) / "environment"
-                file.write_bytes(self._pickled)
-                self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
-                weakref.finalize(self, self._server.close)
-            return self._server
-
-
-class EnvironmentProcess:
-    """The connection to one environment's process; requests may overlap."""
-
-    def __init__(self, talk: _Streams, control: _Streams, where: str) -> None:
-        self._reader, self._writer = talk
-        self._status, self._control = control
-        self._where = where
-        self._requests = Requests[JsonObject]()
-        """Also those whose answer is waited for no more, since each may come once."""
-        self._reading = asyncio.create_task(self._read())
-
-    @classmethod
-    async def connect(
-        cls, talk: socket.socket, control: socket.socket, where: str
-    ) -> "EnvironmentProcess":
-        """Connect to a started process; `where` names its problem in errors."""
-        control.settimeout(None)
-        streams = [await asyncio.open_connection(sock=each) for each in (talk, control)]
-        return cls(streams[0], streams[1], where)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended, so that each request fails."""
-        return self._requests.ended is not None
-
-    async def ask(
-        self,
-        method: str,
-        arguments: Sequence[object],
-        seconds: float,
-        kind: TypeAdapter[_T],
-        turn: int = -1,
-        *,
-        alone: bool = False,
-    ) -> _T:
-        """Ask for a method's value, of the given type.
-
-        Args:
-            turn: Index of the model's latest turn.
-            alone: As in `answers.value_of`.
-
-        Raises:
-            DeadlineError: when the process does not answer within `seconds`.
-            InputError: the environment's own, if the process was `alone`.
-            TrajectoryError: the environment's own, `environment_crashed`, or `environment_reply`,
-                after which the process has been killed.
-        """
-        number, answer = self._requests.begin()
-        message = number, method, tuple(arguments), turn, trace_headers()
-        self._writer.write(framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
-        async with deadline(seconds, f"{method} of {self._where} did not answer"):
-            reply = await answer
-        try:
-            return answers.value_of(reply, kind, alone=alone)
-        except AnswerError as error:
-            raise self._end(answers.REPLY, str(error)) from None
-
-    async def _read(self) -> None:
-        """Pass the answers on, each once, until the process ends or sends a wrong one."""
-        try:
-            while True:
-                number, reply = answers.read_reply(await read_frame(self._reader))
-                if not self._requests.settle(number, reply):
-                    raise AnswerError(f"answered the request {number}, which nobody waits for")
-        except AnswerError as error:
-            self._end(answers.REPLY, str(error))
-        except (asyncio.IncompleteReadError, OSError):
-            how = "ended"
-            with suppress(TimeoutError, OSError, ValueError):
-                status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
-                how = _ended(os.waitstatus_to_exitcode(int(status)))
-            self._end("environment_crashed", how)
-
-    def _end(self, reason: str, how: str) -> TrajectoryError:
-        self.kill()
-        message = f"{self._where}: the environment's process {how}"
-        return self._requests.end(TrajectoryError(reason, message))
-
-    def kill(self) -> None:
-        """Kill the process with its process group; safe to repeat."""
-        self._control.close()
-        self._writer.close()
-
 
 class RemoteEpisode(Episode):
+    """An episode whose environment is in a process of its own: each use of it is a request.
+
+    Requests may overlap.
+    """
+
     def __init__(
         self,
         processes: EnvironmentProcesses,
@@ -231,106 +131,171 @@ class RemoteEpisode(Episode):
         rollout: RolloutConfig,
         tools: Sequence[ToolSource] = (),
     ) -> None:
-        super().__init__(problem, rollout, tools)
+        super().__init__(processes.factory, problem, rollout, tools)
         self._problem = problem
         self._processes = processes
-        self._process: EnvironmentProcess | None = None
         self._schemas: list[JsonObject] = []
         self._turn = -1
+        self._talk: asyncio.StreamWriter | None = None
+        self._control: asyncio.StreamWriter | None = None
+        """Connections for requests, and for the process's life; None until it is started."""
 
     async def open(self) -> None:
-        talk, control = await run_in_thread(self._processes.start)
-        self._process = await EnvironmentProcess.connect(talk, control, self.where)
+        await self.connect(*await run_in_thread(self._processes.start))
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
-        known = await self._ask(answers.OPENED, "open", self._problem, seconds=seconds)
-        self.name = known["name"]
-        self.problem = _messages(known["problem"])
-        self.players = {name: _messages(said) for name, said in known["players"].items()}
-        self.steps, self.measures = known["steps"], known["measures"]
+        known = await self.ask(answers.OPENED, "open", self._problem, seconds=seconds)
+        self._know(known)
         self.environment = _Elsewhere(self.name, self.problem)
-        self._schemas = _messages(known["schemas"])
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
 
+    async def connect(self, talk: socket.socket, control: socket.socket) -> None:
+        """Connect to a process that `EnvironmentProcesses` has started."""
+        control.settimeout(None)
+        (reader, asking), (status, life) = [
+            await asyncio.open_connection(sock=each) for each in (talk, control)
+        ]
+        self._talk, self._control = asking, life
+        self._requests = Requests[JsonObject]()
+        """Also those whose answer is waited for no more, since each may come once."""
+        self._reading = asyncio.create_task(self._read_answers(reader, status))
+
+    async def ask(
+        self,
+        kind: TypeAdapter[_T],
+        method: str,
+        *arguments: object,
+        seconds: float | None = None,
+        alone: bool = False,
+    ) -> _T:
+        """Ask for a method's value, of the given type; fails as `answers.value_of` does.
+
+        The process keeps the call's own deadline, `seconds` (None: that of the environment). One
+        that does not answer, or not with this type, is killed: `environment_timeout`, or a
+        DeadlineError if the process is `alone`; `environment_reply`.
+        """
+        assert self._talk is not None
+        own = self._rollout.environment_timeout if seconds is None else seconds
+        number, answer = self._requests.begin()
+        request = number, method, arguments, self._turn, trace_headers()
+        self._talk.write(framed(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)))
+        try:
+            async with deadline(own + GRACE_SECONDS, f"{method} of {self.where} did not answer"):
+                reply = await answer
+        except DeadlineError as error:
+            if alone:
+                raise
+            self.kill()
+            message = f"{error}; its process was killed"
+            raise TrajectoryError("environment_timeout", message) from None
+        try:
+            return answers.value_of(reply, kind, alone=alone)
+        except AnswerError as error:
+            raise self._end(answers.REPLY, str(error)) from None
+
+    def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
+        """Ask a process that is started for this one question; call it from a thread."""
+
+        async def asked() -> _T:
+            await self.connect(*self._processes.start())
+            try:
+                return await self.ask(kind, method, self._problem, alone=True)
+            finally:
+                self.kill()
+
+        return asyncio.run(asked())
+
+    async def _read_answers(
+        self, reader: asyncio.StreamReader, status: asyncio.StreamReader
+    ) -> None:
+        """Pass the answers on, each once, until the process ends or sends a wrong one."""
+        try:
+            while True:
+                number, reply = answers.read_reply(await read_frame(reader))
+                if not self._requests.settle(number, reply):
+                    raise AnswerError(f"answered the request {number}, which nobody waits for")
+        except AnswerError as error:
+            self._end(answers.REPLY, str(error))
+        except (asyncio.IncompleteReadError, OSError):
+            how = "ended"
+            with suppress(TimeoutError, OSError, ValueError):
+                code = await asyncio.wait_for(status.readline(), GRACE_SECONDS)
+                how = _ended(os.waitstatus_to_exitcode(int(code)))
+            self._end("environment_crashed", how)
+
+    def _end(self, reason: str, how: str) -> TrajectoryError:
+        self.kill()
+        message = f"{self.where}: the environment's process {how}"
+        return self._requests.end(TrajectoryError(reason, message))
+
+    def kill(self) -> None:
+        """Kill the process, if it was started, with its process group; safe to repeat."""
+        for writer in (self._control, self._talk):
+            if writer is not None:
+                writer.close()
+
     def prompt(self) -> list[Message] | None:
-        said = self._processes.ask("prompt", self._problem, answers.PROMPT)
+        said = self._ask_alone(answers.PROMPT, "prompt")
         return None if said is None else _messages(said)
 
     def preview(self) -> bool:
-        known = self._processes.ask("preview", self._problem, answers.PREVIEW)
+        known = self._ask_alone(answers.PREVIEW, "preview")
         if known is None:
             return False
-        self.problem = _messages(known["messages"])
-        self._schemas = _messages(known["schemas"])
+        self._know(known)
         with naming_row(self.where, self._row):
             self._offer([])
         return not self._toolsets
 
+    def _know(self, known: answers.Opened) -> None:
+        self.name = known["name"]
+        self.problem = _messages(known["problem"])
+        self.players = {name: _messages(said) for name, said in known["players"].items()}
+        self.steps, self.measures = known["steps"], known["measures"]
+        self._schemas = _messages(known["schemas"])
+
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._schemas, tools, self._rollout)
-
-    async def _ask(
-        self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
-    ) -> _T:
-        """Ask the process, which is killed when it does not answer, or not with this type."""
-        assert self._process is not None
-        own = self._rollout.environment_timeout if seconds is None else seconds
-        try:
-            return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind, self._turn)
-        except DeadlineError as error:
-            self._process.kill()
-            message = f"{error}; its process was killed"
-            raise TrajectoryError("environment_timeout", message) from None
 
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
-    async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
-        seconds = self._rollout.tool_timeout
-        called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
-        error = called["error"]
-        return ToolResult(
-            called["text"][: self._rollout.tool_max_chars + _CUT_CHARS],
-            called["outcome"],
-            None if error is None else answers.RemoteError(error),
-        )
-
     async def step(self, message: Message) -> list[Message] | None:
-        said = await self._ask(answers.STEPPED, "step", message)
+        said = await self.ask(answers.STEPPED, "step", message)
         return None if said is None else _messages(said)
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        moved = await self._ask(answers.MOVED, "move", message)
+        moved = await self.ask(answers.MOVED, "move", message)
         if moved is None:
             return None
-        if moved["player"] not in self.players:
+        ((player, said),) = moved.items()
+        if player not in self.players:
             raise TrajectoryError(
                 answers.REPLY, f"{self.where}: the environment's process named no player"
             )
-        return moved["player"], _messages(moved["messages"])
+        return player, _messages(said)
 
     async def done(self) -> bool:
-        return await self._ask(answers.DONE, "done")
+        return await self.ask(answers.DONE, "done")
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        given = await self._ask(answers.REWARDED, "reward", trajectory)
+        given = await self.ask(answers.REWARDED, "reward", trajectory)
         return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        return await self._ask(answers.METRICS, "metrics", trajectory)
+        return await self.ask(answers.METRICS, "metrics", trajectory)
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
-        closing = asyncio.ensure_future(self._close_each([], report))
+        closing = asyncio.ensure_future(super().close(report))
         try:
-            if self._process is not None and not self._process.ended:
-                for failure in await self._ask(answers.CLOSED, "close"):
+            if self._talk is not None and self._requests.ended is None:
+                for failure in await self.ask(answers.CLOSED, "close"):
                     await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:
-            if self._process is not None:
-                self._process.kill()
+            self.kill()
             await closing
 
 
@@ -345,7 +310,7 @@ class _RemoteToolbox(Toolbox):
         rollout: RolloutConfig,
     ) -> None:
         super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
-        self._episode = episode
+        self._episode, self._rollout = episode, rollout
         self._remote = {str(schema["function"]["name"]): schema for schema in schemas}
         if twice := self._remote.keys() & set(super().names):
             raise InputError(f"two tools are named {min(twice)}")
@@ -359,9 +324,15 @@ class _RemoteToolbox(Toolbox):
         return [*self._remote.values(), *super().schemas]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
-        if name in self._remote:
-            return await self._episode.call_tool(name, arguments_json)
-        return await super().call(name, arguments_json)
+        if name not in self._remote:
+            return await super().call(name, arguments_json)
+        seconds = self._rollout.tool_timeout
+        called = await self._episode.ask(
+            answers.CALLED, "tool", name, arguments_json, seconds=seconds
+        )
+        text = called["text"][: self._rollout.tool_max_chars + _CUT_CHARS]
+        error = None if called["error"] is None else RuntimeError(called["error"])
+        return ToolResult(text, called["outcome"], error)
 
 
 class _Elsewhere:

@@ -8,7 +8,6 @@ on the policy or its tokens.
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,18 +32,29 @@ _BATCH_TOKENS = 16_384
 
 
 class RewardModel:
-    """The model; one coroutine scores the queue, batch after batch.
+    """The model, as an actor; one coroutine scores the queue, batch after batch."""
 
-    Args:
-        path: Folder or Hugging Face name.
-        batch_tokens: Maximum number of tokens, padding included, of one forward pass; a longer
-            sequence is scored alone. 0 scores each sequence alone.
-        gpu: Whether to run on a GPU.
-        trust_remote_code: Run model code that comes with the weights.
-        dtype: Name of the weights' precision; `auto` keeps the one they were saved in.
-    """
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
+        self._scoring: asyncio.Task[None] | None = None
 
-    def __init__(
+    async def start(self, path: str, config: Config, gpu: bool) -> None:
+        """Load the model in the actor's process."""
+        logs.follow()
+        tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
+        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
+        await run_in_thread(
+            lambda: self.load(
+                path,
+                # The shape of a batch changes the last bits of a score.
+                batch_tokens=0 if config.deterministic else tokens,
+                gpu=gpu,
+                trust_remote_code=config.model.trust_remote_code,
+                dtype=dtypes.get(path, "auto"),
+            )
+        )
+
+    def load(
         self,
         path: str,
         *,
@@ -53,18 +63,43 @@ class RewardModel:
         trust_remote_code: bool = False,
         dtype: str = "auto",
     ) -> None:
-        import torch
+        """Load the model of a folder, or of a name on the Hub.
 
+        Args:
+            batch_tokens: Maximum number of tokens, padding included, of one forward pass; a longer
+                sequence is scored alone. 0 scores each sequence alone.
+            dtype: Name of the weights' precision; `auto` keeps the one they were saved in.
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+        where = f"rollout.rewards: the reward model {path}"
+        options = {"trust_remote_code": trust_remote_code}
+        try:
+            labels = AutoConfig.from_pretrained(path, **options).num_labels
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=dtype, output_loading_info=True, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        except Exception as error:
+            folder = "" if Path(path).is_dir() else " (there is no such folder)"
+            raise InputError(f"{where} cannot be loaded{folder}: {first_line(error)}") from error
+        if labels != 1:
+            raise InputError(f"{where} has {labels} outputs; a reward model must have one")
+        if loaded["missing_keys"]:
+            missing = ", ".join(sorted(loaded["missing_keys"])[:3])
+            raise InputError(f"{where} lacks weights: {missing}")
+        if model.config.pad_token_id is None:
+            own = tokenizer.pad_token_id
+            model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
         self._batch_tokens = batch_tokens
         self._device = torch.device("cuda" if gpu else "cpu")
-        self._model, self._tokenizer = _load(path, trust_remote_code, dtype)
-        self._model.to(self._device).eval()
+        self._model: PreTrainedModel = model.to(self._device).eval()
+        self._tokenizer: PreTrainedTokenizerBase = tokenizer
         self._max_length = min(
-            getattr(self._model.config, "max_position_embeddings", None) or _NO_LIMIT,
-            self._tokenizer.model_max_length or _NO_LIMIT,
+            getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT,
+            tokenizer.model_max_length or _NO_LIMIT,
         )
-        self._queue: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
-        self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Message]) -> float:
         if not messages:
@@ -123,29 +158,24 @@ class RewardModel:
 
 
 class RemoteRewardModel:
-    """Handle of a reward model's actor, which is restarted if it dies; `start` makes one."""
+    """Handle of a reward model's actor, which is restarted if it dies."""
 
     def __init__(self, path: str, config: Config, num_gpus: float = 0) -> None:
         self.name = path
         self._config = config
         self._num_gpus = num_gpus
-        self._actor: ActorHandle | None = None
+        self._actor: ActorHandle
+        """Set by `start`."""
         self._starting = asyncio.Lock()
         self._clock = StallClock(config.rollout.stall_timeout)
         self._restarts = 0
         """Number of restarts since the last score."""
 
-    @classmethod
-    async def start(cls, path: str, config: Config, *, num_gpus: float = 0) -> "RemoteRewardModel":
+    async def start(self) -> None:
         """Start an actor and load the model in it, within `engine.start_timeout`."""
-        remote = cls(path, config, num_gpus)
-        await remote._start()
-        return remote
-
-    async def _start(self) -> None:
         config = self._config
         actor = ActorHandle.create(
-            RewardModelActor,
+            RewardModel,
             name=f"the reward model {self.name}",
             config=config,
             log=f"reward-{Path(self.name).name}",
@@ -162,12 +192,10 @@ class RemoteRewardModel:
     async def score(self, messages: Sequence[Message]) -> float:
         """Return the model's output for a conversation.
 
-        Raises:
-            TurnwiseError: when it cannot score this one, when the actor died twice during it, or
-                died more than `serving.max_restarts` times in a row.
-            DeadlineError: when it scored nothing for `rollout.stall_timeout` seconds.
+        It fails when the actor dies twice during it, or more than `serving.max_restarts` times in a
+        row, and when nothing is scored for `rollout.stall_timeout` seconds.
         """
-        actor = self._running
+        actor = self._actor
         try:
             return await self._score(actor, messages)
         except TurnwiseError as error:
@@ -179,10 +207,10 @@ class RemoteRewardModel:
                         raise
                     self._restarts += 1
                     started = asyncio.get_running_loop().time()
-                    await self._start()
+                    await self.start()
                     seconds = asyncio.get_running_loop().time() - started
                     logger.warning("%s; it is back after %.1f s", error, seconds)
-        return await self._score(self._running, messages)
+        return await self._score(self._actor, messages)
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
         missed = f"{actor.name} scored no trajectory"
@@ -194,33 +222,7 @@ class RemoteRewardModel:
         return float(score)
 
     def kill(self) -> None:
-        self._running.kill()
-
-    @property
-    def _running(self) -> ActorHandle:
-        assert self._actor is not None, "use `RemoteRewardModel.start`"
-        return self._actor
-
-
-class RewardModelActor:
-    async def start(self, path: str, config: Config, gpu: bool) -> int:
-        logs.follow()
-        tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
-        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
-        self._model = await run_in_thread(
-            lambda: RewardModel(
-                path,
-                # The shape of a batch changes the last bits of a score.
-                batch_tokens=0 if config.deterministic else tokens,
-                gpu=gpu,
-                trust_remote_code=config.model.trust_remote_code,
-                dtype=dtypes.get(path, "auto"),
-            )
-        )
-        return os.getpid()
-
-    async def score(self, messages: list[Message]) -> float:
-        return await self._model.score(messages)
+        self._actor.kill()
 
 
 async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
@@ -228,7 +230,9 @@ async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
     started: dict[str, RemoteRewardModel] = {}
 
     async def start(path: str, gpus: float) -> None:
-        started[path] = await RemoteRewardModel.start(path, config, num_gpus=gpus)
+        model = RemoteRewardModel(path, config, gpus)
+        await model.start()
+        started[path] = model
 
     try:
         await together(start(p.model, p.gpus) for p in config.rollout.rewards if p.model)
@@ -251,33 +255,6 @@ def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[in
             split.append([index])
             longest = len(sequence)
     return split
-
-
-def _load(
-    path: str, trust_remote_code: bool, dtype: str
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-    where = f"rollout.rewards: the reward model {path}"
-    options = {"trust_remote_code": trust_remote_code}
-    try:
-        labels = AutoConfig.from_pretrained(path, **options).num_labels
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except Exception as error:
-        folder = "" if Path(path).is_dir() else " (there is no such folder)"
-        raise InputError(f"{where} cannot be loaded{folder}: {first_line(error)}") from error
-    if labels != 1:
-        raise InputError(f"{where} has {labels} outputs; a reward model must have one")
-    if loaded["missing_keys"]:
-        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
-        raise InputError(f"{where} lacks weights: {missing}")
-    if model.config.pad_token_id is None:
-        own = tokenizer.pad_token_id
-        model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
-    return model, tokenizer
 
 
 def _text(message: Message) -> str:

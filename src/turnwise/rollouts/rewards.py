@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import RewardConfig, RolloutConfig
 from turnwise.core.aio import together
@@ -39,16 +39,11 @@ UserCall = Callable[[Callable[..., object]], Awaitable[object]]
 """Calls a function of the user, plain or async, within the deadline of rewards."""
 
 
-class GroupFunction(Protocol):
-    """Gives the finished trajectories of a group their numbers."""
-
-    async def __call__(
-        self,
-        call: UserCall,
-        trajectories: Sequence[Trajectory],
-        row: Row,
-        episodes: Mapping[int, Episode],
-    ) -> object: ...
+GroupFunction = Callable[
+    [UserCall, Sequence[Trajectory], Row, Mapping[int, Episode]], Awaitable[object]
+]
+"""Gives the finished trajectories of a group, whose episodes come by `sample_index`, their
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +107,8 @@ class RewardManager:
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
         functions: Functions of a program, by their paths; other paths are imported.
-        rollout: Its `stall_timeout` is the deadline of each call of a function.
-        max_steps: Optimizer steps of the run, which functions of other systems are given.
-        files: Files of the run, for what such functions log; None writes nothing.
+        max_steps: Optimizer steps of the run, which functions of other systems are given, and
+            `files` for what they log.
     """
 
     def __init__(
@@ -127,8 +121,19 @@ class RewardManager:
         files: RunFiles | None = None,
     ) -> None:
         self._seconds = (rollout or RolloutConfig()).stall_timeout
-        run = (max_steps, files)
-        self._parts = [_load(part, functions or {}, run) for part in parts or [RewardConfig()]]
+        self._parts: list[_Part] = []
+        for entry in parts or [RewardConfig()]:
+            key = next((key for key in REWARD_KINDS if getattr(entry, key, None)), "environment")
+            kind, path = REWARD_KINDS[key], str(getattr(entry, key, key))
+            function: Callable[..., object] | None = None
+            of_group: GroupFunction | None = None
+            if key not in ("model", "environment"):
+                setting = f"rollout.rewards.{key}"
+                function = (functions or {}).get(path) or load_object(path, setting)
+                if kind.adapter:
+                    of_group = load_object(kind.adapter, setting)(function, max_steps, files)
+            name, model = entry.name or path, entry.model or ""
+            self._parts.append(_Part(name, kind, entry.weight, function, of_group, model))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -278,22 +283,6 @@ def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
         None if value is None and part.kind.optional else read_reward(value, str(part))
         for value in given
     ]
-
-
-def _load(
-    part: RewardConfig,
-    functions: Mapping[str, Callable[..., object]],
-    run: tuple[int, RunFiles | None],
-) -> _Part:
-    key = next((key for key in REWARD_KINDS if getattr(part, key, None)), "environment")
-    kind, path = REWARD_KINDS[key], str(getattr(part, key, key))
-    name = part.name or path
-    if key in ("model", "environment"):
-        return _Part(name, kind, part.weight, model=part.model or "")
-    setting = f"rollout.rewards.{key}"
-    function = functions.get(path) or load_object(path, setting)
-    of_group = load_object(kind.adapter, setting)(function, *run) if kind.adapter else None
-    return _Part(name, kind, part.weight, function, of_group)
 
 
 def _within_limit(reward: float) -> float:

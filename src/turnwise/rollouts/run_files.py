@@ -26,6 +26,8 @@ class RunFiles:
         self._folder = folder
         self._writing = threading.Lock()
         self._kept: list[tuple[str, str]] = []
+        self._seen: set[str] = set()
+        """Kinds of errors that errors.log has."""
 
     def path(self, name: str) -> Path:
         return Path(name) if self._folder is None else self._folder / name
@@ -46,26 +48,21 @@ class RunFiles:
             kept, self._kept = self._kept, []
         return kept
 
+    async def log_error(self, kind: str, who: str, error: Exception) -> None:
+        """Append the traceback of an error that does not end a run to errors.log.
 
-class ErrorLog:
-    """errors.log: the full traceback of the first error of each kind that does not end a run."""
-
-    def __init__(self, files: RunFiles) -> None:
-        self._files = files
-        self._seen: set[str] = set()
-
-    async def write(self, kind: str, who: str, error: Exception) -> None:
-        """Append an error of a trajectory (`who`), unless one of its kind has been written."""
+        Only the first error of each kind is written; `who` is its trajectory.
+        """
         if kind in self._seen:
             return
         self._seen.add(kind)
         described = await describe_user_error(error)
         frames = "".join(traceback.format_tb(error.__traceback__))
-        path = self._files.path(_ERRORS)
+        path = self.path(_ERRORS)
         now = datetime.now().isoformat(" ", "seconds")
         entry = visible(f"{now}  first {kind}: {who}\n{frames}{described}\n\n")
         try:
-            await run_in_thread(lambda: self._files.append(_ERRORS, entry))
+            await run_in_thread(lambda: self.append(_ERRORS, entry))
         except OSError as failure:
             logger.warning("%s cannot be written: %s", path, failure.strerror)
         logger.info("first %s: %s (full traceback in %s)", kind, described, short_path(str(path)))

@@ -35,8 +35,8 @@ from turnwise.rollouts.loops import load_loop, loop_name
 from turnwise.rollouts.loops.agent import HttpAgentLoop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.rollouts.run_files import ErrorLog, RunFiles
-from turnwise.rollouts.stage import PromptLimit, Stage
+from turnwise.rollouts.run_files import RunFiles
+from turnwise.rollouts.stage import Stage
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
@@ -93,20 +93,21 @@ class Runner:
             environment = played
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
-        self._limit = PromptLimit(config, self._prompts)
         self._stages: dict[str, Stage] = {}
         """Stages by the environment's name; a single one has the name ""."""
+        left_out: dict[str, str] = {}
         loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
         for name, part in (config.parts() if environment is None else {"": config}).items():
             loop = part.rollout.loop
             try:
                 loops[loop] = loops.get(loop) or load_loop(loop)
-                stage = Stage(part, environment, loops[loop], self.template, self._limit)
+                self._stages[name] = Stage(
+                    part, environment, loops[loop], self.template, self._prompts, left_out
+                )
             except InputError as error:
                 if not name:
                     raise
                 raise InputError(f"environments.{name}: {error}") from error
-            self._stages[name] = stage
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
         """Files of the run folder that rollouts append to."""
@@ -123,7 +124,6 @@ class Runner:
         """Server for agents that speak HTTP; None if the loop needs none."""
         self.chats: ChatBackend | None = None
         """Backend of the user's chat scheduler; None if the loop needs none."""
-        self._errors = ErrorLog(self.files)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._loading = asyncio.Lock()
 
@@ -135,7 +135,7 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stages = {"": Stage(self._config, environment, loop, self.template, None)}
+        other._stages = {"": Stage(self._config, environment, loop, self.template, None, {})}
         return other
 
     def _stage(self, problem: Problem) -> Stage:
@@ -164,7 +164,19 @@ class Runner:
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
         """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`."""
-        return self._limit.admitted(problems, [self.check(problem) for problem in problems])
+        longest = self._config.data.max_prompt_tokens
+        lengths = [self.check(problem) or 0 for problem in problems]  # 0: not known yet
+        if longest is None:
+            return [*problems]
+        kept = [one for one, length in zip(problems, lengths, strict=True) if length <= longest]
+        if len(kept) < len(problems):
+            number = f"{len(problems) - len(kept)} of {len(problems)} rows"
+            most = f"{longest} tokens (data.max_prompt_tokens)"
+            too_long = f"{number} have prompts of more than {most}"
+            if not kept:
+                raise InputError(f"{too_long}, and none is left")
+            logger.warning("%s and are left out", too_long)
+        return kept
 
     async def run_group(
         self,
@@ -192,20 +204,13 @@ class Runner:
                     await run_in_thread(lambda: self.tool_parser)
         started = time.perf_counter()
         compares = self.rewards.compares
-
-        async def one(index: int) -> None:
-            trajectory = await self._run_one(run, index)
-            if trajectory is not None:
-                group.trajectories.append(trajectory)
-                if not compares:
-                    on_trajectory(trajectory)
-
         if too_long := await stage.known_too_long(problem):
-            group.leave_out(too_long)
+            group.causes[TOO_LONG] = too_long
         else:
             async with task_group() as tasks:
                 for index in range(sampling.n):
-                    tasks.create_task(one(index))
+                    finished = self._fill(run, index, None if compares else on_trajectory)
+                    tasks.create_task(finished)
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
             try:
@@ -213,7 +218,7 @@ class Runner:
             except TrajectoryError as error:
                 group.drop(group.trajectories, error.reason, str(error))
                 if isinstance(error.__cause__, Exception):
-                    await self._errors.write(error.reason, name, error.__cause__)
+                    await self.files.log_error(error.reason, name, error.__cause__)
             lacking = [t for t in group.trajectories if self.rewards.lacks(t)]
             group.drop(lacking, "no_reward", f"every reward of {problem.id} is None")
             for trajectory in group.trajectories:
@@ -223,26 +228,30 @@ class Runner:
         group.elapsed = time.perf_counter() - started
         return group
 
-    async def _run_one(self, run: _Run, index: int) -> Trajectory | None:
-        """Run trajectory `index` of a group; return None, and count the reason, if it fails."""
+    async def _fill(
+        self, run: _Run, index: int, on_trajectory: Callable[[Trajectory], None] | None
+    ) -> None:
+        """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
         async with self._slots:
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
-                    return None
+                    return
                 trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
                 name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
                 if (failure := await self._try(run, trajectory, name)) is None:
-                    return trajectory
+                    group.trajectories.append(trajectory)
+                    if on_trajectory is not None:
+                        on_trajectory(trajectory)
+                    return
                 reason, message = failure
                 if reason == TOO_LONG:
-                    group.leave_out(message)
-                    return None
+                    group.causes[TOO_LONG] = message
+                    return
                 counts = group.dropped if number == tries else group.retried
                 counts[reason] += 1
                 group.dropped_tokens[reason] += trajectory.sampled_tokens
                 group.causes.setdefault(reason, message)
-        return None
 
     async def _try(self, run: _Run, trajectory: Trajectory, name: str) -> tuple[str, str] | None:
         """Fill the trajectory; if that fails, return the reason and its message."""
@@ -261,7 +270,7 @@ class Runner:
         except TrajectoryError as error:
             failure = error.reason, str(error)
             if isinstance(error.__cause__, Exception):
-                await self._errors.write(error.reason, name, error.__cause__)
+                await self.files.log_error(error.reason, name, error.__cause__)
         except DeadlineError as error:
             failure = "engine_timeout", str(error)
         except EngineError as error:
@@ -276,7 +285,7 @@ class Runner:
             raise
         except Exception as error:
             failure = "unexpected_error", await describe_user_error(error)
-            await self._errors.write(failure[0], name, error)
+            await self.files.log_error(failure[0], name, error)
         logger.info("%s failed (%s): %s", name, *failure)
         return failure
 
@@ -287,8 +296,8 @@ class Runner:
 
         async def report(reason: str, error: Exception) -> None:
             trajectory.events[reason] += 1
-            cause = error.__cause__
-            await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            await self.files.log_error(reason, name, cause)
 
         async with playing(stage.episode(problem), clock, report) as episode:
             calls: list[TurnTimes] = []
@@ -309,13 +318,24 @@ class Runner:
                 chats=self.chats,
                 route=Route(session=name, group=run.name),
                 seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
-                errors=self._errors,
+                files=self.files,
                 seconds=run.group.seconds,
                 prompts=self._prompts,
                 clock=clock,
             )
             await stage.admit(problem, episode)
-            await self._play(stage.loop, context)
+            loop = stage.loop
+            try:
+                await run_abandonable(  # it may be user code
+                    lambda: loop.run(episode.environment, context),
+                    name=f"the loop {loop_name(loop)}",
+                    seconds=self._config.rollout.trajectory_timeout,
+                    key="rollout.trajectory_timeout",
+                )
+            except (InputError, TrajectoryError, DeadlineError, EngineError):
+                raise
+            except Exception as error:
+                raise TrajectoryError("loop_error", await describe_user_error(error)) from error
             with context.timed("reward"):
                 await self.rewards.judge(episode, trajectory, problem.row, clock)
             run.episodes[trajectory.sample_index] = episode
@@ -325,17 +345,3 @@ class Runner:
                         trajectory.metrics |= await episode.metrics(trajectory)
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)
-
-    async def _play(self, loop: AgentLoop, context: RolloutContext) -> None:
-        """Run the loop, which may be user code."""
-        try:
-            await run_abandonable(
-                lambda: loop.run(context.episode.environment, context),
-                name=f"the loop {loop_name(loop)}",
-                seconds=self._config.rollout.trajectory_timeout,
-                key="rollout.trajectory_timeout",
-            )
-        except (InputError, TrajectoryError, DeadlineError, EngineError):
-            raise
-        except Exception as error:
-            raise TrajectoryError("loop_error", await describe_user_error(error)) from error

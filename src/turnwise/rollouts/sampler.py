@@ -61,7 +61,12 @@ class RolloutSampler:
         """Each prompt's trajectories and failures, in the prompts' order."""
         self._llm = llm
         self._config = config
-        self._sampling = _sampling(config.sampling, sampling_params)
+        if not isinstance(sampling_params, SamplingConfig):
+            given = dict(sampling_params or {})
+            if unknown := given.keys() - SamplingConfig.model_fields.keys():
+                raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
+            sampling_params = SamplingConfig.model_validate(config.sampling.model_dump() | given)
+        self._sampling = sampling_params
         self._tag = f"batch{next(_BATCHES)}"
 
         class PromptEnvironment:
@@ -116,14 +121,3 @@ class RolloutSampler:
             running.cancel()
             await asyncio.wait([running])
         check_failures(groups, self._config.rollout.max_failed_fraction, "sampling")
-
-
-def _sampling(
-    configured: SamplingConfig, given: SamplingConfig | Mapping[str, object] | None
-) -> SamplingConfig:
-    if isinstance(given, SamplingConfig):
-        return given
-    unknown = set(given or ()) - set(SamplingConfig.model_fields)
-    if unknown:
-        raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
-    return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})

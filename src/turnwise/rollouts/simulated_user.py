@@ -19,7 +19,6 @@ from turnwise.trajectory import Message
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletion
 
 GREETING = "Hello! How can I help you?"
 _THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)\s*", re.DOTALL)
@@ -168,8 +167,31 @@ class SimulatedUser:
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
+        from openai import AsyncOpenAI, OpenAIError  # a second to import
+
         said = _THOUGHTS.sub("", said)
-        completion = await self._complete([*self.messages, {"role": "user", "content": said}])
+        messages = [*self.messages, {"role": "user", "content": said}]
+        clients, key = _clients.setdefault(asyncio.get_running_loop(), {}), self._key
+        if (client := clients.get((self._base_url, key))) is None:
+            client = AsyncOpenAI(base_url=self._base_url, api_key=key)
+            clients[self._base_url, key] = client
+        try:
+            async with deadline(self._timeout, f"{self} did not answer", "timeout"):
+                completion = await client.with_options(
+                    max_retries=self._retries, timeout=self._timeout
+                ).chat.completions.create(
+                    model=self.model,
+                    messages=messages,  # type: ignore[arg-type]
+                    extra_body=self._request,
+                    extra_headers=trace_headers(),
+                )
+        except DeadlineError as error:
+            raise TrajectoryError("simulated_user_timeout", str(error)) from None
+        except OpenAIError as error:
+            cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
+            what = f"{self} gave no answer in up to {self._retries + 1} attempts"
+            message = f"{what}: {first_line(error)}{cause}"
+            raise TrajectoryError("simulated_user_error", message) from error
         self.calls += 1
         self.tokens += completion.usage.total_tokens if completion.usage else 0
         choice = completion.choices[0] if completion.choices else None
@@ -186,31 +208,6 @@ class SimulatedUser:
     def _record(self, said: str, answer: str) -> None:
         self.messages.append({"role": "user", "content": said})
         self.messages.append({"role": "assistant", "content": answer})
-
-    async def _complete(self, messages: list[Message]) -> "ChatCompletion":
-        from openai import AsyncOpenAI, OpenAIError  # a second to import
-
-        clients, key = _clients.setdefault(asyncio.get_running_loop(), {}), self._key
-        if (client := clients.get((self._base_url, key))) is None:
-            client = AsyncOpenAI(base_url=self._base_url, api_key=key)
-            clients[self._base_url, key] = client
-        try:
-            async with deadline(self._timeout, f"{self} did not answer", "timeout"):
-                return await client.with_options(
-                    max_retries=self._retries, timeout=self._timeout
-                ).chat.completions.create(
-                    model=self.model,
-                    messages=messages,  # type: ignore[arg-type]
-                    extra_body=self._request,
-                    extra_headers=trace_headers(),
-                )
-        except DeadlineError as error:
-            raise TrajectoryError("simulated_user_timeout", str(error)) from None
-        except OpenAIError as error:
-            cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
-            what = f"{self} gave no answer in up to {self._retries + 1} attempts"
-            message = f"{what}: {first_line(error)}{cause}"
-            raise TrajectoryError("simulated_user_error", message) from error
 
     def __str__(self) -> str:
         return f"the simulated user {self.model} at {self._base_url}"

@@ -14,7 +14,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.rollouts.environment import load_environment
-from turnwise.rollouts.episode import LocalEpisode, playing
+from turnwise.rollouts.episode import Episode, playing
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.trajectory import Trajectory
 
@@ -92,7 +92,7 @@ def play(address: str, row: dict[str, Any]) -> Any:
     async def report(reason: str, error: Exception) -> None:
         raise error
 
-    episode = LocalEpisode(load_environment(address), Problem("rows:1", row), RolloutConfig())
+    episode = Episode(load_environment(address), Problem("rows:1", row), RolloutConfig())
     return playing(episode, StallClock(60.0), report)
 
 

@@ -23,7 +23,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import load_environment
-from turnwise.rollouts.episode import Episode, LocalEpisode, playing
+from turnwise.rollouts.episode import Episode, playing
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
@@ -77,7 +77,7 @@ def play(url: str, row: dict[str, Any] | None = None, **rollout: Any) -> Any:
 
     environment = load_environment(f"openenv:{url}")
     problem = Problem("rows:1", row or {})
-    episode = LocalEpisode(environment, problem, RolloutConfig(**rollout))
+    episode = Episode(environment, problem, RolloutConfig(**rollout))
     return playing(episode, StallClock(60.0), report)
 
 

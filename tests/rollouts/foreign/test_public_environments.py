@@ -18,7 +18,7 @@ from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import load_environment, make_rows, with_arguments
-from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.episode import Episode
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 HERE = "tests.rollouts.foreign.test_public_environments"
@@ -63,7 +63,7 @@ def made(name: str, split: str = "train", **arguments: Any) -> Sequence[dict[str
 
 async def opened(name: str, row: Any, **arguments: Any) -> Episode:
     kind = with_arguments(load_environment(name), arguments)
-    episode = LocalEpisode(kind, Problem("rows:1", row), RolloutConfig())
+    episode = Episode(kind, Problem("rows:1", row), RolloutConfig())
     await episode.open()
     return episode
 
@@ -147,7 +147,7 @@ async def test_a_subclass_gives_a_dataset_tools() -> None:
     kind = with_arguments(Sums, {"size": 3})
     rows = make_rows(kind, "eval")
     assert len(rows) == 3
-    episode = LocalEpisode(kind, Problem("rows:1", rows[0]), RolloutConfig())
+    episode = Episode(kind, Problem("rows:1", rows[0]), RolloutConfig())
     await episode.open()
     assert episode.toolbox.names == ["add"]
     assert episode.environment.score(f"<answer>{rows[0]['answer']}</answer>") == 1.0

@@ -9,8 +9,11 @@ from turnwise.rollouts.loops.agent import (
     import_chat_scheduler,
 )
 from turnwise.rollouts.loops.interleaved import InterleavedLoop
-from turnwise.rollouts.loops.self_play import SelfPlayLoop
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop, ToolCallingLoop
+from turnwise.rollouts.loops.tool_calling import (
+    SelfPlayLoop,
+    SingleTurnLoop,
+    ToolCallingLoop,
+)
 
 __all__ = ["LOOPS", "import_chat_scheduler", "load_loop", "loop_name"]
 

@@ -6,8 +6,9 @@ is 0. The tags are those of `rollout.tool_parser`, or the configuration's own, s
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.core.json_types import JsonObject
@@ -25,13 +26,19 @@ class InterleavedLoop:
         """Sample, answer the call, and continue, until no call follows."""
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
-        tagged: TaggedCalls | None = None
+        offered: list[JsonObject] | None = tools
+        advice: str | None = None
+        parse: Callable[[str, Sequence[JsonObject]], ParsedText]
         if rollout.call_start and rollout.call_end:
-            tagged = TaggedCalls(rollout.call_start, rollout.call_end, rollout.call_tool)
-        parser = tagged or context.tool_parser
-        open_tag, close_tag = parser.tags()
+            open_tag, close_tag, offered = rollout.call_start, rollout.call_end, None
+            parse = partial(_read_tagged, open_tag, close_tag, rollout.call_tool)
+            form = "text" if rollout.call_tool else "one JSON object with name and arguments"
+            between = f"between {open_tag} and {close_tag}"
+            advice = f"Error: the call cannot be read; write {form} {between}"
+        else:
+            open_tag, close_tag = context.tool_parser.tags()
+            parse = context.tool_parser.parse
         trajectory.messages = [dict(message) for message in context.problem]
-        offered = None if tagged else tools
         prompt = await context.first_prompt(trajectory.messages, tools=offered)
         answer = {"role": "assistant", "content": ""}
         trajectory.messages.append(answer)
@@ -53,10 +60,10 @@ class InterleavedLoop:
                 return
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(close_tag)]
-                parsed = parser.parse(call, tools)
+                parsed = parse(call, tools)
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
-                results = await answer_calls(parsed, context, turn, parser.advice)
+                results = await answer_calls(parsed, context, turn, advice)
                 texts = [str(message["content"]) for message in results]
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in texts)
@@ -65,39 +72,19 @@ class InterleavedLoop:
         trajectory.status = "max_turns"
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedCalls:
-    """Reads one call from the text between two tags; has the methods of `ToolParser`."""
+def _read_tagged(
+    start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
+) -> ParsedText:
+    """Read the call in a text that ends with the closing tag.
 
-    start: str
-    end: str
-    tool: str | None = None
-    """Tool that gets the text as its only argument; None parses the text as a JSON object."""
-
-    @property
-    def advice(self) -> str:
-        """Message to the model about a call that cannot be parsed."""
-        form = "text" if self.tool else "one JSON object with name and arguments"
-        return f"Error: the call cannot be read; write {form} between {self.start} and {self.end}"
-
-    def tags(self) -> tuple[str, str]:
-        """Return the opening and the closing tag of a call."""
-        return self.start, self.end
-
-    def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
-        """Read the call in a text that ends with the closing tag.
-
-        Raises:
-            InputError: when `rollout.call_tool` names no tool with one text argument.
-        """
-        before, opened, body = text.rpartition(self.start)
-        body = body.removesuffix(self.end)
-        unreadable = ParsedText(text, [], malformed=True)
-        if not opened:
-            return unreadable
-        if self.tool is not None:
-            arguments = json.dumps({self._argument(schemas): encodable(body)})
-            return ParsedText(before, [ToolCall(self.tool, arguments)], malformed=False)
+    The text between the tags is the only argument of `tool`; if that is None, a JSON object.
+    """
+    before, opened, body = text.rpartition(start)
+    body = body.removesuffix(end)
+    unreadable = ParsedText(text, [], malformed=True)
+    if not opened:
+        return unreadable
+    if tool is None:
         try:
             call = json.loads(body)
             name, arguments = call["name"], json.dumps(call["arguments"])
@@ -106,19 +93,17 @@ class TaggedCalls:
         if not isinstance(name, str) or not isinstance(call["arguments"], dict):
             return unreadable
         return ParsedText(before, [ToolCall(name, arguments)], malformed=False)
-
-    def _argument(self, schemas: Sequence[JsonObject]) -> str:
-        """Return the name of the tool's argument that gets the text."""
-        functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
-        if self.tool not in functions:
-            known = ", ".join(functions) or "none"
-            raise InputError(f"rollout.call_tool: there is no tool {self.tool!r}; tools: {known}")
-        parameters = functions[self.tool]["parameters"]
-        properties = parameters["properties"]
-        names = [str(name) for name in parameters.get("required") or properties]
-        if len(names) != 1 or properties[names[0]].get("type") != "string":
-            raise InputError(
-                f"rollout.call_tool: {self.tool} must have one required argument, a string, to get "
-                "the text between the tags"
-            )
-        return names[0]
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if tool not in functions:
+        known = ", ".join(functions) or "none"
+        raise InputError(f"rollout.call_tool: there is no tool {tool!r}; tools: {known}")
+    parameters = functions[tool]["parameters"]
+    properties = parameters["properties"]
+    names = [str(name) for name in parameters.get("required") or properties]
+    if len(names) != 1 or properties[names[0]].get("type") != "string":
+        raise InputError(
+            f"rollout.call_tool: {tool} must have one required argument, a string, to get the text "
+            "between the tags"
+        )
+    arguments = json.dumps({names[0]: encodable(body)})
+    return ParsedText(before, [ToolCall(tool, arguments)], malformed=False)

@@ -1,7 +1,12 @@
-"""Conversations: one answer (`single_turn`), or answers whose tool calls are run (`tool_calling`).
+"""Conversations: one answer (`single_turn`), answers whose tool calls are run (`tool_calling`), and
+games whose sides are all played by the policy (`self_play`).
 
-In the latter, the default, the calls of a turn run together, and the model reads their results. A
+In the second, the default, the calls of a turn run together, and the model reads their results. A
 turn without a call goes to the environment's `step`; its answer continues the conversation.
+
+In a game every player has a conversation, hence a branch of the trajectory; the environment's
+`step` says who moves next, and what this player reads before. All players' tokens are trained, each
+with its player's reward, which advantages compare with the same player's in the group.
 """
 
 import json
@@ -10,6 +15,7 @@ from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.core.aio import together
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
+from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment
 from turnwise.tools.toolbox import encodable
@@ -72,6 +78,61 @@ class ToolCallingLoop:
         trajectory.status = "max_turns"
 
 
+class SelfPlayLoop:
+    """Plays `environment.players` against or with each other, at most `rollout.max_turns` turns.
+
+    A turn that calls tools is followed by another of the same player; any other turn goes to the
+    environment's `step`.
+    """
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Play one game."""
+        players = context.episode.players
+        if not players:
+            raise InputError(
+                f"loop self_play: {context.episode.name}.players must give the opening messages of "
+                "each player"
+            )
+        trajectory, tools = context.trajectory, context.toolbox.schemas
+        said = {name: [dict(message) for message in opening] for name, opening in players.items()}
+        last: dict[str, tuple[list[int], list[int]]] = {}  # prompt and completion of a player
+        player, new = next(iter(players)), list[Message]()
+        for turn in range(context.rollout.max_turns):
+            read = said[player] = [*said[player], *new]
+            if player in last:
+                prompt = await context.next_prompt(
+                    *last[player], new, tools=tools, conversation=read
+                )
+            else:
+                prompt = await context.first_prompt(read, tools=tools)
+            completion = await context.sample(prompt, messages=read)
+            if completion is None:
+                return
+            trajectory.turn_players.append(player)
+            last[player] = prompt, completion.token_ids
+            parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
+            answer = assistant_message(parsed, turn)
+            said[player] = [*read, answer]
+            trajectory.messages += [{**message, "to": player} for message in new]
+            trajectory.messages.append({**answer, "name": player})
+            if completion.finish_reason == "length":
+                trajectory.status = "length"
+                return
+            if parsed.calls or parsed.malformed:
+                new = await answer_calls(parsed, context, turn)
+                if not await context.episode.done():
+                    continue
+                trajectory.messages += [{**message, "to": player} for message in new]
+                trajectory.status = "completed"
+                return
+            move = await context.move({**answer, "name": player})
+            if move is None:
+                trajectory.status = "completed"
+                return
+            player, new = move
+        trajectory.status = "max_turns"
+
+
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
@@ -97,9 +158,9 @@ async def answer_calls(
         context.count("tool_call")
         if result.outcome != "ok":
             context.count(f"tool_{result.outcome}")
-        if result.error is not None and context.errors is not None:
+        if result.error is not None and context.files is not None:
             kind = f"tool_error of {call.name}"
-            await context.errors.write(kind, context.request_id, result.error)
+            await context.files.log_error(kind, context.request_id, result.error)
         number = _call_id(turn, index)
         return {"role": "tool", "tool_call_id": number, "name": call.name, "content": result.text}
 
