@@ -17,8 +17,8 @@ from typing import ClassVar, Self, TypeVar
 from turnwise.compat.chatlearn.model_file import REWARDS, Settings, model_settings
 from turnwise.compat.chatlearn.pipeline_file import (
     CONVERSATION,
+    PipelineFile,
     is_pipeline_file,
-    read_pipeline_file,
 )
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
@@ -196,7 +196,7 @@ class Pipeline:
         if isinstance(given, Config):
             return make_config(given.model_dump(), overrides, _DEFAULTS, settings, _OPTIONAL)
         if is_pipeline_file(given):
-            return read_pipeline_file(given, overrides, settings).config
+            return PipelineFile(given, overrides, settings).config
         return load_config(given, overrides, _DEFAULTS, settings, _OPTIONAL)
 
     def __enter__(self) -> Self:

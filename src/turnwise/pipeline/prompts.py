@@ -6,10 +6,10 @@ All but rows are answered in one turn, by an environment and a loop of their own
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
@@ -168,7 +168,9 @@ class ProblemBuilder:
             token_ids = self._render(name, messages)
         return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
 
-    def _tokens(self, name: str, row: Mapping[str, object], text: Any, given: object) -> Problem:
+    def _tokens(
+        self, name: str, row: Mapping[str, object], text: Foreign, given: object
+    ) -> Problem:
         """Return the problem of token ids (a tensor, too), cut at the limit."""
         token_ids = given.tolist() if hasattr(given, "tolist") else given
         if not isinstance(token_ids, Sequence) or not all(
