@@ -20,24 +20,25 @@ if TYPE_CHECKING:
 _Row = TypeVar("_Row")
 
 
-class _Stops(TypedDict):
-    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
-    """Stop strings of each prompt, in addition to the configuration's."""
+_Stops = Sequence[Sequence[str] | None]
+"""Stop strings of each prompt, in addition to the configuration's."""
 
 
-class TensorBatch(_Stops):
+class TensorBatch(TypedDict):
     """`B` prompts as tensors."""
 
     input_ids: torch.Tensor
     """Token ids [B, T], right-padded."""
     input_lengths: torch.Tensor
     """Lengths [B] of the prompts."""
+    stop_strings: NotRequired[_Stops]
 
 
-class TextBatch(_Stops):
+class TextBatch(TypedDict):
     """`B` prompts as texts."""
 
     prompts: Sequence[str]
+    stop_strings: NotRequired[_Stops]
 
 
 class TextRow(TypedDict):
@@ -206,9 +207,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         return load_template(self._config, read_tokenizer(self._config.model))
 
 
-def _stop_strings(
-    stops: Sequence[Sequence[str] | None] | None, count: int
-) -> list[list[str] | None]:
+def _stop_strings(stops: _Stops | None, count: int) -> list[list[str] | None]:
     """Return each row's stop strings: a list, or None."""
     if stops is None:
         return [None] * count

@@ -17,7 +17,6 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, NotRequired
 
@@ -77,12 +76,13 @@ class OpenEnv(Environment):
 
     def __init__(self, row: Row, url: str = "") -> None:
         self._row = row
-        self._results: list[StepResult] = []
+        self._results: list[Result] = []
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
         await self._session.open()
-        first = await self._session.reset(self.reset_arguments(self._row))
+        await self._session.reset(self.reset_arguments(self._row))
+        _, first = self._results[-1]
         described = await self._session.tools()
         if described is not None:
             self.tools = [self._tool(tool) for tool in described]
@@ -93,7 +93,7 @@ class OpenEnv(Environment):
             parameters = {"type": "object", "properties": fields, **more}
             what = str(schema.get("description") or "Act in the environment.")
             self.tools = [Tool("act", what, parameters, self.act)]
-        self.problem = self.problem_of(self._row, self.describe(first.observation))
+        self.problem = self.problem_of(self._row, self.describe(first.get("observation") or {}))
 
     def _tool(self, described: JsonObject) -> Tool:
         name = str(described["name"])
@@ -144,9 +144,10 @@ class OpenEnv(Environment):
 
     async def act(self, action: JsonObject) -> str:
         """Send an action, and return its observation as text."""
-        result = await self._session.step(action, self.current_turn)
-        self.done = self.done or result.done
-        return self.describe(result.observation)
+        await self._session.ask("step", action, self.current_turn)
+        _, result = self._results[-1]
+        self.done = self.done or bool(result.get("done"))
+        return self.describe(result.get("observation") or {})
 
     async def step(self, message: Message) -> str | None:
         action = self.action(message)
@@ -160,20 +161,20 @@ class OpenEnv(Environment):
 
     async def state(self) -> JsonObject:
         """Return the environment's state, as the server reports it."""
-        return await self._session.state()
+        return await self._session.ask("state", None)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
         turns = [0.0] * len(trajectory.turns)
         final = 0.0
-        for result in self._results:
-            if result.turn < 0:
-                final += result.reward
+        for turn, result in self._results:
+            if turn < 0:
+                final += result.get("reward") or 0.0
             else:
-                turns[result.turn] += result.reward
+                turns[turn] += result.get("reward") or 0.0
         return Rewards(final, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        return {"openenv_steps": sum(result.turn >= 0 for result in self._results)}
+        return {"openenv_steps": sum(turn >= 0 for turn, _ in self._results)}
 
     async def close(self) -> None:
         await self._session.close()
@@ -203,9 +204,8 @@ def _tool_text(observation: JsonObject) -> str:
 class OpenEnvError(Exception):
     """An error that the server reported; its environment goes on."""
 
-
-class _FullError(OpenEnvError):
-    """All sessions of the server are taken."""
+    full = False
+    """Whether all sessions of the server are taken."""
 
 
 # Answers of the server: a message, and its data by type.
@@ -261,15 +261,8 @@ _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The environment's answer to a reset or a step."""
-
-    turn: int
-    """Index of the turn that asked; -1 for a reset."""
-    observation: JsonObject
-    reward: float
-    done: bool
+Result = tuple[int, _Observed]
+"""The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
 
 
 class OpenEnvSession:
@@ -284,7 +277,7 @@ class OpenEnvSession:
         results: Receives every answer to a reset or a step, late ones too.
     """
 
-    def __init__(self, url: str, results: list[StepResult]) -> None:
+    def __init__(self, url: str, results: list[Result]) -> None:
         scheme, separator, rest = url.rstrip("/").removesuffix("/ws").partition("://")
         if not separator or scheme not in ("ws", "wss", "http", "https"):
             raise InputError(
@@ -318,15 +311,17 @@ class OpenEnvSession:
                 "environment_error", f"no OpenEnv server answers at {self._http}: {error}"
             ) from error
 
-    async def reset(self, arguments: JsonObject) -> StepResult:
+    async def reset(self, arguments: JsonObject) -> None:
         """Begin an episode, once the server has a place for it, within `CAPACITY_SECONDS`."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + CAPACITY_SECONDS
         while True:
             try:
-                await self._ask("reset", arguments, -1)
-                return self._results[-1]
-            except _FullError as error:
+                await self.ask("reset", arguments)
+                return
+            except OpenEnvError as error:
+                if not error.full:
+                    raise
                 if loop.time() > ends:
                     raise TrajectoryError(
                         "environment_error",
@@ -337,18 +332,10 @@ class OpenEnvSession:
             await asyncio.sleep(_RETRY_SECONDS)
             await self._connect()
 
-    async def step(self, action: JsonObject, turn: int) -> StepResult:
-        """Act, and return the observation; the server's refusal is an `OpenEnvError`."""
-        await self._ask("step", action, turn)
-        return self._results[-1]
-
-    async def state(self) -> JsonObject:
-        return await self._ask("state", None, -1)
-
     async def tools(self) -> list[JsonObject] | None:
         """Return the descriptions of an MCP environment's tools; None if it has typed actions."""
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        answer = await self._ask("mcp", request, -1)
+        answer = await self.ask("mcp", request)
         try:
             listed = (checked(answer.get("result"), _TOOLS) or {}).get("tools")
         except AnswerError as error:
@@ -388,8 +375,8 @@ class OpenEnvSession:
             await socket.send_json({"type": "close"})
         await socket.close()
 
-    async def _ask(self, kind: str, data: JsonObject | None, turn: int) -> JsonObject:
-        """Send a request, and return the data of its reply."""
+    async def ask(self, kind: str, data: JsonObject | None, turn: int = -1) -> JsonObject:
+        """Send a request, and return the data of its reply; a refusal is an `OpenEnvError`."""
         async with self._turn:
             while self._owed:
                 with suppress(OpenEnvError):
@@ -423,10 +410,7 @@ class OpenEnvSession:
             if kind != _ANSWERS.get(asked, asked):
                 raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":
-                seen = checked(data, _OBSERVED)
-                observation, reward = dict(seen.get("observation") or {}), seen.get("reward") or 0.0
-                done = bool(seen.get("done"))
-                self._results.append(StepResult(turn, observation, reward, done))
+                self._results.append((turn, checked(data, _OBSERVED)))
         except AnswerError as error:
             raise self._lost(f"it {error}", REPLY) from None
         return data
@@ -442,8 +426,9 @@ def _failure(data: _Failed) -> OpenEnvError:
     """Return the error of a server's reply, with the places of a refused action."""
     text = str(data.get("message") or data.get("code") or "unknown error")
     places = [
-        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
-        for error in data.get("errors") or ()
+        f"{'.'.join(map(str, mistake.get('loc', ())))}: {mistake.get('msg')}"
+        for mistake in data.get("errors") or ()
     ]
-    kind = _FullError if data.get("code") == _FULL else OpenEnvError
-    return kind("; ".join([text, *places]))
+    error = OpenEnvError("; ".join([text, *places]))
+    error.full = data.get("code") == _FULL
+    return error

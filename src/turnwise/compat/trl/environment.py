@@ -23,7 +23,8 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -155,7 +156,7 @@ class TrlEnvironment(Environment):
                 for name, _ in inspect.getmembers(type(self.instance), inspect.isfunction)
                 if name not in _NOT_TOOLS and not name.startswith("_")
             ]
-        self.tools = [_Tool(tool, self._calls) for tool in tools]
+        self.tools = [_counted(tool, self._calls) for tool in tools]
         if self.text is not None and self.tools:
             raise InputError("prompt must be a list of messages where there are tools, not a text")
 
@@ -210,29 +211,28 @@ class TextLoop(SingleTurnLoop):
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
-class _Tool:
-    """A function or method of TRL's as a tool of ours: it returns a text."""
+def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
+    """Return a function or method of TRL's as a tool of ours: it returns a text; `calls` has an
+    entry for each call that has not returned."""
 
-    def __init__(self, function: ToolFunction, calls: list[object]) -> None:
-        self.__name__ = function.__name__
-        self.__func__ = getattr(function, "__func__", function)  # describes it to the model
-        self._function = function
-        self._calls = calls
-
-    def __call__(self, **arguments: object) -> object:
-        self._calls.append(self)
-        try:
-            result = self._function(**arguments)
-            return self._finish(result) if inspect.isawaitable(result) else _shown(result)
-        finally:
-            self._calls.pop()
-
-    async def _finish(self, result: Awaitable[object]) -> object:
-        self._calls.append(self)
+    async def finish(result: Awaitable[object]) -> object:
+        calls.append(function)
         try:
             return _shown(await result)
         finally:
-            self._calls.pop()
+            calls.pop()
+
+    def call(**arguments: object) -> object:
+        calls.append(function)
+        try:
+            result = function(**arguments)
+            return finish(result) if inspect.isawaitable(result) else _shown(result)
+        finally:
+            calls.pop()
+
+    call.__name__ = function.__name__
+    vars(call)["__func__"] = getattr(function, "__func__", function)  # describes it to the model
+    return call
 
 
 def _shown(result: object) -> object:
@@ -243,15 +243,6 @@ def _shown(result: object) -> object:
     if len(texts) == len(result) and all(isinstance(text, str) for text in texts):
         return "".join(map(str, texts))
     return result
-
-
-class TrainerState(NamedTuple):
-    """The part of TRL's `trainer_state` that a rollout knows."""
-
-    global_step: int
-    """Optimizer steps in the newest weights that sampled the completions."""
-    max_steps: int
-    """Optimizer steps of the whole run."""
 
 
 class TrlReward:
@@ -311,7 +302,8 @@ class TrlReward:
     ) -> dict[str, object]:
         played = [episodes[trajectory.sample_index] for trajectory in trajectories]
         conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
-        state = TrainerState(max(map(_newest_version, trajectories)), self._max_steps)
+        steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
+        state = SimpleNamespace(global_step=steps, max_steps=self._max_steps)
         arguments: dict[str, object] = {
             "prompts": [prompt for prompt, _ in conversations],
             "completions": [completion for _, completion in conversations],
