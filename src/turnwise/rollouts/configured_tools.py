@@ -6,6 +6,7 @@ trajectory and returns a tool, or a toolset that the trajectory opens and closes
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast, get_type_hints
 
 import turnwise.tools
@@ -33,9 +34,9 @@ def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
         if entry.use is not None:
             sources.append(_used(entry.use))
         elif entry.mcp is not None:
-            from turnwise.tools.mcp import MCPServer
+            from turnwise.tools.mcp import McpToolset
 
-            sources.append(MCPServer.configured(entry.mcp).toolset)
+            sources.append(partial(McpToolset, entry.mcp))
         else:
             name = "shell" if entry.python is None else "python"
             tool = getattr(turnwise.tools, name)(**getattr(entry, name).model_dump())

@@ -20,9 +20,9 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import IO, Literal, TypedDict, Unpack
+from typing import IO, Literal
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.aio import run_in_thread
@@ -63,23 +63,16 @@ _KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks fo
 _choosing = threading.Lock()
 
 
-class CodeOptions(TypedDict, total=False):
-    """Options of `python` and `shell`, with the meanings and defaults of `CodeToolConfig`."""
-
-    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"]
-    timeout: float
-    memory: int
-    disk: int
-    processes: int
-    interpreter: str | None
-
-
 class CodeTool:
-    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox."""
+    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
 
-    def __init__(self, name: Literal["python", "shell"], options: CodeOptions) -> None:
+    Args:
+        options: Keys of an entry `python` or `shell` of `rollout.tools` (`CodeToolConfig`).
+    """
+
+    def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
         self.name = name
-        self.limits = CodeToolConfig(**options)
+        self.limits = CodeToolConfig.model_validate(options)
 
     def choose(self) -> Backend:
         """Return the backend that this tool uses on this machine.
@@ -124,8 +117,8 @@ class CodeToolset:
             await run_in_thread(self._session.close)
 
 
-def python(**options: Unpack[CodeOptions]) -> CodeTool:
-    """Make the tool `python(code)`, a Python session for each trajectory.
+def python(**options: object) -> CodeTool:
+    """Make the tool `python(code)`, a Python session for each trajectory; see `CodeTool`.
 
     Example:
         class Arithmetic(turnwise.Environment):
@@ -136,8 +129,8 @@ def python(**options: Unpack[CodeOptions]) -> CodeTool:
     return CodeTool("python", options)
 
 
-def shell(**options: Unpack[CodeOptions]) -> CodeTool:
-    """Make the tool `shell(command)`, a bash session for each trajectory.
+def shell(**options: object) -> CodeTool:
+    """Make the tool `shell(command)`, a bash session for each trajectory; see `CodeTool`.
 
     Example:
         class Files(turnwise.Environment):

@@ -7,6 +7,7 @@ all other descriptions objects are closed, as OpenAI's strict mode asks.
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter
@@ -126,35 +127,29 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
 
 def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
     """Return what is wrong with arguments in one line, with the path of each mistake."""
-    try:
+    given: Foreign = None
+    with suppress(ValueError):
         given = from_json(arguments_json)
-    except ValueError:
-        given = None
     found: dict[str, list[str]] = {}
     for mistake in error.errors(include_url=False, include_context=False, include_input=False):
-        path = _path(mistake["loc"], given, missing=mistake["type"] == "missing")
-        found.setdefault(path, []).append(mistake["msg"])
+        # The keys and indices of the place, without pydantic's names of types.
+        steps, at, location = list[str](), given, mistake["loc"]
+        for number, step in enumerate(location):
+            if isinstance(at, list):
+                inside = isinstance(step, int) and step < len(at)
+            else:
+                inside = isinstance(at, dict) and step in at
+            if inside:
+                at = at[step]
+            if inside or (mistake["type"] == "missing" and number == len(location) - 1):
+                steps.append(str(step))
+        found.setdefault(".".join(steps) or "arguments", []).append(mistake["msg"])
     lines = []
     for path, messages in islice(found.items(), MAX_MISTAKES):
         first, *others = dict.fromkeys(messages)  # what each member of a union says of one value
         more = (other.removeprefix("Input should be ") for other in others)
         lines.append(" or ".join([f"{path}: {first}", *more]))
     return "; ".join(lines)
-
-
-def _path(location: tuple[int | str, ...], given: Foreign, *, missing: bool) -> str:
-    """Return the keys and indices of a location, without pydantic's names of types."""
-    steps = []
-    for number, step in enumerate(location):
-        if isinstance(given, list):
-            inside = isinstance(step, int) and step < len(given)
-        else:
-            inside = isinstance(given, dict) and step in given
-        if inside:
-            given = given[step]
-        if inside or (missing and number == len(location) - 1):
-            steps.append(str(step))
-    return ".".join(steps) or "arguments"
 
 
 def _refused(function: ToolFunction, why: str) -> InputError:

@@ -105,32 +105,31 @@ class Toolbox:
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
         async with self._turn if tool.in_order else contextlib.nullcontext():
-            return await self._called(name, arguments_json)
+            ends = time.monotonic() + self._timeout
 
-    async def _called(self, name: str, arguments_json: str) -> ToolResult:
-        ends = time.monotonic() + self._timeout
+            async def run(step: Callable[..., _T], *given: object) -> _T:
+                left = max(0.0, ends - time.monotonic())
+                what = f"the tool {name}"
+                value: _T = await call_user_code(step, *given, name=what, seconds=left)
+                return value
 
-        async def run(step: Callable[..., _T], *given: object) -> _T:
-            left = max(0.0, ends - time.monotonic())
-            value: _T = await call_user_code(step, *given, name=f"the tool {name}", seconds=left)
-            return value
-
-        try:
-            value = await run(self._tools[name].call, arguments_json)
-            if type(value) in _PLAIN:
-                text, left_out = _shown(value, self._max_chars)
-            else:  # off the event loop: it may be long, and its __str__ may be user code
-                text, left_out = await run(_shown, value, self._max_chars)
-        except DeadlineError:
-            return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
-        except TrajectoryError:  # not the model's affair
-            raise
-        except ArgumentsError as error:
-            return self._failed(f"{name} cannot take these arguments: {error}", "bad_arguments")
-        except Exception as error:
-            message, unseen = await _message(error, self._max_chars)
-            text = f"{name} failed: {type(error).__name__}: {message}"
-            return self._failed(text, "error", error, unseen)
+            try:
+                value = await run(tool.call, arguments_json)
+                if type(value) in _PLAIN:
+                    text, left_out = _shown(value, self._max_chars)
+                else:  # off the event loop: it may be long, and its __str__ may be user code
+                    text, left_out = await run(_shown, value, self._max_chars)
+            except DeadlineError:
+                return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
+            except TrajectoryError:  # not the model's affair
+                raise
+            except ArgumentsError as error:
+                text = f"{name} cannot take these arguments: {error}"
+                return self._failed(text, "bad_arguments")
+            except Exception as error:
+                message, unseen = await _message(error, self._max_chars)
+                text = f"{name} failed: {type(error).__name__}: {message}"
+                return self._failed(text, "error", error, unseen)
         if left_out:
             return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
         return ToolResult(text, "ok")
