@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 import torch
 
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
@@ -39,17 +40,6 @@ class TextBatch(TypedDict):
 
     prompts: Sequence[str]
     stop_strings: NotRequired[_Stops]
-
-
-class TextRow(TypedDict):
-    """The completion of one text."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-prob of each token in nats."""
-    truncated: bool
-    """Whether max_tokens or the context cut the completion off."""
 
 
 class VllmAsyncGenerationWorker(EngineWorker):
@@ -136,15 +126,17 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
     async def generate_text_async(
         self, data: TextBatch, greedy: bool = False
-    ) -> AsyncIterator[tuple[int, TextRow]]:
-        """Complete texts; yield each row's index and completion as soon as it is ready.
+    ) -> AsyncIterator[tuple[int, JsonObject]]:
+        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS.
 
-        The texts are encoded as vLLM encodes prompts, with the tokenizer's BOS.
+        Yields:
+            The row's index, as soon as it is ready, and its completion: `text`, `token_ids`,
+            `logprobs` (nats), and `truncated` (cut by max_tokens or by the context).
         """
         template, prompts = self._template, data["prompts"]
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
-        async def one(index: int) -> TextRow:
+        async def one(index: int) -> JsonObject:
             prompt = template.encode(prompts[index], add_special_tokens=True)
             output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])

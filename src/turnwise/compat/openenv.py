@@ -125,10 +125,24 @@ class OpenEnv(Environment):
     def describe(self, observation: JsonObject) -> str:
         """Return an observation as the model reads it.
 
-        The result of a tool, or the observation's only text, or JSON without `metadata`.
+        The result of a tool, or the observation's only text, or JSON without `metadata`. A tool's
+        failure is raised, so that the model reads an error.
         """
         if "tool_name" in observation:
-            return _tool_text(observation)
+            if error := observation.get("error"):
+                raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
+            result = observation.get("result")
+            if not isinstance(result, dict):
+                plain = isinstance(result, str)
+                return result if plain else json.dumps(result, ensure_ascii=False)
+            blocks = result.get("content")
+            lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
+            text = "\n".join(lines)
+            if not lines:
+                text = json.dumps(result, ensure_ascii=False, default=str)
+            if result.get("is_error") or result.get("isError"):
+                raise OpenEnvError(text)
+            return text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
         texts = [value for value in rest.values() if isinstance(value, str)]
         if len(texts) == 1:
@@ -184,21 +198,6 @@ def at(url: str) -> EnvironmentType:
     """Return the environment of a server: `environment: openenv:ws://host:port`."""
     OpenEnvSession(url, [])
     return partial(OpenEnv, url=url)
-
-
-def _tool_text(observation: JsonObject) -> str:
-    """Return the text of a tool's result; a failure is raised, so that the model reads an error."""
-    if error := observation.get("error"):
-        raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
-    result = observation.get("result")
-    if not isinstance(result, dict):
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    blocks = result.get("content")
-    texts = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-    text = "\n".join(texts) if texts else json.dumps(result, ensure_ascii=False, default=str)
-    if result.get("is_error") or result.get("isError"):
-        raise OpenEnvError(text)
-    return text
 
 
 class OpenEnvError(Exception):
@@ -406,13 +405,21 @@ class OpenEnvSession:
             reply = read_answer(message.data.encode(errors="replace"), _REPLY)
             kind, data = reply["type"], reply["data"]
             if kind == "error":
-                raise _failure(checked(data, _FAILED))
+                failed = checked(data, _FAILED)
+                places = [
+                    f"{'.'.join(map(str, mistake.get('loc', ())))}: {mistake.get('msg')}"
+                    for mistake in failed.get("errors") or ()
+                ]
+                text = str(failed.get("message") or failed.get("code") or "unknown error")
+                error = OpenEnvError("; ".join([text, *places]))
+                error.full = failed.get("code") == _FULL
+                raise error
             if kind != _ANSWERS.get(asked, asked):
                 raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":
                 self._results.append((turn, checked(data, _OBSERVED)))
-        except AnswerError as error:
-            raise self._lost(f"it {error}", REPLY) from None
+        except AnswerError as wrong:
+            raise self._lost(f"it {wrong}", REPLY) from None
         return data
 
     def _lost(self, why: str, reason: str = "environment_error") -> TrajectoryError:
@@ -420,15 +427,3 @@ class OpenEnvSession:
             reason, f"the OpenEnv server at {self._http} left the session: {why}"
         )
         return self._gone
-
-
-def _failure(data: _Failed) -> OpenEnvError:
-    """Return the error of a server's reply, with the places of a refused action."""
-    text = str(data.get("message") or data.get("code") or "unknown error")
-    places = [
-        f"{'.'.join(map(str, mistake.get('loc', ())))}: {mistake.get('msg')}"
-        for mistake in data.get("errors") or ()
-    ]
-    error = OpenEnvError("; ".join([text, *places]))
-    error.full = data.get("code") == _FULL
-    return error

@@ -9,7 +9,7 @@ The package is imported when it is first used.
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, get_args
@@ -67,7 +67,15 @@ class SkyRLGym(Environment):
         kind = package.spec(self._name).entry_point
         if isinstance(kind, str):
             kind = package.envs.registration.load_env_creator(kind)
-        config = _configuration(kind, self._config)
+        config: object = SimpleNamespace(**self._config)
+        parameter = inspect.signature(kind).parameters.get("env_config")
+        for known in get_args(parameter.annotation) if parameter else ():
+            if dataclasses.is_dataclass(known) and isinstance(known, type):  # it has defaults
+                try:
+                    config = known(**self._config)
+                    break
+                except TypeError as error:
+                    raise InputError(f"environment_args: {error}") from error
         self.env = package.make(self._name, env_config=config, extras=self._extras)
         self.problem, _ = self.env.init([dict(message) for message in self._prompt])
 
@@ -104,15 +112,3 @@ def at(name: str) -> EnvironmentType:
 
 def _package() -> ModuleType:
     return required("skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
-
-
-def _configuration(kind: Callable[..., object], keys: Mapping[str, object]) -> object:
-    """Return an environment's configuration: of the class that it names, which has defaults."""
-    parameter = inspect.signature(kind).parameters.get("env_config")
-    for known in get_args(parameter.annotation) if parameter else ():
-        if dataclasses.is_dataclass(known) and isinstance(known, type):
-            try:
-                return known(**keys)
-            except TypeError as error:
-                raise InputError(f"environment_args: {error}") from error
-    return SimpleNamespace(**keys)

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +29,7 @@ from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
+from turnwise.pipeline.outputs import Outputs, RequestOutput, request_outputs
 from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.prompts import (
     Conversation,
@@ -113,9 +113,18 @@ class VLLMModule(Module):
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
+        decode = self.decode_internal
+
+        @wraps(decode)
+        def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
+            decoded = decode(batched_outputs)
+            if not isinstance(decoded, dict):
+                raise InputError(f"{self.name}: decode_internal must return a dictionary")
+            groups = {id(output.group): output.group for output in batched_outputs}  # each once
+            return {"groups": list(groups.values()), **decoded}
+
         # Every caller, including an override of forward_step, gets the groups to train on.
-        decode = keeping_groups(self.decode_internal, self.name)
-        self.decode_internal = decode  # type: ignore[assignment, method-assign]
+        self.decode_internal = decode_and_keep  # type: ignore[method-assign]
 
     @property
     def model_args(self) -> Settings:

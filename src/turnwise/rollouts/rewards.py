@@ -59,8 +59,8 @@ class RewardKind:
     optional: bool = False
     """Whether None may stand for a number: the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """`package.module:Name`, which makes a `GroupFunction` of the user's function, the run's
-    optimizer steps and its files; None calls the user's with the trajectories and the row."""
+    """`package.module:function`: a `GroupFunction` that takes the user's function, the run's
+    optimizer steps and its files first; None calls the user's with the trajectories and the row."""
 
 
 REWARD_KINDS = {
@@ -70,7 +70,7 @@ REWARD_KINDS = {
         "TRL function",
         compares=True,
         optional=True,
-        adapter="turnwise.compat.trl.environment:TrlReward",
+        adapter="turnwise.compat.trl.environment:judge_group",
     ),
     "model": RewardKind("model"),
     "environment": RewardKind("environment"),
@@ -292,7 +292,9 @@ def _load(
         return _Part(name, kind, part.weight, model=part.model or "")
     setting = f"rollout.rewards.{key}"
     function = functions.get(path) or load_object(path, setting)
-    of_group = load_object(kind.adapter, setting)(function, *run) if kind.adapter else None
+    of_group = None
+    if kind.adapter is not None:
+        of_group = partial(load_object(kind.adapter, setting), function, *run)
     return _Part(name, kind, part.weight, function, of_group)
 
 

@@ -20,7 +20,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import IO, Literal
 
@@ -333,21 +333,16 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        if outcome:
-            for part in self._written():
+        if outcome:  # the output that has been written already
+            written = bytearray(struct.calcsize("i"))
+            fcntl.ioctl(self._output, termios.FIONREAD, written)
+            (unread,) = struct.unpack("i", written)
+            while unread > 0 and (part := _read(self._output)):
                 keep(part)
+                unread -= len(part)
         if left_out:
             output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
         return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
-
-    def _written(self) -> Iterator[bytes]:
-        """Yield the output that has been written already."""
-        waiting = bytearray(struct.calcsize("i"))
-        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
-        left = struct.unpack("i", waiting)[0]
-        while left > 0 and (part := _read(self._output)):
-            yield part
-            left -= len(part)
 
     def cut(self) -> None:
         """Let the keeper end its sandbox; thread-safe."""

@@ -177,16 +177,17 @@ class Line:
         Raises:
             TurnwiseError: as `Connection.open` does.
         """
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
 
-    async def _open(self) -> "Connection":
-        if self._connection is not None and not await self._connection.usable():
-            await self._drop()
-        if self._connection is None:
-            self._connection = await self._make()
-        return self._connection
+        async def usable() -> "Connection":
+            if self._connection is not None and not await self._connection.usable():
+                await self._drop()
+            if self._connection is None:
+                self._connection = await self._make()
+            return self._connection
+
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(usable())
+        return await asyncio.shield(self._opening)
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
         """Call a tool; see `Connection.call`."""

@@ -128,8 +128,18 @@ class Connection:
         headers = _expanded(config.headers, "headers")
         if config.session_header:
             headers[config.session_header] = self._session
+
+        async def limit(response: httpx2.Response) -> None:
+            # The SDK limits events itself; streams of them have no end.
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                assert isinstance(response.stream, httpx2.AsyncByteStream)
+                response.stream = _Limited(response.stream)
+
+        waits = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # calls have deadlines of their own
         async with (
-            _http_client(headers) as client,
+            httpx2.AsyncClient(
+                headers={**IDENTITY, **headers}, timeout=waits, event_hooks={"response": [limit]}
+            ) as client,
             streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_BYTES
             ) as streams,
@@ -384,25 +394,6 @@ class _ServerProcess:
                 return
             if message is not None:
                 await received.send(SessionMessage(message))
-
-
-def _http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
-    """Return a client whose JSON answers have at most `MAX_BYTES` bytes.
-
-    It waits for answers without a deadline; calls have their own.
-    """
-
-    async def limit(response: httpx2.Response) -> None:
-        # The SDK limits events itself; streams of them have no end.
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _Limited(response.stream)
-
-    return httpx2.AsyncClient(
-        headers={**IDENTITY, **headers},
-        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
-        event_hooks={"response": [limit]},
-    )
 
 
 class _Limited(httpx2.AsyncByteStream):

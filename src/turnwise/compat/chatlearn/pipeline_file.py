@@ -253,8 +253,16 @@ class PipelineFile:
                 path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
                 policy = role == "policy"
                 settings = read_model(path)[0] if policy else model_settings(name, role, path)
+            number = entry.get("num_gpu") or entry.get("num_device")
             if role == "reward":
-                rewards.append(self._reward(name, entry, settings))
+                part: Tree = settings[REWARDS][0] if settings else {"name": name}
+                part |= {key: entry[key] for key in ("function", "weight") if key in entry}
+                if not part.keys() & {"function", "model", "dtype"}:
+                    self._mistakes.append(
+                        f"models.{name} needs a model_config_file with model.path, or a function "
+                        "(package.module:function)"
+                    )
+                rewards.append(part | ({"gpus": number} if number else {}))
                 continue
             if kind != "ppo" and role in ("value", "ppo_value"):
                 without = self._without_effect.setdefault("only ppo has a value model", [])
@@ -262,7 +270,6 @@ class PipelineFile:
             self._lora(name, entry.get("lora"))
             for key, value in settings.items():
                 self._put(key, value, str(entry["model_config_file"]))
-            number = entry.get("num_gpu") or entry.get("num_device")
             if role == "policy" and (replicas := entry.get("num_replica")):
                 self._put("serving.workers", replicas, f"models.{name}")
             elif role == "policy":
@@ -274,22 +281,6 @@ class PipelineFile:
                     self._mistakes.append(f"models.{name}.{key} is for rewards")
         if rewards:
             self._put(REWARDS, rewards, "models")
-
-    def _reward(self, name: str, entry: Tree, settings: Settings) -> Tree:
-        """Return the entry of `rollout.rewards` for one reward."""
-        part: Tree = settings[REWARDS][0] if settings else {"name": name}
-        if "function" in entry:
-            part["function"] = entry["function"]
-        if len(part) == 1:
-            self._mistakes.append(
-                f"models.{name} needs a model_config_file with model.path, or a function "
-                "(package.module:function)"
-            )
-        if number := entry.get("num_gpu") or entry.get("num_device"):
-            part["gpus"] = number
-        if "weight" in entry:
-            part["weight"] = entry["weight"]
-        return part
 
     def _lora(self, name: str, section: object) -> None:
         """Take the settings of a model's `lora`."""

@@ -245,78 +245,76 @@ def _shown(result: object) -> object:
     return result
 
 
-class TrlReward:
-    """A reward function with TRL's signature, for the finished trajectories of a group.
+async def judge_group(
+    function: RewardFunction,
+    max_steps: int,
+    files: RunFiles | None,
+    call: UserCall,
+    trajectories: Sequence[Trajectory],
+    row: Row,
+    episodes: Mapping[int, Episode],
+) -> object:
+    """Return what a reward function with TRL's signature returns for the finished trajectories of a
+    group, and keep what it logs.
+
+    A metric that is no finite number is counted as `metrics_error`.
 
     Args:
         max_steps: Optimizer steps of the run.
         files: Files of the run, for `log_extra`; None writes none.
     """
+    metrics: dict[str, list[float]] = defaultdict(list)
+    extra: dict[str, list[object]] = {}
 
-    def __init__(self, function: RewardFunction, max_steps: int, files: RunFiles | None) -> None:
-        self._function = function
-        self._max_steps = max_steps
-        self._files = files
+    def log_metric(name: str, value: float) -> None:
+        number = finite_number(value)
+        if number is None:
+            trajectories[0].events["metrics_error"] += 1
+        else:
+            metrics[name].append(number)
 
-    async def __call__(
-        self,
-        call: UserCall,
-        trajectories: Sequence[Trajectory],
-        row: Row,
-        episodes: Mapping[int, Episode],
-    ) -> object:
-        """Return what the function returns, and keep what it logs.
+    def log_extra(column: str, values: Sequence[object]) -> None:
+        if len(values) != len(trajectories):
+            raise InputError(
+                f"log_extra: {column} needs {len(trajectories)} values, one for each "
+                f"completion, not {len(values)}"
+            )
+        extra[column] = list(values)
 
-        A metric that is no finite number is counted as `metrics_error`.
-        """
-        metrics: dict[str, list[float]] = defaultdict(list)
-        extra: dict[str, list[object]] = {}
+    arguments = _arguments(max_steps, trajectories, row, episodes)
+    arguments |= {"log_extra": log_extra, "log_metric": log_metric}
+    values = await call(partial(function, **arguments))
+    for name, numbers in metrics.items():
+        for trajectory in trajectories:
+            trajectory.metrics[name] = sum(numbers) / len(numbers)
+    if extra and files is not None:
+        await call(partial(_write, files, trajectories, extra))
+    return values
 
-        def log_metric(name: str, value: float) -> None:
-            number = finite_number(value)
-            if number is None:
-                trajectories[0].events["metrics_error"] += 1
-            else:
-                metrics[name].append(number)
 
-        def log_extra(column: str, values: Sequence[object]) -> None:
-            if len(values) != len(trajectories):
-                raise InputError(
-                    f"log_extra: {column} needs {len(trajectories)} values, one for each "
-                    f"completion, not {len(values)}"
-                )
-            extra[column] = list(values)
-
-        arguments = self._arguments(trajectories, row, episodes)
-        arguments |= {"log_extra": log_extra, "log_metric": log_metric}
-        values = await call(partial(self._function, **arguments))
-        for name, numbers in metrics.items():
-            for trajectory in trajectories:
-                trajectory.metrics[name] = sum(numbers) / len(numbers)
-        if extra and self._files is not None:
-            await call(partial(_write, self._files, trajectories, extra))
-        return values
-
-    def _arguments(
-        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
-    ) -> dict[str, object]:
-        played = [episodes[trajectory.sample_index] for trajectory in trajectories]
-        conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
-        steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
-        state = SimpleNamespace(global_step=steps, max_steps=self._max_steps)
-        arguments: dict[str, object] = {
-            "prompts": [prompt for prompt, _ in conversations],
-            "completions": [completion for _, completion in conversations],
-            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
-            **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
-            "trainer_state": state,
-        }
-        environments = [episode.environment for episode in played]
-        theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
-        instances = [each.instance for each in theirs]
-        if len(theirs) == len(played) and any(each is not None for each in instances):
-            arguments["environments"] = instances
-        return arguments
+def _arguments(
+    max_steps: int,
+    trajectories: Sequence[Trajectory],
+    row: Row,
+    episodes: Mapping[int, Episode],
+) -> dict[str, object]:
+    played = [episodes[trajectory.sample_index] for trajectory in trajectories]
+    conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
+    steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
+    state = SimpleNamespace(global_step=steps, max_steps=max_steps)
+    arguments: dict[str, object] = {
+        "prompts": [prompt for prompt, _ in conversations],
+        "completions": [completion for _, completion in conversations],
+        "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
+        **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
+        "trainer_state": state,
+    }
+    environments = [episode.environment for episode in played]
+    theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+    instances = [each.instance for each in theirs]
+    if len(theirs) == len(played) and any(each is not None for each in instances):
+        arguments["environments"] = instances
+    return arguments
 
 
 def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:

@@ -253,13 +253,28 @@ def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
     if name == "dr_grpo" and tools:
         why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
         _refuse("loss_type", name, why)
+    # No correction for the mismatch of engine and trainer by default: ratios are those to the
+    # engine's own log-probs. TRL's default mode has no equal here, so it is not refused, unless its
+    # bounds are set.
+    correction: dict[str, object] = {}
+    mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    if args.use_vllm and args.vllm_importance_sampling_correction:
+        bounds = (None, GRPOConfig.vllm_importance_sampling_clip_max)
+        if mode in _CORRECTIONS:
+            if low is not None or high is None:
+                _refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
+            correction = {"name": _CORRECTIONS[mode], "high": high}
+        elif mode != GRPOConfig.vllm_importance_sampling_mode or (low, high) != bounds:
+            why = f"bounds apply to {', '.join(_CORRECTIONS)}"
+            _refuse("vllm_importance_sampling_mode", mode, why)
     return {
         "algorithm.advantage": "grpo" if scale == "group" else "dr_grpo",
         "algorithm.kl.coef": args.beta,
         "algorithm.kl.importance_weight": args.use_bias_correction_kl,
         "algorithm.loss": _loss(args, name, level),
         "algorithm.reduction": _REDUCTIONS.get(name, "token_mean"),
-        **_correction(args),
+        **{f"algorithm.correction.{key}": value for key, value in correction.items()},
     }
 
 
@@ -284,27 +299,6 @@ def _loss(args: GRPOConfig, name: str, level: str) -> dict[str, object]:
         if delta < 1 + high:  # the lower bound counts where the advantage is positive
             bounds["clip_high"] = delta - 1
     return {"name": "ppo_clip", **bounds}
-
-
-def _correction(args: GRPOConfig) -> dict[str, object]:
-    """Return the correction for the mismatch of engine and trainer.
-
-    None by default: ratios are those to the engine's own log-probs. TRL's default mode has no
-    equal here, so it is not refused, unless its bounds are set.
-    """
-    mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
-    high = args.vllm_importance_sampling_clip_max
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
-        return {}
-    if mode in _CORRECTIONS:
-        if low is not None or high is None:
-            _refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
-        return {"algorithm.correction.name": _CORRECTIONS[mode], "algorithm.correction.high": high}
-    bounds = (None, GRPOConfig.vllm_importance_sampling_clip_max)
-    if mode != GRPOConfig.vllm_importance_sampling_mode or (low, high) != bounds:
-        why = f"bounds apply to {', '.join(_CORRECTIONS)}"
-        _refuse("vllm_importance_sampling_mode", mode, why)
-    return {}
 
 
 def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
