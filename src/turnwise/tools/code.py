@@ -208,7 +208,19 @@ class Session:
         if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
             return "[the call before has not ended]"
         try:
-            process, nonce = self._running(), secrets.token_hex(16)
+            if self._closed.is_set():
+                raise InputError("the sandbox is closed")
+            if (process := self._process) is None:
+                self._process = process = _Process(self._backend, self._limits, self._shell)
+                if self._closed.is_set():  # meanwhile: `close` may have seen no process
+                    process.cut()
+                outcome, text = process.exchange(b"", b"ready", _START_SECONDS)
+                if outcome != "answered":
+                    complaint = text or process.complaint or outcome
+                    process.stop()
+                    self._process = None
+                    raise InputError(f"{self._backend} did not start: {complaint}")
+            nonce = secrets.token_hex(16)
             code = code.encode("utf-8", "replace").decode()  # without lone surrogates
             line = json.dumps({"nonce": nonce, "code": code, "seconds": seconds}) + "\n"
             waits = seconds + GRACE_SECONDS
@@ -241,21 +253,6 @@ class Session:
                 self._process = None
             finally:
                 self._calls.release()
-
-    def _running(self) -> "_Process":
-        if self._closed.is_set():
-            raise InputError("the sandbox is closed")
-        if self._process is None:
-            self._process = _Process(self._backend, self._limits, self._shell)
-            if self._closed.is_set():  # meanwhile: `close` may have seen no process
-                self._process.cut()
-            outcome, text = self._process.exchange(b"", b"ready", _START_SECONDS)
-            if outcome != "answered":
-                complaint = text or self._process.complaint or outcome
-                self._process.stop()
-                self._process = None
-                raise InputError(f"{self._backend} did not start: {complaint}")
-        return self._process
 
 
 class _Process:

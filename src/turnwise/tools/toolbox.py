@@ -204,10 +204,32 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_jsonable)
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
-    """Return a tool's name, and the tool as the toolbox calls it."""
+    """Return a tool's name, and the tool as the toolbox calls it; the arguments of a `Tool` are
+    validated against its own JSON schema."""
     tool = adopted(tool)
     if isinstance(tool, Tool):
-        return tool.name, _with_schema(tool)
+        validator, own = _validator(json.dumps(tool.parameters), tool.name), tool.call
+
+        def checked(arguments_json: str) -> object:
+            """Validate and call, in a thread: the schema is foreign, and may take its time."""
+            try:
+                arguments = json.loads(arguments_json)
+            except (json.JSONDecodeError, RecursionError) as error:
+                reason = getattr(error, "msg", "nested too deeply")
+                raise ArgumentsError(f"arguments: not JSON ({reason})") from None
+            if not isinstance(arguments, dict):
+                raise ArgumentsError("arguments: must be a JSON object")
+            mistakes = [
+                f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
+                for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
+            ]
+            if mistakes:
+                raise ArgumentsError("; ".join(mistakes))
+            return own(arguments)
+
+        names = ("name", "description", "parameters")
+        described = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
+        return tool.name, _Callable(described, checked, tool.in_order, tool.hidden)
     if not callable(tool) or not hasattr(tool, "__name__"):
         raise InputError(
             f"a tool must be a function with type hints and a docstring, or a turnwise.Tool, not "
@@ -226,32 +248,6 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
     asynchronous = inspect.iscoroutinefunction(tool)
     return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
-
-
-def _with_schema(tool: Tool) -> _Callable:
-    """Return a tool whose arguments are validated against its own JSON schema."""
-    validator = _validator(json.dumps(tool.parameters), tool.name)
-
-    def checked(arguments_json: str) -> object:
-        """Validate and call, in a thread: the schema is foreign, and may take its time."""
-        try:
-            arguments = json.loads(arguments_json)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
-            raise ArgumentsError(f"arguments: not JSON ({reason})") from None
-        if not isinstance(arguments, dict):
-            raise ArgumentsError("arguments: must be a JSON object")
-        mistakes = [
-            f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
-            for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
-        ]
-        if mistakes:
-            raise ArgumentsError("; ".join(mistakes))
-        return tool.call(arguments)
-
-    names = ("name", "description", "parameters")
-    schema = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
-    return _Callable(schema, checked, tool.in_order, tool.hidden)
 
 
 @lru_cache(maxsize=4096)
