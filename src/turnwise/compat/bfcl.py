@@ -1,11 +1,7 @@
 """The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
 
-    environment: bfcl:multi_turn_base
-    data: {eval_path: environment}
-    rollout: {max_turns: 100}
-
-Its simulated systems are the tools, its checker the reward. The package is imported when it is
-first used, and its folders for results are kept out of Python's.
+Its simulated systems are the tools, its checker the reward. Its folders for results are kept out of
+Python's.
 """
 
 import importlib

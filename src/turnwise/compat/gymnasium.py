@@ -1,10 +1,6 @@
 """Environments of Gymnasium as conversations: the model reads texts, and its answers are actions.
 
-    environment: gymnasium:FrozenLake-v1
-    environment_args: {is_slippery: false}
-    data: {path: environment, eval_path: environment}
-
-A row is a seed. The package is imported when it is first used.
+A row is a seed.
 """
 
 import importlib

@@ -213,22 +213,16 @@ class _Reply(TypedDict):
     data: JsonObject
 
 
-class _Observed(TypedDict, total=False):
+class _Data(TypedDict, total=False):
+    """Data of an observation, or of an error."""
+
     observation: JsonObject | None
     reward: Number | None
     done: bool | int | None
-
-
-class _Mistake(TypedDict, total=False):
-    loc: list[object]
-    msg: object
-
-
-class _Failed(TypedDict, total=False):
     message: object
     code: object
-    errors: list[_Mistake] | None
-    """Parts of an action that the server refused."""
+    errors: list[JsonObject] | None
+    """Parts of an action that the server refused, each with its place, `loc`, and `msg`."""
 
 
 @with_config(extra="allow")
@@ -254,13 +248,12 @@ class _Schemas(TypedDict):
 
 
 _REPLY = TypeAdapter(_Reply)
-_OBSERVED = TypeAdapter(_Observed)
-_FAILED = TypeAdapter(_Failed)
+_DATA = TypeAdapter(_Data)
 _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
 
 
-Result = tuple[int, _Observed]
+Result = tuple[int, _Data]
 """The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
 
 
@@ -405,11 +398,11 @@ class OpenEnvSession:
             reply = read_answer(message.data.encode(errors="replace"), _REPLY)
             kind, data = reply["type"], reply["data"]
             if kind == "error":
-                failed = checked(data, _FAILED)
-                places = [
-                    f"{'.'.join(map(str, mistake.get('loc', ())))}: {mistake.get('msg')}"
-                    for mistake in failed.get("errors") or ()
-                ]
+                failed = checked(data, _DATA)
+                places = []
+                for mistake in failed.get("errors") or ():
+                    place = mistake["loc"] if isinstance(mistake.get("loc"), list) else []
+                    places.append(f"{'.'.join(map(str, place))}: {mistake.get('msg')}")
                 text = str(failed.get("message") or failed.get("code") or "unknown error")
                 error = OpenEnvError("; ".join([text, *places]))
                 error.full = failed.get("code") == _FULL
@@ -417,7 +410,7 @@ class OpenEnvSession:
             if kind != _ANSWERS.get(asked, asked):
                 raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":
-                self._results.append((turn, checked(data, _OBSERVED)))
+                self._results.append((turn, checked(data, _DATA)))
         except AnswerError as wrong:
             raise self._lost(f"it {wrong}", REPLY) from None
         return data

@@ -1,10 +1,4 @@
-"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself.
-
-    environment: reasoning_gym:chain_sum
-    data: {path: environment, eval_path: environment}
-
-The package is imported when it is first used.
-"""
+"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself."""
 
 import json
 from collections.abc import Mapping, Sequence

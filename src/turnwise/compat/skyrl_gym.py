@@ -1,10 +1,4 @@
-"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and what the environment needs.
-
-    environment: skyrl_gym:gsm8k
-    data: {path: train.parquet, eval_path: validation.parquet}
-
-The package is imported when it is first used.
-"""
+"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and the environment's fields."""
 
 import dataclasses
 import inspect

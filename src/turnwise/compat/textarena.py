@@ -1,11 +1,6 @@
 """Games of TextArena: of one player, against a scripted opponent, or by self-play.
 
-    environment: textarena:TicTacToe-v0
-    environment_args: {players: 2}
-    rollout: {loop: self_play}
-    data: {path: environment}
-
-A row is a seed. The package is imported when it is first used. Its games draw from Python's global
+A row is a seed. The package's games draw from Python's global
 random numbers; here each game has a state of its own, so that a seed gives the same game whatever
 runs beside it.
 """
