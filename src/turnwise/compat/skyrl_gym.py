@@ -5,7 +5,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import ClassVar, get_args
 
 from turnwise.compat.package import check_name, turn_rewards
@@ -20,6 +20,8 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
+
+_package = partial(required, "skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
 
 
 class SkyRLGym(Environment):
@@ -102,7 +104,3 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a name: `environment: skyrl_gym:gsm8k`."""
     check_name(f"skyrl_gym:{name}", _package().registry)
     return partial(SkyRLGym, name=name)
-
-
-def _package() -> ModuleType:
-    return required("skyrl_gym", "skyrl-gym", "environment: skyrl_gym")

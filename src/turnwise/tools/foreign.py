@@ -54,7 +54,10 @@ def _from_openai_agents(tool: Foreign, context: object) -> Tool:
         text = json.dumps(arguments)
         kind = import_module("agents.tool_context").ToolContext
         given = kind(
-            context=context, tool_name=tool.name, tool_call_id=_call_id(), tool_arguments=text
+            context=context,
+            tool_name=tool.name,
+            tool_call_id=f"call_{uuid4().hex}",
+            tool_arguments=text,
         )
         return tool.on_invoke_tool(given, text)
 
@@ -76,7 +79,7 @@ def _from_pydantic_ai(tool: Foreign, context: object) -> Tool:
             model=None,  # there is no agent
             usage=package.RunUsage(),
             tool_name=tool.name,
-            tool_call_id=_call_id(),
+            tool_call_id=f"call_{uuid4().hex}",
         )
         return schema.call(values, given)
 
@@ -95,10 +98,6 @@ def _from_langchain(tool: Foreign, _: object) -> Tool:
 def _from_smolagents(tool: Foreign, _: object) -> Tool:
     function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
     return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
-
-
-def _call_id() -> str:
-    return f"call_{uuid4().hex}"
 
 
 _FRAMEWORKS: dict[tuple[str, ...], Callable[[Foreign, object], Tool]] = {
