@@ -70,13 +70,11 @@ class VLLMModule(Module):
     """
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
+        super().__init__(name)
         self._args: Settings = {}
+        if model_file is not None:
+            self._settings, self._args = read_model(model_file)
         self._numbers = itertools.count(1)
-        super().__init__(name, model_file)
-
-    def _read(self, model_file: str | Path) -> Settings:
-        settings, self._args = read_model(model_file)
-        return settings
 
     @property
     def settings(self) -> Settings:

@@ -58,18 +58,15 @@ class Module:
             file does not name it.
     """
 
-    role: ClassVar[str] = "policy"
-    """The model's role in a pipeline's file."""
+    role: ClassVar[str] = ""
+    """The role, in a pipeline's file, of a model beside the policy."""
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
         self._settings: Settings = {}
         if model_file is not None:
-            self._settings = self._read(model_file)
+            self._settings = model_settings(name, self.role, model_file)
         self._pipeline: Pipeline | None = None
-
-    def _read(self, model_file: str | Path) -> Settings:
-        return model_settings(self.name, self.role, model_file)
 
     @property
     def settings(self) -> Settings:
@@ -136,7 +133,7 @@ class Pipeline:
         self._given = config
         self._overrides = list(overrides)
         self._resume = None if resume is None else _whole(resume)
-        self._modules: list[Module] = []
+        self._modules = list(modules)
         self._thread: EventLoopThread[_Parts] | None = None
         self._opened: _Parts | None = None
         self.iteration = 0
@@ -145,8 +142,6 @@ class Pipeline:
         """Audit of everything trained so far."""
         self.state: JsonObject = {}
         """The values that the program gave to `save`, once a checkpoint is loaded."""
-        for module in modules:
-            self._modules = self._with(module)
         self.config = self._shared(self._modules)
 
     def add(self, module: Module) -> None:
@@ -156,7 +151,7 @@ class Pipeline:
             InputError: when its name is taken, or its model file contradicts another's or, in a
                 running pipeline, changes anything.
         """
-        modules = self._with(module)
+        modules = [*self._modules, module]
         if self._opened is None:
             self.config = self._shared(modules)
         elif self._resolved(_settings_of(modules)) != self.config:
@@ -168,11 +163,6 @@ class Pipeline:
         if self._opened is not None:
             module.join(self)
             module.setup()
-
-    def _with(self, module: Module) -> list[Module]:
-        if any(module.name == other.name for other in self._modules):
-            raise InputError(f"the pipeline has a module {module.name} already")
-        return [*self._modules, module]
 
     def _shared(self, modules: Sequence[Module]) -> Config:
         """Return the given configuration under the modules' settings under the overrides."""
@@ -453,6 +443,9 @@ class Pipeline:
 
 def _settings_of(modules: Sequence[Module]) -> Settings:
     """Return all modules' settings, a later module's over an earlier one's; rewards add up."""
+    names = [module.name for module in modules]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"the pipeline has a module {twice[0]} already")
     settings: Settings = {}
     rewards: list[object] = []
     for module in modules:
