@@ -235,7 +235,19 @@ class Pool:
 
     def join(self, session: str) -> Line:
         """Return the connection of a trajectory, opened with its first use."""
-        line = self._shared if self._config.shared else Line(lambda: self._take(session))
+
+        async def take() -> "Connection":
+            """Return a warm connection, or open one; keeps `warm` of them ready."""
+            while self._warm:
+                connection = self._warm.pop(0)
+                if await connection.usable():
+                    self._fill()
+                    return connection
+                await connection.close()
+            self._fill()
+            return await self._connect(session)
+
+        line = self._shared if self._config.shared else Line(take)
         line.users += 1
         self._users += 1
         self._stay()
@@ -279,17 +291,6 @@ class Pool:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
-
-    async def _take(self, session: str) -> "Connection":
-        """Return a warm connection, or open one; keeps `warm` of them ready."""
-        while self._warm:
-            connection = self._warm.pop(0)
-            if await connection.usable():
-                self._fill()
-                return connection
-            await connection.close()
-        self._fill()
-        return await self._connect(session)
 
     def _fill(self) -> None:
         async def warm_up() -> None:

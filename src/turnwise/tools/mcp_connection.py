@@ -86,8 +86,18 @@ class Connection:
             DeadlineError: when it does not answer within `start_timeout`.
             InputError: when an environment variable is missing.
         """
+
+        async def own() -> None:
+            """Hold the SDK's contexts open, until `close` or until the connection fails."""
+            self._scope = anyio.CancelScope()
+            with self._scope:
+                # The handshake by which servers of all versions keep a session.
+                async with Client(self._transport(), mode="legacy", cache=None) as client:
+                    self._ready.set_result(client)
+                    await self._leaving.wait()
+
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(), name=self._name)
+        self._owner = asyncio.create_task(own(), name=self._name)
         either: list[asyncio.Future[Any]] = [self._ready, self._owner]
         try:
             with waiting(self._name, "MCP server"):
@@ -106,15 +116,6 @@ class Connection:
         except BaseException:
             await self.close()
             raise
-
-    async def _own(self) -> None:
-        """Hold the SDK's contexts open, until `close` or until the connection fails."""
-        self._scope = anyio.CancelScope()
-        with self._scope:
-            # The handshake by which servers of all versions keep a session.
-            async with Client(self._transport(), mode="legacy", cache=None) as client:
-                self._ready.set_result(client)
-                await self._leaving.wait()
 
     @asynccontextmanager
     async def _transport(self) -> "AsyncIterator[TransportStreams]":

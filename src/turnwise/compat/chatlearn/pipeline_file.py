@@ -167,7 +167,17 @@ class PipelineFile:
         for name in sorted(map(str, unknown)):
             known = [*_OWN_SECTIONS, *Config.model_fields]
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
-        entries = {str(name): self._entry(str(name), entry) for name, entry in models.items()}
+        entries: dict[str, Tree] = {}
+        for name, entry in models.items():
+            if entry is not None and not isinstance(entry, dict):
+                raise InputError(f"{self._path}: models.{name} must hold keys and values")
+            entries[str(name)] = own = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
+            learns = name in ("ppo_policy", "ppo_value")
+            if own.pop("trainable", learns) is not learns:
+                self._mistakes.append(
+                    f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and "
+                    "no others"
+                )
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
         # Without a name, the models decide.
@@ -205,19 +215,6 @@ class PipelineFile:
         if not isinstance(section, dict):
             raise InputError(f"{self._path}: {name} must hold keys and values, not {section!r}")
         return section
-
-    def _entry(self, name: str, entry: object) -> Tree:
-        """Return one model's keys without those that have no effect."""
-        if entry is not None and not isinstance(entry, dict):
-            raise InputError(f"{self._path}: models.{name} must hold keys and values")
-        known = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
-        learns = name in ("ppo_policy", "ppo_value")
-        if known.pop("trainable", learns) is not learns:
-            self._mistakes.append(
-                f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and no "
-                "others"
-            )
-        return known
 
     def _known(self, section: str, values: Tree, known: Sequence[str]) -> Tree:
         """Return the values that have an effect; note those without, and mistakes."""

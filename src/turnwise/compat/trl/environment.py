@@ -281,6 +281,19 @@ async def judge_group(
             )
         extra[column] = list(values)
 
+    def write(files: RunFiles) -> None:
+        lines = [
+            {
+                "problem_id": trajectory.problem_id,
+                "sample_index": trajectory.sample_index,
+                "weight_version": _newest_version(trajectory),
+                **{column: values[index] for column, values in extra.items()},
+            }
+            for index, trajectory in enumerate(trajectories)
+        ]
+        text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
+        files.append("extra.jsonl", text)
+
     arguments = _arguments(max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
     values = await call(partial(function, **arguments))
@@ -288,7 +301,7 @@ async def judge_group(
         for trajectory in trajectories:
             trajectory.metrics[name] = sum(numbers) / len(numbers)
     if extra and files is not None:
-        await call(partial(_write, files, trajectories, extra))
+        await call(partial(write, files))
     return values
 
 
@@ -298,14 +311,34 @@ def _arguments(
     row: Row,
     episodes: Mapping[int, Episode],
 ) -> dict[str, object]:
+    """Return the keyword arguments of a reward function."""
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
-    conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
+    prompts, completions, completion_ids = list[object](), list[object](), list[list[int]]()
+    for trajectory, episode in zip(trajectories, played, strict=True):
+        environment, turns = episode.environment, trajectory.turns
+        if isinstance(environment, TrlEnvironment) and environment.text is not None:
+            prompts.append(environment.text)
+            completions.append(trajectory.final_text)
+        else:
+            messages = deepcopy(trajectory.messages[len(episode.problem) :])
+            for message in messages:  # TRL's calls have no ids
+                message.pop("tool_call_id", None)
+                for call in message.get("tool_calls", ()):
+                    call.pop("id", None)
+            prompts.append(deepcopy(episode.problem))
+            completions.append(messages or [dict(_NO_ANSWER)])
+        ids: list[int] = []
+        if turns:  # all ids after the first prompt, tool results included
+            last = len(turns) - 1
+            ids = [*trajectory.prompt_token_ids(last), *turns[last].completion_token_ids]
+            ids = ids[len(trajectory.prompt_token_ids(0)) :]
+        completion_ids.append(ids)
     steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
     state = SimpleNamespace(global_step=steps, max_steps=max_steps)
     arguments: dict[str, object] = {
-        "prompts": [prompt for prompt, _ in conversations],
-        "completions": [completion for _, completion in conversations],
-        "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
         **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
         "trainer_state": state,
     }
@@ -317,43 +350,5 @@ def _arguments(
     return arguments
 
 
-def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:
-    """Return prompt and completion: texts if the prompt is a text, otherwise messages."""
-    environment = episode.environment
-    if isinstance(environment, TrlEnvironment) and environment.text is not None:
-        return environment.text, trajectory.final_text
-    messages = deepcopy(trajectory.messages[len(episode.problem) :])
-    for message in messages:  # TRL's calls have no ids
-        message.pop("tool_call_id", None)
-        for call in message.get("tool_calls", ()):
-            call.pop("id", None)
-    return deepcopy(episode.problem), messages or [dict(_NO_ANSWER)]
-
-
-def _completion_ids(trajectory: Trajectory) -> list[int]:
-    """Return all ids after the first prompt, tool results included."""
-    if not trajectory.turns:
-        return []
-    last = len(trajectory.turns) - 1
-    ids = [*trajectory.prompt_token_ids(last), *trajectory.turns[last].completion_token_ids]
-    return ids[len(trajectory.prompt_token_ids(0)) :]
-
-
 def _newest_version(trajectory: Trajectory) -> int:
     return max((v for turn in trajectory.turns for v in turn.weight_versions), default=0)
-
-
-def _write(
-    files: RunFiles, trajectories: Sequence[Trajectory], extra: Mapping[str, Sequence[object]]
-) -> None:
-    """Append extra columns to `extra.jsonl`."""
-    lines = [
-        {
-            "problem_id": trajectory.problem_id,
-            "sample_index": trajectory.sample_index,
-            "weight_version": _newest_version(trajectory),
-            **{column: values[index] for column, values in extra.items()},
-        }
-        for index, trajectory in enumerate(trajectories)
-    ]
-    files.append("extra.jsonl", "".join(f"{json.dumps(line, default=str)}\n" for line in lines))
