@@ -1,12 +1,6 @@
 """Environments of OpenEnv servers, over their WebSocket; OpenEnv itself is not imported.
 
-Each trajectory has a session, which is an environment of its own on the server:
-
-    setup       connect, read the tools, reset with the row
-    tools       an MCP environment's tools, or one tool `act` with the schema of the typed actions
-    call, step  an action; its reward belongs to the turn that asked for it, `done` ends it
-    close       always: the server closes its environment with the session
-
+Each trajectory has a session, which is an environment of its own on the server.
 Protocol of OpenEnv 0.10: `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` is
 answered by `{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. The server ends a
 session, and its environment, when the socket closes.

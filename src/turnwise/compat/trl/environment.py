@@ -1,20 +1,8 @@
 """TRL's environments, tools and reward functions, played and called by ours; TRL is not imported.
 
-`environment: trl:package.module:Name` names an `environment_factory`: a class or a function without
-arguments, or a dictionary of them, from which a row's `environment` chooses by name. An instance
-has `reset(**row)`, whose text is appended to the prompt's last message, and optionally
-`get_reward()`. Its other public methods are tools; their result reaches the model as `str(result)`.
-
-As in TRL, instances are reused: each trajectory has one of its own until its group has been
-rewarded. An instance whose trajectory failed, or a call of which has not returned, is not.
-
-`rollout.rewards: [{trl: package.module:function}]` names a function
-
-    def reward(prompts, completions, completion_ids, **kwargs) -> list[float | None]
-
-TRL calls it once for a generation batch; it is called here once for each group, as soon as its
-trajectories are finished. It also gets the row's other columns as lists, `trainer_state`,
-`log_metric`, `log_extra` and, if the environment is TRL's, `environments`.
+docs/how-to/trl.md describes them. As in TRL, instances are reused: each trajectory has one of its
+own until its group has been rewarded. An instance whose trajectory failed, or a call of which has
+not returned, is not.
 """
 
 import inspect
