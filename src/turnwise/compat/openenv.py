@@ -74,12 +74,21 @@ class OpenEnv(Environment):
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
+        def tool(described: JsonObject) -> Tool:
+            name = str(described["name"])
+
+            async def call(given: JsonObject) -> str:
+                return await self.act({"type": "call_tool", "tool_name": name, "arguments": given})
+
+            schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
+            return Tool(name, str(described.get("description") or ""), schema, call)
+
         await self._session.open()
         await self._session.reset(self.reset_arguments(self._row))
         _, first = self._results[-1]
         described = await self._session.tools()
         if described is not None:
-            self.tools = [self._tool(tool) for tool in described]
+            self.tools = [tool(each) for each in described]
         elif type(self).action is OpenEnv.action:
             schema = await self._session.action_schema()
             fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
@@ -88,15 +97,6 @@ class OpenEnv(Environment):
             what = str(schema.get("description") or "Act in the environment.")
             self.tools = [Tool("act", what, parameters, self.act)]
         self.problem = self.problem_of(self._row, self.describe(first.get("observation") or {}))
-
-    def _tool(self, described: JsonObject) -> Tool:
-        name = str(described["name"])
-
-        async def call(arguments: JsonObject) -> str:
-            return await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
-
-        schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
-        return Tool(name, str(described.get("description") or ""), schema, call)
 
     def reset_arguments(self, row: Row) -> JsonObject:
         """Return the arguments of `reset`: the row without its prompt."""

@@ -110,11 +110,21 @@ class McpToolset:
                 raise McpError(f"{_name_of(self._config)} is closed")
             return await _on_loop(line.call(name, arguments, self._session))
 
-        prefix, tools = self._config.prefix, _offered(self._config, await _on_loop(listed()))
-        return [
-            Tool(prefix + name, description, parameters, partial(call, name))
-            for name, description, parameters in tools
-        ]
+        all_listed, config = await _on_loop(listed()), self._config
+        server, tools = _name_of(config), dict[str, Tool]()
+        for name, description, parameters in all_listed:
+            if config.tools is not None and name not in config.tools:
+                continue
+            full = config.prefix + name
+            if not _NAME.fullmatch(full):
+                raise McpError(f"{server} lists a tool with the invalid name {full!r:.80}")
+            if name in tools:
+                raise McpError(f"{server} lists two tools named {name}")
+            tools[name] = Tool(full, description, parameters, partial(call, name))
+        if missing := [name for name in config.tools or () if name not in tools]:
+            names = ", ".join(repr(name)[:80] for name, *_ in all_listed[:20]) or "none"
+            raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
+        return [tools[name] for name in config.tools] if config.tools else list(tools.values())
 
     async def close(self) -> None:
         """Disconnect, and end the process of a command; takes a few seconds at most."""
@@ -134,28 +144,6 @@ def _name_of(config: McpConfig) -> str:
     if config.url:
         return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
     return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
-
-
-def _offered(config: McpConfig, listed: _Listed) -> _Listed:
-    """Return the tools to offer.
-
-    Raises:
-        McpError: when the server lists an invalid or a repeated name, or not all allowed tools.
-    """
-    server, tools = _name_of(config), dict[str, tuple[str, str, JsonObject]]()
-    for tool in listed:
-        if config.tools is not None and tool[0] not in config.tools:
-            continue
-        name = config.prefix + tool[0]
-        if not _NAME.fullmatch(name):
-            raise McpError(f"{server} lists a tool with the invalid name {name!r:.80}")
-        if tool[0] in tools:
-            raise McpError(f"{server} lists two tools named {tool[0]}")
-        tools[tool[0]] = tool
-    if missing := [name for name in config.tools or () if name not in tools]:
-        names = ", ".join(repr(name)[:80] for name, *_ in listed[:20]) or "none"
-        raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
-    return [tools[name] for name in config.tools] if config.tools else list(tools.values())
 
 
 class Line:
