@@ -5,12 +5,13 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
@@ -25,23 +26,6 @@ _Stops = Sequence[Sequence[str] | None]
 """Stop strings of each prompt, in addition to the configuration's."""
 
 
-class TensorBatch(TypedDict):
-    """`B` prompts as tensors."""
-
-    input_ids: torch.Tensor
-    """Token ids [B, T], right-padded."""
-    input_lengths: torch.Tensor
-    """Lengths [B] of the prompts."""
-    stop_strings: NotRequired[_Stops]
-
-
-class TextBatch(TypedDict):
-    """`B` prompts as texts."""
-
-    prompts: Sequence[str]
-    stop_strings: NotRequired[_Stops]
-
-
 class VllmAsyncGenerationWorker(EngineWorker):
     """Hosts one `VllmEngine`; an actor's class.
 
@@ -54,13 +38,17 @@ class VllmAsyncGenerationWorker(EngineWorker):
     """
 
     async def generate_async(
-        self, data: TensorBatch, greedy: bool = False
+        self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, dict[str, torch.Tensor]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
 
         A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
-        fails, the others are still yielded, and the error is raised at the end. `greedy` is
-        temperature 0 instead of the configuration's.
+        fails, the others are still yielded, and the error is raised at the end.
+
+        Args:
+            data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B];
+                and maybe `stop_strings`, a list or None for each, besides the configuration's.
+            greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
             The row's index, and a dictionary of tensors: `output_ids` [1, W] (prompt and
@@ -125,9 +113,13 @@ class VllmAsyncGenerationWorker(EngineWorker):
         }
 
     async def generate_text_async(
-        self, data: TextBatch, greedy: bool = False
+        self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, JsonObject]]:
         """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS.
+
+        Args:
+            data: `prompts`, the texts, and maybe `stop_strings`, as in `generate_async`.
+            greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
             The row's index, as soon as it is ready, and its completion: `text`, `token_ids`,
