@@ -18,8 +18,8 @@ import turnwise
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
-from turnwise.compat.chatlearn.model_file import read_model_file
-from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
+from turnwise.compat.chatlearn.model_file import read_model
+from turnwise.compat.chatlearn.pipeline_file import PipelineFile
 from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.rollouts.environment import load_object
 from turnwise.rollouts.episode import Episode
@@ -116,7 +116,7 @@ def test_yaml_blocks_are_configurations(page: str) -> None:
         if block.language == "yaml":
             assert block.name, f"{block} needs a first line with the name of its file"
             if block.name in _MODEL_FILES:
-                read_model_file(Path(block.name))
+                read_model(Path(block.name))
                 continue
             base = yaml.safe_load(_BASE)
             if "environments" in yaml.safe_load(block.text):
@@ -198,7 +198,7 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                     elif name == "doctor" and file is None:
                         assert not overrides, (block, line)
                     elif name == "pipeline":
-                        read_pipeline_file(file, overrides)
+                        PipelineFile(file, overrides)
                     else:
                         load_config(file, overrides or (), yaml.safe_load(_BASE))
                 case _:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.compat.chatlearn.model_file import read_model, read_model_file
+from turnwise.compat.chatlearn.model_file import read_model
 from turnwise.config import load_config
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
@@ -31,7 +31,7 @@ def test_each_section_reaches_the_configurations_key(tmp_path: Path) -> None:
         engine: {threads: 2}
         """,
     )
-    assert read_model_file(path) == {
+    assert read_model(path)[0] == {
         "model.path": "some/model",
         "model.dtype": "bfloat16",
         "rollout.tool_parser": "llama3_json",
@@ -45,7 +45,7 @@ def test_each_section_reaches_the_configurations_key(tmp_path: Path) -> None:
         "engine.threads": 2,
     }
     base = write(tmp_path, base="environment: a:B\ndata: {path: d}\nsampling: {top_p: 0.9, n: 8}")
-    config = load_config(base, settings=read_model_file(path))
+    config = load_config(base, settings=read_model(path)[0])
     assert config.sampling.model_dump(include={"n", "top_p", "stop"}) == {
         "n": 3,
         "top_p": 0.9,
@@ -62,7 +62,7 @@ def test_own_keys_win_over_included_ones_and_later_files_over_earlier(tmp_path: 
         one="sampling: {n: 2, top_k: 2, max_tokens: 2}",
         two="sampling: {n: 3, top_k: 3}",
     )
-    assert read_model_file(path) == {
+    assert read_model(path)[0] == {
         "sampling.n": 1,
         "sampling.top_k": 3,
         "sampling.max_tokens": 2,
@@ -73,7 +73,7 @@ def test_included_files_are_found_from_the_file_that_includes_them(tmp_path: Pat
     write(tmp_path, base="cache: {prefix_caching: false}")
     write(tmp_path / "shared", middle="includes: ../base.yaml")
     path = write(tmp_path / "models", own="includes: [../shared/middle.yaml]")
-    assert read_model_file(path) == {"engine.prefix_caching": False}
+    assert read_model(path)[0] == {"engine.prefix_caching": False}
 
 
 def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
         right="includes: [base.yaml]",
         base="sampling: {n: 4}",
     )
-    assert read_model_file(twice) == {"sampling.n": 4}
+    assert read_model(twice)[0] == {"sampling.n": 4}
     circle = write(tmp_path, a="includes: [b.yaml]", b="includes: [c.yaml]", c="includes: [b.yaml]")
     with pytest.raises(InputError, match=r"includes itself: b\.yaml -> c\.yaml -> b\.yaml$"):
-        read_model_file(circle)
+        read_model(circle)[0]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_mistake_in_a_file_is_one_sentence_that_names_it(
 ) -> None:
     path = write(tmp_path, own=text)
     with pytest.raises(InputError) as error:
-        read_model_file(path)
+        read_model(path)[0]
     assert message in str(error.value)
     assert "own.yaml" in str(error.value)
     assert "\n" not in str(error.value)
@@ -203,7 +203,7 @@ def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
     """Flat keys, variables of the environment, and files that are included."""
     base = write(chatlearn.parent, pipeline="environment: a:B\ndata: {path: d}")
-    settings = read_model_file(chatlearn)
+    settings = read_model(chatlearn)[0]
     config = load_config(base, settings=settings)
     sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "n": 1, "ignore_eos": False}
     sampling |= {"stop": ["<EOS>", "</s>"], "max_tokens": 512, "prompt_logprobs": False}
@@ -226,7 +226,7 @@ def test_all_of_an_examples_keys_that_are_gone_are_named_at_once(
     monkeypatch.delenv("swap_space")
     monkeypatch.delenv("max_paddings")
     with pytest.raises(InputError) as error:
-        read_model_file(chatlearn)
+        read_model(chatlearn)[0]
     first, second = str(error.value).split(f"; {chatlearn}")
     assert "max_paddings is not supported: vLLM packs batches without padding" in first
     assert "swap_space is not supported: vLLM recomputes preempted requests" in second
@@ -242,7 +242,7 @@ def test_megatrons_keys_are_named_in_one_sentence_with_what_took_their_place(
         base="swiglu: True\ninit_kl_coef: 0.02\ngamma: 1\nload_iteration:",
     )
     with pytest.raises(InputError) as error:
-        read_model_file(path)
+        read_model(path)[0]
     assert "hidden_size, num_layers, swiglu describe a model and its checkpoint to Megatron" in str(
         error.value
     )
@@ -259,24 +259,24 @@ def test_chatlearns_first_example_had_other_values(tmp_path: Path) -> None:
         "sliding_window: None\nearly_stopping: false\nbest_of: 1\nblocks_to_swap_in: {}",
     )
     base = write(tmp_path, base="environment: a:B\ndata: {path: d}\nmodel: {path: m}")
-    config = load_config(base, settings=read_model_file(path))
+    config = load_config(base, settings=read_model(path)[0])
     assert (config.sampling.top_k, config.eval.sampling.top_k) == (1, 1)
     assert (config.eval.sampling.temperature, config.eval.sampling.top_p) == (0.01, 1.0)
 
 
 def test_answers_to_a_prompt_are_a_group_in_training(tmp_path: Path) -> None:
     """num_inference_per_prompt repeats prompts only in training."""
-    settings = read_model_file(write(tmp_path, own="n: 2\nnum_inference_per_prompt: 4"))
+    settings = read_model(write(tmp_path, own="n: 2\nnum_inference_per_prompt: 4"))[0]
     assert settings == {"sampling.n": 8, "eval.sampling.n": 2}
 
 
 def test_without_a_limit_of_new_tokens_an_answer_may_fill_the_context(tmp_path: Path) -> None:
     """And prompts still leave room for max_new_tokens."""
     limits = "seq_length: 100\nmax_new_tokens: 30\nnew_token_limit: "
-    settings = read_model_file(write(tmp_path, own=limits + "false"))
+    settings = read_model(write(tmp_path, own=limits + "false"))[0]
     assert settings["sampling.max_tokens"] == settings["eval.sampling.max_tokens"] == 100
     assert settings["data.max_prompt_tokens"] == 70
-    settings = read_model_file(write(tmp_path, own=limits + "true"))
+    settings = read_model(write(tmp_path, own=limits + "true"))[0]
     assert settings["sampling.max_tokens"] == settings["eval.sampling.max_tokens"] == 30
     assert "data.max_prompt_tokens" not in settings
 
@@ -291,7 +291,7 @@ def test_variables_of_the_environment_take_the_place_of_defaults(
         own="sampling: {n: '${own_n:2}', stop: ['${own_stop:a:b}']}\nn: ${not_set}\n"
         "temperature: ${not_set}",
     )
-    assert read_model_file(path) == {"sampling.n": 3, "sampling.stop": ["a:b"]}
+    assert read_model(path)[0] == {"sampling.n": 3, "sampling.stop": ["a:b"]}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import yaml
 
 from tests.conftest import ROOT
 from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
-from turnwise.compat.chatlearn.pipeline_file import is_pipeline_file, read_pipeline_file
+from turnwise.compat.chatlearn.pipeline_file import PipelineFile, is_pipeline_file
 from turnwise.config import Gae
 from turnwise.errors import InputError
 
@@ -89,7 +89,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_key_reaches_the_configuration(file: Path) -> None:
     assert is_pipeline_file(file)
-    config = read_pipeline_file(file).config
+    config = PipelineFile(file).config
     assert (config.model.path, config.model.dtype, config.model.max_length) == (
         "models/policy",
         "bfloat16",
@@ -141,7 +141,7 @@ def test_every_key_reaches_the_configuration(file: Path) -> None:
 
 def test_what_has_no_effect_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("data_checkpoint_path", "somewhere")
-    read = read_pipeline_file(file)
+    read = PipelineFile(file)
     assert read.resumes
     said = "\n".join(read.notes)
     assert "runtime.generation_batch_size: no effect; engines take" in said
@@ -160,7 +160,7 @@ def test_what_has_no_effect_is_said(file: Path, monkeypatch: pytest.MonkeyPatch)
 def test_one_file_serves_each_pipeline(
     file: Path, kind: str, advantage: str, loss: str, where: str
 ) -> None:
-    read = read_pipeline_file(file, [f"pipeline={kind}"])
+    read = PipelineFile(file, [f"pipeline={kind}"])
     algorithm = read.config.algorithm
     assert (algorithm.advantage.name, algorithm.loss.name) == (advantage, loss)
     assert algorithm.kl.where == where
@@ -171,7 +171,7 @@ def test_one_file_serves_each_pipeline(
 
 def test_a_reference_without_a_weight_gets_one(file: Path) -> None:
     (file.parent / "ppo_policy.yaml").write_text("includes: [shared.yaml]")
-    assert read_pipeline_file(file).config.algorithm.kl.coef == 0.02
+    assert PipelineFile(file).config.algorithm.kl.coef == 0.02
 
 
 def test_sections_of_a_configuration_have_the_last_word_but_for_overrides(file: Path) -> None:
@@ -179,7 +179,7 @@ def test_sections_of_a_configuration_have_the_last_word_but_for_overrides(file: 
         file.read_text() + "\nenvironment: a:B\ntraining: {steps: 7, max_staleness: 1}\n"
         "algorithm: {kl: {coef: 0.3}}"
     )
-    config = read_pipeline_file(
+    config = PipelineFile(
         file, ["sampling.n=4", "runtime.exp_name=other", "models.policy.num_gpu=2"]
     ).config
     assert (config.training.steps, config.training.max_staleness) == (7, 1)
@@ -200,17 +200,17 @@ def test_sections_of_a_configuration_have_the_last_word_but_for_overrides(file: 
 def test_colocation_is_the_group_of_policy_and_trainer(
     file: Path, groups: str, colocated: bool
 ) -> None:
-    read = read_pipeline_file(file, [f"runtime.colocation={groups}"])
+    read = PipelineFile(file, [f"runtime.colocation={groups}"])
     assert read.config.training.colocated is colocated
 
 
 def test_lora_is_that_of_chatlearn(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_pipeline_file(file).config.model.lora.rank == 0
+    assert PipelineFile(file).config.model.lora.rank == 0
     monkeypatch.setenv("enable_lora_policy", "True")
-    lora = read_pipeline_file(file, ["models.ppo_value.lora={enable_lora: true}"]).config.model.lora
+    lora = PipelineFile(file, ["models.ppo_value.lora={enable_lora: true}"]).config.model.lora
     assert (lora.rank, lora.alpha) == (64, 1.0)
     more = ["models.ppo_policy.lora={enable_lora: true, lora_scaling: 16, lora_dropout: 0.1}"]
-    lora = read_pipeline_file(file, more).config.model.lora
+    lora = PipelineFile(file, more).config.model.lora
     assert (lora.rank, lora.alpha) == (8, 16.0)
 
 
@@ -250,7 +250,7 @@ def test_lora_is_that_of_chatlearn(file: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_mistake_is_one_sentence(file: Path, override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_pipeline_file(file, [override])
+        PipelineFile(file, [override])
 
 
 @pytest.mark.parametrize("place", ["policy.yaml", "rlhf.yaml", "override"])
@@ -263,7 +263,7 @@ def test_devices_are_divided_among_engines_of_the_size_that_any_file_sets(
     else:
         with (file.parent / place).open("a") as text:
             text.write("\nengine: {tensor_parallel_size: 4}\n")
-    config = read_pipeline_file(file, overrides).config
+    config = PipelineFile(file, overrides).config
     assert (config.serving.workers, config.engine.tensor_parallel_size) == (2, 4)
 
 
@@ -274,7 +274,7 @@ def test_a_part_of_the_algorithm_may_be_a_bare_name(file: Path) -> None:
     tree = yaml.safe_load(file.read_text())
     del tree["models"]["value"], tree["models"]["ppo_value"], tree["runtime"]["colocation"]
     file.write_text(yaml.safe_dump(tree))
-    config = read_pipeline_file(file, ["algorithm.advantage.gamma=0.5"]).config
+    config = PipelineFile(file, ["algorithm.advantage.gamma=0.5"]).config
     assert config.algorithm.advantage.model_dump() == {
         "name": "turn_returns", "gamma": 0.5, "scale": True,
     }  # fmt: skip
@@ -302,7 +302,7 @@ def test_files_that_cannot_be_used_are_named(
 ) -> None:
     (file.parent / f"{name}.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
-        read_pipeline_file(file)
+        PipelineFile(file)
 
 
 def test_modules_may_bring_their_files_to_a_plain_configuration(file: Path) -> None:
@@ -332,7 +332,7 @@ def test_modules_may_bring_their_files_to_a_plain_configuration(file: Path) -> N
 def test_a_pipeline_takes_the_file_with_overrides_of_both_kinds(file: Path) -> None:
     changes = ["runtime.num_episode=3", "sampling.temperature=0.5"]
     pipeline = Pipeline(file, VLLMModule("policy"), overrides=changes)
-    assert pipeline.config == read_pipeline_file(file, changes).config
+    assert pipeline.config == PipelineFile(file, changes).config
     assert (pipeline.config.training.steps, pipeline.config.sampling.temperature) == (3, 0.5)
     with pytest.raises(InputError, match="nowhere is no checkpoint to resume from"):
         Pipeline(file, resume=file.parent / "nowhere")
@@ -348,7 +348,7 @@ def test_a_configuration_is_no_pipeline_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "online_dpo"])
 def test_the_examples_file_serves_each_pipeline(kind: str) -> None:
     path = ROOT / "examples" / "calculator" / "rlhf.yaml"
-    config = read_pipeline_file(path, [f"pipeline={kind}"]).config
+    config = PipelineFile(path, [f"pipeline={kind}"]).config
     assert config.environment == "examples.calculator.environment:Calculator"
     names: dict[str, Any] = {"advantage": config.algorithm.advantage.name}
     assert names["advantage"] == ("gae" if kind == "ppo" else "grpo")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config
-from turnwise.pipeline.pipeline import PipelineProgress, RunningPipeline
+from turnwise.pipeline import Pipeline
 from turnwise.rollouts import Group
 from turnwise.training.samples import SampleBatch, make_samples
 from turnwise.trajectory import Trajectory
@@ -31,12 +31,12 @@ async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
         return make_samples(groups, config, 0)
 
     step: Any = SimpleNamespace(make_samples=made, learn=nothing, update_weights=nothing)
-    trainer: Any = SimpleNamespace(version=0)
-    pipeline = RunningPipeline(config, None, trainer, step, PipelineProgress())  # type: ignore[arg-type]
+    pipeline = Pipeline(config)
+    pipeline._opened = (None, None, step)  # type: ignore[assignment]
     group = Group("rows:1", [Trajectory("rows:1", n, reward=1.0) for n in range(2)])
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            await pipeline.train([group])
+            await pipeline._train([group])
     said = [r.getMessage() for r in caplog.records if "the program goes on" in r.getMessage()]
     assert len(said) == warnings
     assert all("linear ended with step 2" in line for line in said)

@@ -8,8 +8,7 @@ import torch
 import trl
 from transformers import get_scheduler
 
-from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT
-from turnwise.compat.trl.mapping import settings
+from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT, settings
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
 from turnwise.training.algorithms import Tokens, make_loss

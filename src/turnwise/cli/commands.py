@@ -125,9 +125,9 @@ async def pipeline(
     overrides: Overrides = None,
 ) -> None:
     """Train the models of a pipeline's file, from the last checkpoint where there is one."""
-    from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
+    from turnwise.compat.chatlearn.pipeline_file import PipelineFile
 
-    read = await run_in_thread(lambda: read_pipeline_file(file, overrides or ()))
+    read = await run_in_thread(lambda: PipelineFile(file, overrides or ()))
     config = command.of(read.config)
     for note in read.notes:
         print_error(f"turnwise: {file}: {note}", style="yellow")

@@ -1,11 +1,7 @@
 """The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
 
-    environment: bfcl:multi_turn_base
-    data: {eval_path: environment}
-    rollout: {max_turns: 100}
-
-Its simulated systems are the tools, its checker the reward. The package is imported when it is
-first used, and its folders for results are kept out of Python's.
+Its simulated systems are the tools, its checker the reward. Its folders for results are kept out of
+Python's.
 """
 
 import importlib
@@ -128,7 +124,8 @@ class Bfcl(Environment):
         return {self._category: float(self._valid)}
 
     def _tool(self, function: JsonObject, request: int) -> Tool:
-        """Return a function of a system as a tool, which is there from a request on."""
+        """Return a function of a system as a tool, which is there from a request on; what it
+        returns becomes a text, as in BFCL."""
         described, name = _schema(function), str(function["name"])
         limit: int = _module("constants.default_prompts").MAXIMUM_STEP_LIMIT
 
@@ -141,20 +138,16 @@ class Bfcl(Environment):
             steps = self._calls[-1]
             steps.setdefault(self.current_turn, []).append(f"{name}({written})")
             self.done = len(steps) > limit
-            return self._run(name, arguments)
+            systems = reversed(self._systems.values())  # the checker takes the last, too
+            method = next(getattr(system, name) for system in systems if hasattr(system, name))
+            try:
+                result = method(**arguments)
+            except Exception as error:  # the simulation's own
+                return f"Error during execution: {error}"
+            return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 
         what, parameters = str(described["description"]), described["parameters"]
         return Tool(name, what, parameters, call, in_order=True, hidden=request > 0)
-
-    def _run(self, name: str, arguments: JsonObject) -> str:
-        """Call a method of the system that has it; what it returns becomes a text, as in BFCL."""
-        systems = reversed(self._systems.values())  # the checker takes the last, too
-        method = next(getattr(system, name) for system in systems if hasattr(system, name))
-        try:
-            result = method(**arguments)
-        except Exception as error:  # the simulation's own
-            return f"Error during execution: {error}"
-        return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 
 
 def at(name: str) -> EnvironmentType:

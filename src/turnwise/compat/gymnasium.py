@@ -1,10 +1,6 @@
 """Environments of Gymnasium as conversations: the model reads texts, and its answers are actions.
 
-    environment: gymnasium:FrozenLake-v1
-    environment_args: {is_slippery: false}
-    data: {path: environment, eval_path: environment}
-
-A row is a seed. The package is imported when it is first used.
+A row is a seed.
 """
 
 import importlib
@@ -15,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import ModuleType
 from typing import ClassVar
 
 from turnwise.compat.package import seed_rows, turn_rewards
@@ -26,6 +21,8 @@ from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
+
+_package = partial(required, "gymnasium", "gymnasium", "environment: gymnasium")
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _COLOURED = re.compile(rf"{_COLOUR.pattern}(.*?)\x1b\[0m", re.DOTALL)
@@ -93,10 +90,10 @@ class Gymnasium(Environment):
 
     def setup(self) -> None:
         gym, arguments = _package(), dict(self._arguments)
-        kind = gym.spec(self._id).entry_point
-        if isinstance(kind, str):
-            kind = gym.envs.registration.load_env_creator(kind)
-        if "ansi" in getattr(kind, "metadata", {}).get("render_modes", ()):
+        maker = gym.spec(self._id).entry_point
+        if isinstance(maker, str):
+            maker = gym.envs.registration.load_env_creator(maker)
+        if "ansi" in getattr(maker, "metadata", {}).get("render_modes", ()):
             arguments.setdefault("render_mode", "ansi")
         try:
             self.env = env = gym.make(self._id, disable_env_checker=True, **arguments)
@@ -116,7 +113,14 @@ class Gymnasium(Environment):
             self.describe(observation),
         ]
         if self._by_tool:
-            schema = _schema(env.action_space, self._names)
+            space = env.action_space
+            kind: JsonObject = {"type": "array", "items": {"type": "number"}}
+            if space.shape == ():
+                first = int(space.start)
+                kind = {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
+            names = (f"{number}: {name}" for number, name in self._names.items())
+            kind["description"] = ", ".join(names) or str(space)
+            schema = {"type": "object", "properties": {"action": kind}, "required": ["action"]}
             self.tools = [Tool("act", "Act in the environment.", schema, self._call, in_order=True)]
         else:
             parts.append(_how_to_answer(env.action_space))
@@ -218,10 +222,6 @@ def _from_json(value: object, space: Foreign) -> object:
     return action if space.contains(action) else None
 
 
-def _package() -> ModuleType:
-    return required("gymnasium", "gymnasium", "environment: gymnasium")
-
-
 def _section(described: str, title: str = "Description") -> str:
     """Return a section of an environment's docstring; its first paragraph if it lacks it."""
     found = re.search(rf"^\s*#+ {title}\s*$(.*?)(?=^\s*#|\Z)", described, re.DOTALL | re.MULTILINE)
@@ -234,15 +234,6 @@ def _how_to_answer(space: Foreign) -> str:
     if space.shape == ():
         return f"Answer with one action in square brackets, such as [{space.start}]."
     return f"Answer with one action in square brackets, a list of {space.shape[0]}."
-
-
-def _schema(space: Foreign, names: dict[int, str]) -> JsonObject:
-    kind: JsonObject = {"type": "array", "items": {"type": "number"}}
-    if space.shape == ():
-        first = int(space.start)
-        kind = {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
-    kind["description"] = ", ".join(f"{n}: {name}" for n, name in names.items()) or str(space)
-    return {"type": "object", "properties": {"action": kind}, "required": ["action"]}
 
 
 def _taxi(env: Foreign, drawn: str, observation: object) -> str:

@@ -5,11 +5,13 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
@@ -20,35 +22,8 @@ if TYPE_CHECKING:
 _Row = TypeVar("_Row")
 
 
-class _Stops(TypedDict):
-    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
-    """Stop strings of each prompt, in addition to the configuration's."""
-
-
-class TensorBatch(_Stops):
-    """`B` prompts as tensors."""
-
-    input_ids: torch.Tensor
-    """Token ids [B, T], right-padded."""
-    input_lengths: torch.Tensor
-    """Lengths [B] of the prompts."""
-
-
-class TextBatch(_Stops):
-    """`B` prompts as texts."""
-
-    prompts: Sequence[str]
-
-
-class TextRow(TypedDict):
-    """The completion of one text."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-prob of each token in nats."""
-    truncated: bool
-    """Whether max_tokens or the context cut the completion off."""
+_Stops = Sequence[Sequence[str] | None]
+"""Stop strings of each prompt, in addition to the configuration's."""
 
 
 class VllmAsyncGenerationWorker(EngineWorker):
@@ -63,13 +38,17 @@ class VllmAsyncGenerationWorker(EngineWorker):
     """
 
     async def generate_async(
-        self, data: TensorBatch, greedy: bool = False
+        self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, dict[str, torch.Tensor]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
 
         A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
-        fails, the others are still yielded, and the error is raised at the end. `greedy` is
-        temperature 0 instead of the configuration's.
+        fails, the others are still yielded, and the error is raised at the end.
+
+        Args:
+            data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B];
+                and maybe `stop_strings`, a list or None for each, besides the configuration's.
+            greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
             The row's index, and a dictionary of tensors: `output_ids` [1, W] (prompt and
@@ -134,16 +113,22 @@ class VllmAsyncGenerationWorker(EngineWorker):
         }
 
     async def generate_text_async(
-        self, data: TextBatch, greedy: bool = False
-    ) -> AsyncIterator[tuple[int, TextRow]]:
-        """Complete texts; yield each row's index and completion as soon as it is ready.
+        self, data: Mapping[str, Foreign], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, JsonObject]]:
+        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS.
 
-        The texts are encoded as vLLM encodes prompts, with the tokenizer's BOS.
+        Args:
+            data: `prompts`, the texts, and maybe `stop_strings`, as in `generate_async`.
+            greedy: Whether the temperature is 0 instead of the configuration's.
+
+        Yields:
+            The row's index, as soon as it is ready, and its completion: `text`, `token_ids`,
+            `logprobs` (nats), and `truncated` (cut by max_tokens or by the context).
         """
         template, prompts = self._template, data["prompts"]
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
-        async def one(index: int) -> TextRow:
+        async def one(index: int) -> JsonObject:
             prompt = template.encode(prompts[index], add_special_tokens=True)
             output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
@@ -206,9 +191,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         return load_template(self._config, read_tokenizer(self._config.model))
 
 
-def _stop_strings(
-    stops: Sequence[Sequence[str] | None] | None, count: int
-) -> list[list[str] | None]:
+def _stop_strings(stops: _Stops | None, count: int) -> list[list[str] | None]:
     """Return each row's stop strings: a list, or None."""
     if stops is None:
         return [None] * count

@@ -1,12 +1,6 @@
 """Environments of OpenEnv servers, over their WebSocket; OpenEnv itself is not imported.
 
-Each trajectory has a session, which is an environment of its own on the server:
-
-    setup       connect, read the tools, reset with the row
-    tools       an MCP environment's tools, or one tool `act` with the schema of the typed actions
-    call, step  an action; its reward belongs to the turn that asked for it, `done` ends it
-    close       always: the server closes its environment with the session
-
+Each trajectory has a session, which is an environment of its own on the server.
 Protocol of OpenEnv 0.10: `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` is
 answered by `{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. The server ends a
 session, and its environment, when the socket closes.
@@ -17,7 +11,6 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, NotRequired
 
@@ -77,15 +70,25 @@ class OpenEnv(Environment):
 
     def __init__(self, row: Row, url: str = "") -> None:
         self._row = row
-        self._results: list[StepResult] = []
+        self._results: list[Result] = []
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
+        def tool(described: JsonObject) -> Tool:
+            name = str(described["name"])
+
+            async def call(given: JsonObject) -> str:
+                return await self.act({"type": "call_tool", "tool_name": name, "arguments": given})
+
+            schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
+            return Tool(name, str(described.get("description") or ""), schema, call)
+
         await self._session.open()
-        first = await self._session.reset(self.reset_arguments(self._row))
+        await self._session.reset(self.reset_arguments(self._row))
+        _, first = self._results[-1]
         described = await self._session.tools()
         if described is not None:
-            self.tools = [self._tool(tool) for tool in described]
+            self.tools = [tool(each) for each in described]
         elif type(self).action is OpenEnv.action:
             schema = await self._session.action_schema()
             fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
@@ -93,16 +96,7 @@ class OpenEnv(Environment):
             parameters = {"type": "object", "properties": fields, **more}
             what = str(schema.get("description") or "Act in the environment.")
             self.tools = [Tool("act", what, parameters, self.act)]
-        self.problem = self.problem_of(self._row, self.describe(first.observation))
-
-    def _tool(self, described: JsonObject) -> Tool:
-        name = str(described["name"])
-
-        async def call(arguments: JsonObject) -> str:
-            return await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
-
-        schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
-        return Tool(name, str(described.get("description") or ""), schema, call)
+        self.problem = self.problem_of(self._row, self.describe(first.get("observation") or {}))
 
     def reset_arguments(self, row: Row) -> JsonObject:
         """Return the arguments of `reset`: the row without its prompt."""
@@ -125,10 +119,24 @@ class OpenEnv(Environment):
     def describe(self, observation: JsonObject) -> str:
         """Return an observation as the model reads it.
 
-        The result of a tool, or the observation's only text, or JSON without `metadata`.
+        The result of a tool, or the observation's only text, or JSON without `metadata`. A tool's
+        failure is raised, so that the model reads an error.
         """
         if "tool_name" in observation:
-            return _tool_text(observation)
+            if error := observation.get("error"):
+                raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
+            result = observation.get("result")
+            if not isinstance(result, dict):
+                plain = isinstance(result, str)
+                return result if plain else json.dumps(result, ensure_ascii=False)
+            blocks = result.get("content")
+            lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
+            text = "\n".join(lines)
+            if not lines:
+                text = json.dumps(result, ensure_ascii=False, default=str)
+            if result.get("is_error") or result.get("isError"):
+                raise OpenEnvError(text)
+            return text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
         texts = [value for value in rest.values() if isinstance(value, str)]
         if len(texts) == 1:
@@ -144,9 +152,10 @@ class OpenEnv(Environment):
 
     async def act(self, action: JsonObject) -> str:
         """Send an action, and return its observation as text."""
-        result = await self._session.step(action, self.current_turn)
-        self.done = self.done or result.done
-        return self.describe(result.observation)
+        await self._session.ask("step", action, self.current_turn)
+        _, result = self._results[-1]
+        self.done = self.done or bool(result.get("done"))
+        return self.describe(result.get("observation") or {})
 
     async def step(self, message: Message) -> str | None:
         action = self.action(message)
@@ -160,20 +169,20 @@ class OpenEnv(Environment):
 
     async def state(self) -> JsonObject:
         """Return the environment's state, as the server reports it."""
-        return await self._session.state()
+        return await self._session.ask("state", None)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
         turns = [0.0] * len(trajectory.turns)
         final = 0.0
-        for result in self._results:
-            if result.turn < 0:
-                final += result.reward
+        for turn, result in self._results:
+            if turn < 0:
+                final += result.get("reward") or 0.0
             else:
-                turns[result.turn] += result.reward
+                turns[turn] += result.get("reward") or 0.0
         return Rewards(final, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        return {"openenv_steps": sum(result.turn >= 0 for result in self._results)}
+        return {"openenv_steps": sum(turn >= 0 for turn, _ in self._results)}
 
     async def close(self) -> None:
         await self._session.close()
@@ -185,27 +194,11 @@ def at(url: str) -> EnvironmentType:
     return partial(OpenEnv, url=url)
 
 
-def _tool_text(observation: JsonObject) -> str:
-    """Return the text of a tool's result; a failure is raised, so that the model reads an error."""
-    if error := observation.get("error"):
-        raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
-    result = observation.get("result")
-    if not isinstance(result, dict):
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    blocks = result.get("content")
-    texts = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-    text = "\n".join(texts) if texts else json.dumps(result, ensure_ascii=False, default=str)
-    if result.get("is_error") or result.get("isError"):
-        raise OpenEnvError(text)
-    return text
-
-
 class OpenEnvError(Exception):
     """An error that the server reported; its environment goes on."""
 
-
-class _FullError(OpenEnvError):
-    """All sessions of the server are taken."""
+    full = False
+    """Whether all sessions of the server are taken."""
 
 
 # Answers of the server: a message, and its data by type.
@@ -214,22 +207,16 @@ class _Reply(TypedDict):
     data: JsonObject
 
 
-class _Observed(TypedDict, total=False):
+class _Data(TypedDict, total=False):
+    """Data of an observation, or of an error."""
+
     observation: JsonObject | None
     reward: Number | None
     done: bool | int | None
-
-
-class _Mistake(TypedDict, total=False):
-    loc: list[object]
-    msg: object
-
-
-class _Failed(TypedDict, total=False):
     message: object
     code: object
-    errors: list[_Mistake] | None
-    """Parts of an action that the server refused."""
+    errors: list[JsonObject] | None
+    """Parts of an action that the server refused, each with its place, `loc`, and `msg`."""
 
 
 @with_config(extra="allow")
@@ -255,21 +242,13 @@ class _Schemas(TypedDict):
 
 
 _REPLY = TypeAdapter(_Reply)
-_OBSERVED = TypeAdapter(_Observed)
-_FAILED = TypeAdapter(_Failed)
+_DATA = TypeAdapter(_Data)
 _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The environment's answer to a reset or a step."""
-
-    turn: int
-    """Index of the turn that asked; -1 for a reset."""
-    observation: JsonObject
-    reward: float
-    done: bool
+Result = tuple[int, _Data]
+"""The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
 
 
 class OpenEnvSession:
@@ -284,7 +263,7 @@ class OpenEnvSession:
         results: Receives every answer to a reset or a step, late ones too.
     """
 
-    def __init__(self, url: str, results: list[StepResult]) -> None:
+    def __init__(self, url: str, results: list[Result]) -> None:
         scheme, separator, rest = url.rstrip("/").removesuffix("/ws").partition("://")
         if not separator or scheme not in ("ws", "wss", "http", "https"):
             raise InputError(
@@ -318,15 +297,17 @@ class OpenEnvSession:
                 "environment_error", f"no OpenEnv server answers at {self._http}: {error}"
             ) from error
 
-    async def reset(self, arguments: JsonObject) -> StepResult:
+    async def reset(self, arguments: JsonObject) -> None:
         """Begin an episode, once the server has a place for it, within `CAPACITY_SECONDS`."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + CAPACITY_SECONDS
         while True:
             try:
-                await self._ask("reset", arguments, -1)
-                return self._results[-1]
-            except _FullError as error:
+                await self.ask("reset", arguments)
+                return
+            except OpenEnvError as error:
+                if not error.full:
+                    raise
                 if loop.time() > ends:
                     raise TrajectoryError(
                         "environment_error",
@@ -337,18 +318,10 @@ class OpenEnvSession:
             await asyncio.sleep(_RETRY_SECONDS)
             await self._connect()
 
-    async def step(self, action: JsonObject, turn: int) -> StepResult:
-        """Act, and return the observation; the server's refusal is an `OpenEnvError`."""
-        await self._ask("step", action, turn)
-        return self._results[-1]
-
-    async def state(self) -> JsonObject:
-        return await self._ask("state", None, -1)
-
     async def tools(self) -> list[JsonObject] | None:
         """Return the descriptions of an MCP environment's tools; None if it has typed actions."""
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        answer = await self._ask("mcp", request, -1)
+        answer = await self.ask("mcp", request)
         try:
             listed = (checked(answer.get("result"), _TOOLS) or {}).get("tools")
         except AnswerError as error:
@@ -388,8 +361,8 @@ class OpenEnvSession:
             await socket.send_json({"type": "close"})
         await socket.close()
 
-    async def _ask(self, kind: str, data: JsonObject | None, turn: int) -> JsonObject:
-        """Send a request, and return the data of its reply."""
+    async def ask(self, kind: str, data: JsonObject | None, turn: int = -1) -> JsonObject:
+        """Send a request, and return the data of its reply; a refusal is an `OpenEnvError`."""
         async with self._turn:
             while self._owed:
                 with suppress(OpenEnvError):
@@ -419,16 +392,21 @@ class OpenEnvSession:
             reply = read_answer(message.data.encode(errors="replace"), _REPLY)
             kind, data = reply["type"], reply["data"]
             if kind == "error":
-                raise _failure(checked(data, _FAILED))
+                failed = checked(data, _DATA)
+                places = []
+                for mistake in failed.get("errors") or ():
+                    place = mistake["loc"] if isinstance(mistake.get("loc"), list) else []
+                    places.append(f"{'.'.join(map(str, place))}: {mistake.get('msg')}")
+                text = str(failed.get("message") or failed.get("code") or "unknown error")
+                error = OpenEnvError("; ".join([text, *places]))
+                error.full = failed.get("code") == _FULL
+                raise error
             if kind != _ANSWERS.get(asked, asked):
                 raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":
-                seen = checked(data, _OBSERVED)
-                observation, reward = dict(seen.get("observation") or {}), seen.get("reward") or 0.0
-                done = bool(seen.get("done"))
-                self._results.append(StepResult(turn, observation, reward, done))
-        except AnswerError as error:
-            raise self._lost(f"it {error}", REPLY) from None
+                self._results.append((turn, checked(data, _DATA)))
+        except AnswerError as wrong:
+            raise self._lost(f"it {wrong}", REPLY) from None
         return data
 
     def _lost(self, why: str, reason: str = "environment_error") -> TrajectoryError:
@@ -436,14 +414,3 @@ class OpenEnvSession:
             reason, f"the OpenEnv server at {self._http} left the session: {why}"
         )
         return self._gone
-
-
-def _failure(data: _Failed) -> OpenEnvError:
-    """Return the error of a server's reply, with the places of a refused action."""
-    text = str(data.get("message") or data.get("code") or "unknown error")
-    places = [
-        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
-        for error in data.get("errors") or ()
-    ]
-    kind = _FullError if data.get("code") == _FULL else OpenEnvError
-    return kind("; ".join([text, *places]))

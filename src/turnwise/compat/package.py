@@ -1,4 +1,7 @@
-"""Shared parts of environments of Python packages: names, rows of seeds, rewards of turns."""
+"""Shared parts of environments of Python packages: names, rows of seeds, rewards of turns.
+
+A package is imported when it is first used; docs/how-to/public-environments.md has examples.
+"""
 
 import difflib
 from collections.abc import Collection, Mapping

@@ -1,15 +1,8 @@
-"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself.
-
-    environment: reasoning_gym:chain_sum
-    data: {path: environment, eval_path: environment}
-
-The package is imported when it is first used.
-"""
+"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself."""
 
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import ClassVar
 
 from turnwise.compat.package import HELD_OUT, check_name
@@ -18,6 +11,8 @@ from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
+
+_package = partial(required, "reasoning_gym", "reasoning-gym", "environment: reasoning_gym")
 
 _EVERY = "*"
 """Name of all attributes of a curriculum together, as in reasoning-gym's own configurations."""
@@ -108,10 +103,6 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`."""
     check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
     return partial(ReasoningGym, dataset=name)
-
-
-def _package() -> ModuleType:
-    return required("reasoning_gym", "reasoning-gym", "environment: reasoning_gym")
 
 
 def _dataset(

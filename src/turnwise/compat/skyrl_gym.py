@@ -1,17 +1,11 @@
-"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and what the environment needs.
-
-    environment: skyrl_gym:gsm8k
-    data: {path: train.parquet, eval_path: validation.parquet}
-
-The package is imported when it is first used.
-"""
+"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and the environment's fields."""
 
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import ClassVar, get_args
 
 from turnwise.compat.package import check_name, turn_rewards
@@ -26,6 +20,8 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
+
+_package = partial(required, "skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
 
 
 class SkyRLGym(Environment):
@@ -67,7 +63,15 @@ class SkyRLGym(Environment):
         kind = package.spec(self._name).entry_point
         if isinstance(kind, str):
             kind = package.envs.registration.load_env_creator(kind)
-        config = _configuration(kind, self._config)
+        config: object = SimpleNamespace(**self._config)
+        parameter = inspect.signature(kind).parameters.get("env_config")
+        for known in get_args(parameter.annotation) if parameter else ():
+            if dataclasses.is_dataclass(known) and isinstance(known, type):  # it has defaults
+                try:
+                    config = known(**self._config)
+                    break
+                except TypeError as error:
+                    raise InputError(f"environment_args: {error}") from error
         self.env = package.make(self._name, env_config=config, extras=self._extras)
         self.problem, _ = self.env.init([dict(message) for message in self._prompt])
 
@@ -100,19 +104,3 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a name: `environment: skyrl_gym:gsm8k`."""
     check_name(f"skyrl_gym:{name}", _package().registry)
     return partial(SkyRLGym, name=name)
-
-
-def _package() -> ModuleType:
-    return required("skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
-
-
-def _configuration(kind: Callable[..., object], keys: Mapping[str, object]) -> object:
-    """Return an environment's configuration: of the class that it names, which has defaults."""
-    parameter = inspect.signature(kind).parameters.get("env_config")
-    for known in get_args(parameter.annotation) if parameter else ():
-        if dataclasses.is_dataclass(known) and isinstance(known, type):
-            try:
-                return known(**keys)
-            except TypeError as error:
-                raise InputError(f"environment_args: {error}") from error
-    return SimpleNamespace(**keys)

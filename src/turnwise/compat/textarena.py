@@ -1,11 +1,6 @@
 """Games of TextArena: of one player, against a scripted opponent, or by self-play.
 
-    environment: textarena:TicTacToe-v0
-    environment_args: {players: 2}
-    rollout: {loop: self_play}
-    data: {path: environment}
-
-A row is a seed. The package is imported when it is first used. Its games draw from Python's global
+A row is a seed. The package's games draw from Python's global
 random numbers; here each game has a state of its own, so that a seed gives the same game whatever
 runs beside it.
 """
@@ -16,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import ClassVar
 
 from turnwise.compat.package import check_name, seed_rows
@@ -31,6 +25,8 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
+
+_package = partial(required, "textarena", "textarena", "environment: textarena")
 
 Opponent = Callable[[str], str]
 """Returns the action of the player who reads an observation, such as an agent of TextArena."""
@@ -192,10 +188,6 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`."""
     check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
     return partial(TextArena, game=name)
-
-
-def _package() -> ModuleType:
-    return required("textarena", "textarena", "environment: textarena")
 
 
 def _name(player: int) -> str:

@@ -14,10 +14,8 @@ In a step the trainer computes log-probs and values from the same models itself;
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar
 
-from turnwise.compat.chatlearn.model_file import model_settings
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs
@@ -27,24 +25,7 @@ from turnwise.training.model import ModelName
 from turnwise.trajectory import Trajectory
 
 
-class CompanionModule(Module):
-    """A model beside the policy; the base class of the modules in this file.
-
-    Args:
-        name: Its name in the pipeline's file.
-        model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
-            file does not name it.
-    """
-
-    role: ClassVar[str] = ""
-    """The model's role in a pipeline's file."""
-
-    def __init__(self, name: str, model_file: str | Path | None = None) -> None:
-        given = None if model_file is None else model_settings(name, self.role, model_file)
-        super().__init__(name, given)
-
-
-class _TokenModule(CompanionModule):
+class _TokenModule(Module):
     """A model in the trainer's processes that scores tokens."""
 
     _model: ClassVar[ModelName]
@@ -111,7 +92,7 @@ class ValueModule(_TokenModule):
     _output = "old_values"
 
 
-class RewardModule(CompanionModule):
+class RewardModule(Module):
     """A reward model or function: the entry of `rollout.rewards` with this module's name.
 
     Example:
@@ -150,7 +131,7 @@ class RewardModule(CompanionModule):
         return {"rewards": self.pipeline.judge(self.name, judged)}
 
 
-class TrainerModule(CompanionModule):
+class TrainerModule(Module):
     """The trainer of the policy, and of PPO's value model.
 
     Example:

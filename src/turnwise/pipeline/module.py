@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +29,7 @@ from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
+from turnwise.pipeline.outputs import Outputs, RequestOutput, request_outputs
 from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.prompts import (
     Conversation,
@@ -38,7 +38,6 @@ from turnwise.pipeline.prompts import (
     Prompt,
     PromptFields,
     PromptLoop,
-    TokenProblem,
 )
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
@@ -84,13 +83,46 @@ class VLLMModule(Module):
 
     @cached_property
     def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
-        return _saved(self.name, self.model_provider(), self._settings.get("model.tokenizer"))
+        """The settings of the model that `model_provider` returns, and its temporary folder."""
+        model: Foreign = self.model_provider()
+        if model is None:
+            return {}, None
+        if isinstance(model, str | Path):
+            return {"model.path": str(model)}, None
+        if not hasattr(model, "save_pretrained"):
+            raise InputError(
+                f"{self.name}: model_provider returns a model's folder or name, a model of "
+                f"transformers or its configuration, not {repr(model)[:80]}; override "
+                "generator_provider to replace the sampler"
+            )
+        tokenizer = self._settings.get("model.tokenizer") or getattr(model, "name_or_path", "")
+        if not tokenizer:
+            raise InputError(
+                f"{self.name}: the model of model_provider has no tokenizer; name one in the "
+                "module's file (tokenizer)"
+            )
+        if not hasattr(model, "state_dict"):  # a configuration: random weights
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_config(model)
+        folder = TemporaryDirectory(prefix="turnwise-model-")
+        model.save_pretrained(folder.name)
+        return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
+        decode = self.decode_internal
+
+        @wraps(decode)
+        def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
+            decoded = decode(batched_outputs)
+            if not isinstance(decoded, dict):
+                raise InputError(f"{self.name}: decode_internal must return a dictionary")
+            groups = {id(output.group): output.group for output in batched_outputs}  # each once
+            return {"groups": list(groups.values()), **decoded}
+
         # Every caller, including an override of forward_step, gets the groups to train on.
-        decode = keeping_groups(self.decode_internal, self.name)
-        self.decode_internal = decode  # type: ignore[assignment, method-assign]
+        self.decode_internal = decode_and_keep  # type: ignore[method-assign]
 
     @property
     def model_args(self) -> Settings:
@@ -185,7 +217,6 @@ class VLLMModule(Module):
         problems = builder.build(train_prompts)
         rows = [problem for problem in problems if not isinstance(problem, ConversationProblem)]
         kept = {problem.id for problem in self.runner.within_prompt_limit(rows)}
-        builder.warn(len(train_prompts))
         return [p for p in problems if isinstance(p, ConversationProblem) or p.id in kept]
 
     def longest_prompt(self, is_eval: bool = False) -> int:
@@ -206,15 +237,15 @@ class VLLMModule(Module):
 
         async def run() -> Group:
             group = await runner.run_group(self.generator, item, sampling, tag)
-            if isinstance(item, TokenProblem):
-                group.prompt = item.row["prompt"]
+            if isinstance(item, ConversationProblem):
+                group.prompt = item.text
             return group
 
         return self.pipeline.submit(run)
 
     def _add_request(self, data: Batch, is_eval: bool = False) -> "list[Future[Group]]":
         """Begin the trajectories of all problems; return a future of each group."""
-        ids, text = self._fields.token_ids, self._fields.text
+        ids, text, _ = self._fields
         if isinstance(data, Mapping):
             return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
         requests: list[Future[Group]] = []
@@ -244,7 +275,6 @@ class VLLMModule(Module):
             )
         builder, sampling = self._builder(self.name, is_eval), self._sampling(is_eval)
         problems = builder.build_token_prompts(prompt_list, prompt_token_id_list)
-        builder.warn(len(problems))
         return [self.begin(problem, sampling) for problem in problems]
 
     def generate_vllm(self, query: Batch, is_eval: bool = False) -> list[RequestOutput]:
@@ -328,38 +358,9 @@ class VLLMModule(Module):
 
     @cached_property
     def _fields(self) -> PromptFields:
-        names = "vllm_input_ids_key", "vllm_prompt_key", "prompt_key"
-        return PromptFields(*(self.model_args[name] for name in names))
+        args = self.model_args
+        return args["vllm_input_ids_key"], args["vllm_prompt_key"], args["prompt_key"]
 
     def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
         limit = self.longest_prompt(is_eval)
         return ProblemBuilder(name, self.config, self.template, self._fields, limit)
-
-
-def _saved(
-    name: str, model: Foreign, tokenizer: str | None
-) -> tuple[Settings, TemporaryDirectory[str] | None]:
-    """Return the settings of a model that `model_provider` returned, and its temporary folder."""
-    if model is None:
-        return {}, None
-    if isinstance(model, str | Path):
-        return {"model.path": str(model)}, None
-    if not hasattr(model, "save_pretrained"):
-        raise InputError(
-            f"{name}: model_provider returns a model's folder or name, a model of transformers "
-            f"or its configuration, not {repr(model)[:80]}; override generator_provider to "
-            "replace the sampler"
-        )
-    tokenizer = tokenizer or getattr(model, "name_or_path", "")
-    if not tokenizer:
-        raise InputError(
-            f"{name}: the model of model_provider has no tokenizer; name one in the module's "
-            "file (tokenizer)"
-        )
-    if not hasattr(model, "state_dict"):  # a configuration: random weights
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_config(model)
-    folder = TemporaryDirectory(prefix="turnwise-model-")
-    model.save_pretrained(folder.name)
-    return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder

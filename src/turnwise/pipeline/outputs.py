@@ -7,9 +7,9 @@ sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -168,22 +168,6 @@ def _by_token(
         {token_id: Logprob(value, token_id, template)}
         for token_id, value in zip(token_ids, values, strict=True)
     ]
-
-
-def keeping_groups(
-    decode: Callable[[Sequence[RequestOutput]], Outputs], name: str
-) -> Callable[[Sequence[RequestOutput]], Outputs]:
-    """Wrap the `decode_internal` of the module `name` so that its outputs have `groups`."""
-
-    @wraps(decode)
-    def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
-        decoded = decode(batched_outputs)
-        if not isinstance(decoded, dict):
-            raise InputError(f"{name}: decode_internal must return a dictionary")
-        groups = {id(output.group): output.group for output in batched_outputs}  # each once
-        return {"groups": list(groups.values()), **decoded}
-
-    return decode_and_keep
 
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:

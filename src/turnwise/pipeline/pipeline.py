@@ -11,15 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
-from turnwise.compat.chatlearn.model_file import REWARDS, Settings
+from turnwise.compat.chatlearn.model_file import REWARDS, Settings, model_settings
 from turnwise.compat.chatlearn.pipeline_file import (
     CONVERSATION,
+    PipelineFile,
     is_pipeline_file,
-    read_pipeline_file,
 )
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
@@ -44,6 +43,7 @@ from turnwise.trajectory import ExactnessReport, Trajectory
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Parts = tuple[Runtime, TrainerGroup, TrainingStep]
 _STOP_SECONDS = 60.0
 _DEFAULTS: Settings = {"environment": CONVERSATION}
 _OPTIONAL = ("data.path",)
@@ -51,11 +51,22 @@ _OPTIONAL = ("data.path",)
 
 
 class Module:
-    """A model of a pipeline, with a name that is unique there; the base class of all modules."""
+    """A model of a pipeline; the base class of all modules.
 
-    def __init__(self, name: str, settings: Settings | None = None) -> None:
+    Args:
+        name: Unique in the pipeline; of a model beside the policy, its name in the pipeline's file.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
+            file does not name it.
+    """
+
+    role: ClassVar[str] = ""
+    """The role, in a pipeline's file, of a model beside the policy."""
+
+    def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
-        self._settings = settings or {}
+        self._settings: Settings = {}
+        if model_file is not None:
+            self._settings = model_settings(name, self.role, model_file)
         self._pipeline: Pipeline | None = None
 
     @property
@@ -84,98 +95,6 @@ class Module:
     def config(self) -> Config:
         """The pipeline's configuration, this module's file included."""
         return self.pipeline.config
-
-
-@dataclass(slots=True)
-class PipelineProgress:
-    """The state of a pipeline's training, as checkpoints keep it."""
-
-    iteration: int = 0
-    """Number of training steps so far, those before a resumed checkpoint included."""
-    exactness: ExactnessReport = field(default_factory=ExactnessReport)
-    """Audit of everything trained so far."""
-    state: JsonObject = field(default_factory=dict)
-    """The program's own values, from the checkpoint that was loaded last."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningPipeline:
-    """An open runtime, and training steps on it; all of it runs on the pipeline's event loop."""
-
-    config: Config
-    runtime: Runtime
-    trainer: TrainerGroup
-    step: TrainingStep
-    progress: PipelineProgress
-
-    async def train(self, groups: Sequence[Group]) -> JsonObject:
-        dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
-        made = await self.step.make_samples(groups)
-        self.progress.exactness += made.report
-        trajectories = [t for group in groups for t in group.trajectories]
-        metrics = StepMetrics(
-            reward_mean=mean([t.reward or 0.0 for t in trajectories]),
-            trajectories=len(trajectories),
-            dropped=dict(sorted(dropped.items())),
-            sampled_tokens=sum(t.sampled_tokens for t in trajectories),
-        )
-        metrics.add_samples(made)
-        training = self.config.training
-        if self.progress.iteration == training.steps and training.lr_schedule == "linear":
-            logger.warning(
-                "training.lr_schedule linear ended with step %d (training.steps), and the program "
-                "goes on: the learning rate stays at its last value",
-                training.steps,
-            )
-        metrics.add(await self.step.learn(made))
-        self.progress.iteration += 1
-        metrics.add(await self.step.update_weights())
-        return metrics.to_json()
-
-    async def save(self, folder: Path, state: Mapping[str, object]) -> None:
-        loop = {
-            "step": self.progress.iteration,
-            "exactness": self.progress.exactness.to_dict(),
-            "versions": list(self.step.versions),
-            "program": dict(state),
-        }
-        with waiting(f"the trainer to save {folder}"):
-            place = await run_in_thread(checkpoint.begin, folder)
-            await self.trainer.save(place)
-            await run_in_thread(checkpoint.write_loop, folder, loop)
-            await run_in_thread(checkpoint.commit, folder)
-
-    async def load(self, folder: Path) -> int:
-        with waiting(f"the trainer to load {folder}"):
-            loop = await run_in_thread(checkpoint.read_loop, folder)
-            version = await self.trainer.load(folder)
-        self.step.versions = recent_versions(self.config, version, loop.get("versions"))
-        await self.step.update_weights()
-        self.progress.iteration = loop["step"]
-        self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])
-        self.progress.state = loop.get("program", {})
-        return version
-
-
-@asynccontextmanager
-async def open_pipeline(
-    config: Config, folder: Path, progress: PipelineProgress, resume: Path | None
-) -> AsyncIterator[RunningPipeline]:
-    """Start the engines and the trainer, and bring its weights to the engines."""
-    # Modules check theirs when they build them.
-    async with open_runtime(config, None, folder=folder) as runtime:
-        trainer = runtime.policy
-        assert trainer is not None
-        async with task_group() as tasks:
-            watching = tasks.create_task(trainer.watch())
-            step = TrainingStep(config, runtime)
-            running = RunningPipeline(config, runtime, trainer, step, progress)
-            if resume is None:
-                await step.update_weights()
-            else:
-                await running.load(resume)
-            yield running
-            watching.cancel()
 
 
 class Pipeline:
@@ -215,28 +134,16 @@ class Pipeline:
         self._given = config
         self._overrides = list(overrides)
         self._resume = None if resume is None else _whole(resume)
-        self._modules: list[Module] = []
-        self._thread: EventLoopThread[RunningPipeline] | None = None
-        self._opened: RunningPipeline | None = None
-        self._progress = PipelineProgress()
-        for module in modules:
-            self._modules = self._with(module)
-        self.config = self._shared(self._modules)
-
-    @property
-    def iteration(self) -> int:
+        self._modules = list(modules)
+        self._thread: EventLoopThread[_Parts] | None = None
+        self._opened: _Parts | None = None
+        self.iteration = 0
         """Number of calls of `train` so far, including those before a resumed checkpoint."""
-        return self._progress.iteration
-
-    @property
-    def exactness(self) -> ExactnessReport:
+        self.exactness = ExactnessReport()
         """Audit of everything trained so far."""
-        return self._progress.exactness
-
-    @property
-    def state(self) -> JsonObject:
+        self.state: JsonObject = {}
         """The values that the program gave to `save`, once a checkpoint is loaded."""
-        return self._progress.state
+        self.config = self._shared(self._modules)
 
     def add(self, module: Module) -> None:
         """Bind a module; in a running pipeline its `setup` is called at once.
@@ -245,7 +152,7 @@ class Pipeline:
             InputError: when its name is taken, or its model file contradicts another's or, in a
                 running pipeline, changes anything.
         """
-        modules = self._with(module)
+        modules = [*self._modules, module]
         if self._opened is None:
             self.config = self._shared(modules)
         elif self._resolved(_settings_of(modules)) != self.config:
@@ -257,11 +164,6 @@ class Pipeline:
         if self._opened is not None:
             module.join(self)
             module.setup()
-
-    def _with(self, module: Module) -> list[Module]:
-        if any(module.name == other.name for other in self._modules):
-            raise InputError(f"the pipeline has a module {module.name} already")
-        return [*self._modules, module]
 
     def _shared(self, modules: Sequence[Module]) -> Config:
         """Return the given configuration under the modules' settings under the overrides."""
@@ -285,7 +187,7 @@ class Pipeline:
         if isinstance(given, Config):
             return make_config(given.model_dump(), overrides, _DEFAULTS, settings, _OPTIONAL)
         if is_pipeline_file(given):
-            return read_pipeline_file(given, overrides, settings).config
+            return PipelineFile(given, overrides, settings).config
         return load_config(given, overrides, _DEFAULTS, settings, _OPTIONAL)
 
     def __enter__(self) -> Self:
@@ -297,9 +199,7 @@ class Pipeline:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
-        self._thread = EventLoopThread(
-            lambda: open_pipeline(config, folder, self._progress, self._resume), "the pipeline"
-        )
+        self._thread = EventLoopThread(lambda: self._open(folder), "the pipeline")
         try:
             self._opened = self._thread.start(
                 config.engine.start_timeout + config.training.step_timeout + self._update_seconds
@@ -316,6 +216,23 @@ class Pipeline:
         assert self._thread is not None
         self._opened = None
         self._thread.leave(_STOP_SECONDS, error)
+
+    @asynccontextmanager
+    async def _open(self, folder: Path) -> AsyncIterator[_Parts]:
+        """Start the engines and the trainer, and bring its weights to the engines."""
+        # Modules check theirs when they build them.
+        async with open_runtime(self.config, None, folder=folder) as runtime:
+            trainer = runtime.policy
+            assert trainer is not None
+            async with task_group() as tasks:
+                watching = tasks.create_task(trainer.watch())
+                step = TrainingStep(self.config, runtime)
+                if self._resume is None:
+                    await step.update_weights()
+                else:
+                    await self._restore(self._resume, trainer, step)
+                yield runtime, trainer, step
+                watching.cancel()
 
     def rows(self, is_eval: bool = False) -> list[JsonObject]:
         """Return the rows of `data.path` or `data.eval_path`, for a module's `build_dataset`."""
@@ -339,7 +256,32 @@ class Pipeline:
         """
         groups = [group for each in outputs for group in rewarded_groups(each)]
         seconds = self.config.training.step_timeout + self._update_seconds
-        return self._call(lambda: self._running.train(groups), seconds, "the training step")
+        return self._call(lambda: self._train(groups), seconds, "the training step")
+
+    async def _train(self, groups: Sequence[Group]) -> JsonObject:
+        _, _, step = self._running
+        dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
+        made = await step.make_samples(groups)
+        self.exactness += made.report
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics = StepMetrics(
+            reward_mean=mean([t.reward or 0.0 for t in trajectories]),
+            trajectories=len(trajectories),
+            dropped=dict(sorted(dropped.items())),
+            sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        )
+        metrics.add_samples(made)
+        training = self.config.training
+        if self.iteration == training.steps and training.lr_schedule == "linear":
+            logger.warning(
+                "training.lr_schedule linear ended with step %d (training.steps), and the program "
+                "goes on: the learning rate stays at its last value",
+                training.steps,
+            )
+        metrics.add(await step.learn(made))
+        self.iteration += 1
+        metrics.add(await step.update_weights())
+        return metrics.to_json()
 
     def score(
         self, name: ModelName, token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
@@ -357,7 +299,7 @@ class Pipeline:
         self.check_model(name)
         seconds = self.config.training.step_timeout
         return self._call(
-            lambda: self._running.step.score(name, token_ids, masks), seconds, f"the {name} model"
+            lambda: self._running[2].score(name, token_ids, masks), seconds, f"the {name} model"
         )
 
     def check_model(self, name: ModelName) -> None:
@@ -391,7 +333,21 @@ class Pipeline:
         """
         place = _whole(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
-        return self._call(lambda: self._running.load(place), seconds, f"{place} to be loaded")
+        _, trainer, step = self._running
+        return self._call(
+            lambda: self._restore(place, trainer, step), seconds, f"{place} to be loaded"
+        )
+
+    async def _restore(self, folder: Path, trainer: TrainerGroup, step: TrainingStep) -> int:
+        with waiting(f"the trainer to load {folder}"):
+            loop = await run_in_thread(checkpoint.read_loop, folder)
+            version = await trainer.load(folder)
+        step.versions = recent_versions(self.config, version, loop.get("versions"))
+        await step.update_weights()
+        self.iteration = loop["step"]
+        self.exactness = ExactnessReport.from_dict(loop["exactness"])
+        self.state = loop.get("program", {})
+        return version
 
     def save(self, folder: str | Path, state: Mapping[str, object] | None = None) -> Path:
         """Write a checkpoint: the model in Hugging Face's format, and state/ to resume from.
@@ -410,24 +366,38 @@ class Pipeline:
         taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
         if taken and (flaw := checkpoint.incomplete_reason(place)):
             raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
-        seconds = self.config.training.step_timeout
-        self._call(lambda: self._running.save(place, state or {}), seconds, f"{place} to be saved")
+        _, trainer, step = self._running
+
+        async def save() -> None:
+            loop = {
+                "step": self.iteration,
+                "exactness": self.exactness.to_dict(),
+                "versions": list(step.versions),
+                "program": dict(state or {}),
+            }
+            with waiting(f"the trainer to save {place}"):
+                begun = await run_in_thread(checkpoint.begin, place)
+                await trainer.save(begun)
+                await run_in_thread(checkpoint.write_loop, place, loop)
+                await run_in_thread(checkpoint.commit, place)
+
+        self._call(save, self.config.training.step_timeout, f"{place} to be saved")
         return place
 
     @property
     def generator(self) -> Generator:
         """The scheduler of all engines."""
-        return self._running.runtime.generator
+        return self._running[0].generator
 
     @property
     def runner(self) -> Runner:
         """Makes the groups of the configured environment."""
-        return self._running.runtime.runner
+        return self._running[0].runner
 
     @property
     def weight_version(self) -> int:
         """The trainer's weight version, which the engines serve."""
-        return self._running.trainer.version
+        return self._running[1].version
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
         """Call a coroutine function in the pipeline's thread; returns its future."""
@@ -448,13 +418,13 @@ class Pipeline:
                 request.cancel()
 
     @property
-    def _running(self) -> RunningPipeline:
+    def _running(self) -> _Parts:
         if self._opened is None:
             raise InputError("the pipeline does not run: use it inside its with block")
         return self._opened
 
     @property
-    def _running_thread(self) -> EventLoopThread[RunningPipeline]:
+    def _running_thread(self) -> EventLoopThread[_Parts]:
         _ = self._running
         assert self._thread is not None
         return self._thread
@@ -474,6 +444,9 @@ class Pipeline:
 
 def _settings_of(modules: Sequence[Module]) -> Settings:
     """Return all modules' settings, a later module's over an earlier one's; rewards add up."""
+    names = [module.name for module in modules]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"the pipeline has a module {twice[0]} already")
     settings: Settings = {}
     rewards: list[object] = []
     for module in modules:

@@ -5,10 +5,11 @@ All but rows are answered in one turn, by an environment and a loop of their own
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 """A text, messages, token ids with their text, or a row of the environment."""
+PromptFields = tuple[str, str, str | None]
+"""Names of the fields of a prompt that is a mapping: of token ids, of their text, and of a text or
+messages without ids; where the last is None, a mapping without ids is a row."""
 
 
 class Conversation:
@@ -45,16 +49,12 @@ class Conversation:
         return 0.0
 
 
+@dataclass(frozen=True, slots=True)
 class ConversationProblem(Problem):
     """A problem whose row holds `messages`, for people, and the engine's `input_ids`."""
 
-    __slots__ = ()
-
-
-class TokenProblem(ConversationProblem):
-    """A problem whose ids the program gave, with their text in `prompt`."""
-
-    __slots__ = ()
+    text: str | None = None
+    """Text of the ids, where the program gave them."""
 
 
 class PromptLoop(SingleTurnLoop):
@@ -62,16 +62,6 @@ class PromptLoop(SingleTurnLoop):
 
     async def prompt(self, context: RolloutContext) -> list[int]:
         return list(context.row["input_ids"])
-
-
-class PromptFields(NamedTuple):
-    """Names of the fields of a prompt that is a mapping."""
-
-    token_ids: str
-    text: str
-    """Field of the text of the token ids."""
-    message: str | None
-    """Field of a text or messages without ids; None means that a mapping without ids is a row."""
 
 
 class ProblemBuilder:
@@ -98,6 +88,7 @@ class ProblemBuilder:
     def build(self, prompts: Sequence[Prompt]) -> list[Problem]:
         """Make problems from prompts of any kind; leave out messages that are too long."""
         made = [self._problem(f"{self._name}:{n}", prompt) for n, prompt in enumerate(prompts, 1)]
+        self._warn(len(made))
         return [problem for problem in made if problem is not None]
 
     def build_token_prompts(
@@ -105,9 +96,11 @@ class ProblemBuilder:
     ) -> list[Problem]:
         """Make problems from token ids with a text each; None means the decoded ids."""
         pairs = enumerate(zip(texts, token_ids, strict=True), 1)
-        return [self._tokens(f"{self._name}:{n}", {}, text, ids) for n, (text, ids) in pairs]
+        made = [self._tokens(f"{self._name}:{n}", {}, text, ids) for n, (text, ids) in pairs]
+        self._warn(len(made))
+        return made
 
-    def warn(self, total: int) -> None:
+    def _warn(self, total: int) -> None:
         """Log how many of all prompts were cut or left out."""
         if self._cut:
             logger.warning(
@@ -122,22 +115,22 @@ class ProblemBuilder:
 
     def _problem(self, name: str, prompt: object) -> Problem | None:
         """Return the problem of one prompt; None if it is left out."""
-        fields = self._fields
+        ids_field, text_field, message_field = self._fields
         if isinstance(prompt, str | Sequence | Mapping) and not prompt:
             raise InputError(f"{name}: the prompt is empty")
         row = prompt if isinstance(prompt, Mapping) else {}
-        if fields.token_ids in row:
-            return self._tokens(name, row, row.get(fields.text), row[fields.token_ids])
-        if row and fields.message not in row:
+        if ids_field in row:
+            return self._tokens(name, row, row.get(text_field), row[ids_field])
+        if row and message_field not in row:
             return Problem(name, dict(row))
-        said = row[fields.message] if row else prompt
+        said = row[message_field] if row else prompt
         if isinstance(said, str):
             return self._text(name, row, said)
         given = said if isinstance(said, Sequence) else ()
         if not given or not all(isinstance(m, Mapping) and "role" in m for m in given):
             raise InputError(
                 f"{name}: a prompt must be a text, a list of messages, token ids under "
-                f"{fields.token_ids}, or a row, not {repr(said)[:80]}"
+                f"{ids_field}, or a row, not {repr(said)[:80]}"
             )
         messages = [dict(message) for message in given]
         token_ids = self._render(name, messages)
@@ -175,7 +168,9 @@ class ProblemBuilder:
             token_ids = self._render(name, messages)
         return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
 
-    def _tokens(self, name: str, row: Mapping[str, object], text: object, given: object) -> Problem:
+    def _tokens(
+        self, name: str, row: Mapping[str, object], text: Foreign, given: object
+    ) -> Problem:
         """Return the problem of token ids (a tensor, too), cut at the limit."""
         token_ids = given.tolist() if hasattr(given, "tolist") else given
         if not isinstance(token_ids, Sequence) or not all(
@@ -189,7 +184,7 @@ class ProblemBuilder:
         text = self._template.decode_all(token_ids) if text is None else text
         messages = [{"role": "user", "content": text}]
         own = {"prompt": text, "messages": messages, "input_ids": token_ids}
-        return TokenProblem(name, {**row, **own})
+        return ConversationProblem(name, {**row, **own}, text=text)
 
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:

@@ -54,8 +54,8 @@ class RewardKind:
     optional: bool = False
     """Whether None may stand for a number: the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """`package.module:Name`, which makes a `GroupFunction` of the user's function, the run's
-    optimizer steps and its files; None calls the user's with the trajectories and the row."""
+    """`package.module:function`: a `GroupFunction` that takes the user's function, the run's
+    optimizer steps and its files first; None calls the user's with the trajectories and the row."""
 
 
 REWARD_KINDS = {
@@ -65,7 +65,7 @@ REWARD_KINDS = {
         "TRL function",
         compares=True,
         optional=True,
-        adapter="turnwise.compat.trl.environment:TrlReward",
+        adapter="turnwise.compat.trl.environment:judge_group",
     ),
     "model": RewardKind("model"),
     "environment": RewardKind("environment"),
@@ -131,7 +131,8 @@ class RewardManager:
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
                 if kind.adapter:
-                    of_group = load_object(kind.adapter, setting)(function, max_steps, files)
+                    adapter = load_object(kind.adapter, setting)
+                    of_group = partial(adapter, function, max_steps, files)
             name, model = entry.name or path, entry.model or ""
             self._parts.append(_Part(name, kind, entry.weight, function, of_group, model))
         self._of_group = [part for part in self._parts if part.kind.compares]

@@ -225,9 +225,9 @@ def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
         if entry.use is not None:
             sources.append(_used(entry.use))
         elif entry.mcp is not None:
-            from turnwise.tools.mcp import MCPServer
+            from turnwise.tools.mcp import McpToolset
 
-            sources.append(MCPServer.configured(entry.mcp).toolset)
+            sources.append(partial(McpToolset, entry.mcp))
         else:
             name = "shell" if entry.python is None else "python"
             tool = getattr(turnwise.tools, name)(**getattr(entry, name).model_dump())

@@ -20,9 +20,9 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import IO, Literal, TypedDict, Unpack
+from typing import IO, Literal
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.aio import run_in_thread
@@ -63,23 +63,16 @@ _KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks fo
 _choosing = threading.Lock()
 
 
-class CodeOptions(TypedDict, total=False):
-    """Options of `python` and `shell`, with the meanings and defaults of `CodeToolConfig`."""
-
-    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"]
-    timeout: float
-    memory: int
-    disk: int
-    processes: int
-    interpreter: str | None
-
-
 class CodeTool:
-    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox."""
+    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
 
-    def __init__(self, name: Literal["python", "shell"], options: CodeOptions) -> None:
+    Args:
+        options: Keys of an entry `python` or `shell` of `rollout.tools` (`CodeToolConfig`).
+    """
+
+    def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
         self.name = name
-        self.limits = CodeToolConfig(**options)
+        self.limits = CodeToolConfig.model_validate(options)
 
     def choose(self) -> Backend:
         """Return the backend that this tool uses on this machine.
@@ -124,8 +117,8 @@ class CodeToolset:
             await run_in_thread(self._session.close)
 
 
-def python(**options: Unpack[CodeOptions]) -> CodeTool:
-    """Make the tool `python(code)`, a Python session for each trajectory.
+def python(**options: object) -> CodeTool:
+    """Make the tool `python(code)`, a Python session for each trajectory; see `CodeTool`.
 
     Example:
         class Arithmetic(turnwise.Environment):
@@ -136,8 +129,8 @@ def python(**options: Unpack[CodeOptions]) -> CodeTool:
     return CodeTool("python", options)
 
 
-def shell(**options: Unpack[CodeOptions]) -> CodeTool:
-    """Make the tool `shell(command)`, a bash session for each trajectory.
+def shell(**options: object) -> CodeTool:
+    """Make the tool `shell(command)`, a bash session for each trajectory; see `CodeTool`.
 
     Example:
         class Files(turnwise.Environment):
@@ -215,7 +208,19 @@ class Session:
         if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
             return "[the call before has not ended]"
         try:
-            process, nonce = self._running(), secrets.token_hex(16)
+            if self._closed.is_set():
+                raise InputError("the sandbox is closed")
+            if (process := self._process) is None:
+                self._process = process = _Process(self._backend, self._limits, self._shell)
+                if self._closed.is_set():  # meanwhile: `close` may have seen no process
+                    process.cut()
+                outcome, text = process.exchange(b"", b"ready", _START_SECONDS)
+                if outcome != "answered":
+                    complaint = text or process.complaint or outcome
+                    process.stop()
+                    self._process = None
+                    raise InputError(f"{self._backend} did not start: {complaint}")
+            nonce = secrets.token_hex(16)
             code = code.encode("utf-8", "replace").decode()  # without lone surrogates
             line = json.dumps({"nonce": nonce, "code": code, "seconds": seconds}) + "\n"
             waits = seconds + GRACE_SECONDS
@@ -248,21 +253,6 @@ class Session:
                 self._process = None
             finally:
                 self._calls.release()
-
-    def _running(self) -> "_Process":
-        if self._closed.is_set():
-            raise InputError("the sandbox is closed")
-        if self._process is None:
-            self._process = _Process(self._backend, self._limits, self._shell)
-            if self._closed.is_set():  # meanwhile: `close` may have seen no process
-                self._process.cut()
-            outcome, text = self._process.exchange(b"", b"ready", _START_SECONDS)
-            if outcome != "answered":
-                complaint = text or self._process.complaint or outcome
-                self._process.stop()
-                self._process = None
-                raise InputError(f"{self._backend} did not start: {complaint}")
-        return self._process
 
 
 class _Process:
@@ -340,21 +330,16 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        if outcome:
-            for part in self._written():
+        if outcome:  # the output that has been written already
+            written = bytearray(struct.calcsize("i"))
+            fcntl.ioctl(self._output, termios.FIONREAD, written)
+            (unread,) = struct.unpack("i", written)
+            while unread > 0 and (part := _read(self._output)):
                 keep(part)
+                unread -= len(part)
         if left_out:
             output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
         return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
-
-    def _written(self) -> Iterator[bytes]:
-        """Yield the output that has been written already."""
-        waiting = bytearray(struct.calcsize("i"))
-        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
-        left = struct.unpack("i", waiting)[0]
-        while left > 0 and (part := _read(self._output)):
-            yield part
-            left -= len(part)
 
     def cut(self) -> None:
         """Let the keeper end its sandbox; thread-safe."""

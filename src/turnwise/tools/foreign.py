@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import get_origin, get_type_hints
 from uuid import uuid4
@@ -30,9 +31,18 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
     if isinstance(tool, type | Tool):
         return tool
     if inspect.isroutine(tool):
-        if not _takes_context(tool):
+        hint: Foreign = None
+        if "pydantic_ai" in sys.modules:
+            with suppress(Exception):  # it is described, or refused, as any other function
+                first = next(iter(inspect.signature(tool).parameters))
+                hint = get_type_hints(tool)[first]
+        # A function whose first argument is pydantic-ai's `RunContext` is a tool of pydantic-ai.
+        if hint is None:
             return tool
-        tool = import_module("pydantic_ai").Tool(tool)
+        package = import_module("pydantic_ai")
+        if (get_origin(hint) or hint) is not package.RunContext:
+            return tool
+        tool = package.Tool(tool)
     for attributes, adopt in _FRAMEWORKS.items():
         if all(hasattr(tool, name) for name in attributes):
             return adopt(tool, context)
@@ -44,7 +54,10 @@ def _from_openai_agents(tool: Foreign, context: object) -> Tool:
         text = json.dumps(arguments)
         kind = import_module("agents.tool_context").ToolContext
         given = kind(
-            context=context, tool_name=tool.name, tool_call_id=_call_id(), tool_arguments=text
+            context=context,
+            tool_name=tool.name,
+            tool_call_id=f"call_{uuid4().hex}",
+            tool_arguments=text,
         )
         return tool.on_invoke_tool(given, text)
 
@@ -66,25 +79,12 @@ def _from_pydantic_ai(tool: Foreign, context: object) -> Tool:
             model=None,  # there is no agent
             usage=package.RunUsage(),
             tool_name=tool.name,
-            tool_call_id=_call_id(),
+            tool_call_id=f"call_{uuid4().hex}",
         )
         return schema.call(values, given)
 
     description = tool.description or ""
     return Tool(tool.name, description, schema.json_schema, call, in_order=tool.sequential)
-
-
-def _takes_context(function: Callable[..., object]) -> bool:
-    """Return whether a function's first argument is pydantic-ai's `RunContext`."""
-    if "pydantic_ai" not in sys.modules:
-        return False
-    try:
-        first = next(iter(inspect.signature(function).parameters))
-        hint = get_type_hints(function)[first]
-    except Exception:  # it is described, or refused, as any other function
-        return False
-    kind = get_origin(hint) or hint
-    return kind is import_module("pydantic_ai").RunContext
 
 
 def _from_langchain(tool: Foreign, _: object) -> Tool:
@@ -98,10 +98,6 @@ def _from_langchain(tool: Foreign, _: object) -> Tool:
 def _from_smolagents(tool: Foreign, _: object) -> Tool:
     function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
     return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
-
-
-def _call_id() -> str:
-    return f"call_{uuid4().hex}"
 
 
 _FRAMEWORKS: dict[tuple[str, ...], Callable[[Foreign, object], Tool]] = {

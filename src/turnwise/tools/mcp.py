@@ -13,9 +13,9 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -37,23 +37,8 @@ IDLE_SECONDS = 600.0
 """Time without a trajectory after which warm and shared connections end."""
 _MAX_POOLS = 1000
 """Number of pools above which unused ones are forgotten."""
-_STARTING = 2 * (os.cpu_count() or 1)
-"""Maximum number of servers that start at the same time."""
-
-
-class McpOptions(TypedDict, total=False):
-    """Options of `MCPServer`; `McpConfig` describes them."""
-
-    env: Mapping[str, str] | None
-    cwd: str | None
-    url: str | None
-    headers: Mapping[str, str] | None
-    session_header: str | None
-    shared: bool
-    warm: int
-    tools: Sequence[str] | None
-    prefix: str
-    start_timeout: float | None
+_starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+"""Limits the number of servers that start at the same time."""
 
 
 class MCPServer:
@@ -62,8 +47,8 @@ class MCPServer:
     Args:
         command: Program to start, which speaks MCP over its standard input and output.
         args: Its arguments.
-        **options: The other keys of an entry `mcp` of `rollout.tools`, such as `url`, `env`,
-            `tools` and `shared`, with the same defaults.
+        **options: The other keys of an entry `mcp` of `rollout.tools` (`McpConfig`), such as `url`,
+            `env`, `tools` and `shared`, with the same defaults.
 
     Raises:
         InputError: when the arguments contradict each other.
@@ -75,10 +60,7 @@ class MCPServer:
     """
 
     def __init__(
-        self,
-        command: str | None = None,
-        args: Sequence[str] = (),
-        **options: Unpack[McpOptions],
+        self, command: str | None = None, args: Sequence[str] = (), **options: object
     ) -> None:
         given = {"command": command, "args": args, **options}
         # No deadline for the start is None; all else that is None has its default.
@@ -88,13 +70,6 @@ class MCPServer:
         except ValidationError as error:
             mistakes = (e["msg"].removeprefix("Value error, ") for e in error.errors())
             raise InputError(f"MCPServer: {'; '.join(mistakes)}") from None
-
-    @classmethod
-    def configured(cls, config: McpConfig) -> "MCPServer":
-        """Return the server of an entry of `rollout.tools`."""
-        server = cls.__new__(cls)
-        server.config = config
-        return server
 
     def toolset(self) -> "McpToolset":
         """Return one trajectory's connection, which is not open yet."""
@@ -129,17 +104,27 @@ class McpToolset:
             self._line = pool.join(self._session)
             return await pool.listed(await self._line.connection())
 
-        prefix, tools = self._config.prefix, _offered(self._config, await _on_loop(listed()))
-        return [
-            Tool(prefix + name, description, parameters, partial(self._call, name))
-            for name, description, parameters in tools
-        ]
+        async def call(name: str, arguments: JsonObject) -> str:
+            line = self._line  # which `close` may take away meanwhile, in another thread
+            if line is None:
+                raise McpError(f"{_name_of(self._config)} is closed")
+            return await _on_loop(line.call(name, arguments, self._session))
 
-    async def _call(self, name: str, arguments: JsonObject) -> str:
-        line = self._line  # which `close` may take away meanwhile, in another thread
-        if line is None:
-            raise McpError(f"{_name_of(self._config)} is closed")
-        return await _on_loop(line.call(name, arguments, self._session))
+        all_listed, config = await _on_loop(listed()), self._config
+        server, tools = _name_of(config), dict[str, Tool]()
+        for name, description, parameters in all_listed:
+            if config.tools is not None and name not in config.tools:
+                continue
+            full = config.prefix + name
+            if not _NAME.fullmatch(full):
+                raise McpError(f"{server} lists a tool with the invalid name {full!r:.80}")
+            if name in tools:
+                raise McpError(f"{server} lists two tools named {name}")
+            tools[name] = Tool(full, description, parameters, partial(call, name))
+        if missing := [name for name in config.tools or () if name not in tools]:
+            names = ", ".join(repr(name)[:80] for name, *_ in all_listed[:20]) or "none"
+            raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
+        return [tools[name] for name in config.tools] if config.tools else list(tools.values())
 
     async def close(self) -> None:
         """Disconnect, and end the process of a command; takes a few seconds at most."""
@@ -161,28 +146,6 @@ def _name_of(config: McpConfig) -> str:
     return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
 
 
-def _offered(config: McpConfig, listed: _Listed) -> _Listed:
-    """Return the tools to offer.
-
-    Raises:
-        McpError: when the server lists an invalid or a repeated name, or not all allowed tools.
-    """
-    server, tools = _name_of(config), dict[str, tuple[str, str, JsonObject]]()
-    for tool in listed:
-        if config.tools is not None and tool[0] not in config.tools:
-            continue
-        name = config.prefix + tool[0]
-        if not _NAME.fullmatch(name):
-            raise McpError(f"{server} lists a tool with the invalid name {name!r:.80}")
-        if tool[0] in tools:
-            raise McpError(f"{server} lists two tools named {tool[0]}")
-        tools[tool[0]] = tool
-    if missing := [name for name in config.tools or () if name not in tools]:
-        names = ", ".join(repr(name)[:80] for name, *_ in listed[:20]) or "none"
-        raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
-    return [tools[name] for name in config.tools] if config.tools else list(tools.values())
-
-
 class Line:
     """A connection, opened by `make`, that is replaced after it has failed."""
 
@@ -202,16 +165,17 @@ class Line:
         Raises:
             TurnwiseError: as `Connection.open` does.
         """
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
 
-    async def _open(self) -> "Connection":
-        if self._connection is not None and not await self._connection.usable():
-            await self._drop()
-        if self._connection is None:
-            self._connection = await self._make()
-        return self._connection
+        async def usable() -> "Connection":
+            if self._connection is not None and not await self._connection.usable():
+                await self._drop()
+            if self._connection is None:
+                self._connection = await self._make()
+            return self._connection
+
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(usable())
+        return await asyncio.shield(self._opening)
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
         """Call a tool; see `Connection.call`."""
@@ -259,7 +223,19 @@ class Pool:
 
     def join(self, session: str) -> Line:
         """Return the connection of a trajectory, opened with its first use."""
-        line = self._shared if self._config.shared else Line(lambda: self._take(session))
+
+        async def take() -> "Connection":
+            """Return a warm connection, or open one; keeps `warm` of them ready."""
+            while self._warm:
+                connection = self._warm.pop(0)
+                if await connection.usable():
+                    self._fill()
+                    return connection
+                await connection.close()
+            self._fill()
+            return await self._connect(session)
+
+        line = self._shared if self._config.shared else Line(take)
         line.users += 1
         self._users += 1
         self._stay()
@@ -304,17 +280,6 @@ class Pool:
             self._idle.cancel()
             self._idle = None
 
-    async def _take(self, session: str) -> "Connection":
-        """Return a warm connection, or open one; keeps `warm` of them ready."""
-        while self._warm:
-            connection = self._warm.pop(0)
-            if await connection.usable():
-                self._fill()
-                return connection
-            await connection.close()
-        self._fill()
-        return await self._connect(session)
-
     def _fill(self) -> None:
         async def warm_up() -> None:
             try:
@@ -337,7 +302,7 @@ class Pool:
         from turnwise.tools.mcp_connection import Connection  # a second to import
 
         connection = Connection(_name_of(self._config), self._config, session)
-        async with _the_loop().starting:
+        async with _starting:
             await connection.open()
         return connection
 
@@ -347,38 +312,31 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Loop:
-    """The loop of all connections, and what lives on it."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.pools: dict[str, Pool] = {}
-        self.choosing = threading.Lock()
-        self.starting = asyncio.Semaphore(_STARTING)
-        threading.Thread(target=self.loop.run_forever, daemon=True, name="turnwise-mcp").start()
+_choosing = threading.Lock()
+_pools: dict[str, Pool] = {}
 
 
-_making = threading.Lock()
-_the_only_loop = cache(_Loop)
-
-
-def _the_loop() -> _Loop:
-    with _making:
-        return _the_only_loop()
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of all connections; started by the first call, which holds `_choosing`."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="turnwise-mcp").start()
+    return loop
 
 
 def pool_of(config: McpConfig) -> Pool:
     """Return the pool of a configuration; callable from any thread."""
-    loop, key = _the_loop(), config.model_dump_json()
-    with loop.choosing:
-        if key not in loop.pools:
-            if len(loop.pools) >= _MAX_POOLS:  # environments whose servers differ in each row
-                for other in [k for k, pool in loop.pools.items() if pool.unused]:
-                    del loop.pools[other]
-            loop.pools[key] = Pool(config)
-        return loop.pools[key]
+    key = config.model_dump_json()
+    with _choosing:
+        _loop()
+        if key not in _pools:
+            if len(_pools) >= _MAX_POOLS:  # environments whose servers differ in each row
+                for other in [k for k, pool in _pools.items() if pool.unused]:
+                    del _pools[other]
+            _pools[key] = Pool(config)
+        return _pools[key]
 
 
 async def _on_loop(work: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine on the loop of all connections; cancelling this call cancels it."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _the_loop().loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))

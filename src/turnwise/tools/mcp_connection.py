@@ -86,8 +86,18 @@ class Connection:
             DeadlineError: when it does not answer within `start_timeout`.
             InputError: when an environment variable is missing.
         """
+
+        async def own() -> None:
+            """Hold the SDK's contexts open, until `close` or until the connection fails."""
+            self._scope = anyio.CancelScope()
+            with self._scope:
+                # The handshake by which servers of all versions keep a session.
+                async with Client(self._transport(), mode="legacy", cache=None) as client:
+                    self._ready.set_result(client)
+                    await self._leaving.wait()
+
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(), name=self._name)
+        self._owner = asyncio.create_task(own(), name=self._name)
         either: list[asyncio.Future[Any]] = [self._ready, self._owner]
         try:
             with waiting(self._name, "MCP server"):
@@ -107,15 +117,6 @@ class Connection:
             await self.close()
             raise
 
-    async def _own(self) -> None:
-        """Hold the SDK's contexts open, until `close` or until the connection fails."""
-        self._scope = anyio.CancelScope()
-        with self._scope:
-            # The handshake by which servers of all versions keep a session.
-            async with Client(self._transport(), mode="legacy", cache=None) as client:
-                self._ready.set_result(client)
-                await self._leaving.wait()
-
     @asynccontextmanager
     async def _transport(self) -> "AsyncIterator[TransportStreams]":
         config = self._config
@@ -128,8 +129,18 @@ class Connection:
         headers = _expanded(config.headers, "headers")
         if config.session_header:
             headers[config.session_header] = self._session
+
+        async def limit(response: httpx2.Response) -> None:
+            # The SDK limits events itself; streams of them have no end.
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                assert isinstance(response.stream, httpx2.AsyncByteStream)
+                response.stream = _Limited(response.stream)
+
+        waits = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # calls have deadlines of their own
         async with (
-            _http_client(headers) as client,
+            httpx2.AsyncClient(
+                headers={**IDENTITY, **headers}, timeout=waits, event_hooks={"response": [limit]}
+            ) as client,
             streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_BYTES
             ) as streams,
@@ -384,25 +395,6 @@ class _ServerProcess:
                 return
             if message is not None:
                 await received.send(SessionMessage(message))
-
-
-def _http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
-    """Return a client whose JSON answers have at most `MAX_BYTES` bytes.
-
-    It waits for answers without a deadline; calls have their own.
-    """
-
-    async def limit(response: httpx2.Response) -> None:
-        # The SDK limits events itself; streams of them have no end.
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _Limited(response.stream)
-
-    return httpx2.AsyncClient(
-        headers={**IDENTITY, **headers},
-        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
-        event_hooks={"response": [limit]},
-    )
 
 
 class _Limited(httpx2.AsyncByteStream):

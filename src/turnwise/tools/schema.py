@@ -7,6 +7,7 @@ all other descriptions objects are closed, as OpenAI's strict mode asks.
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter
@@ -107,17 +108,19 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     except Exception as error:
         why = _untypable(parameters, hints) or _first_sentence(error)
         raise _refused(function, why) from error
-    tidy = _Tidy(described.get("$defs", {}))
-    properties = tidy.schema(described)["properties"]
+    whole, definitions = _tidied(described)
+    properties = whole["properties"]
     schema: JsonObject = {"type": "object", "properties": properties}
     if "required" in described:
         schema["required"] = described["required"]
     if not all("description" in each and _is_plain(each) for each in properties.values()):
         schema["additionalProperties"] = False
+    if definitions:
+        schema["$defs"] = definitions
     said = {
         "name": function.__name__,
         "description": (read.description or "").strip(),
-        "parameters": tidy.with_definitions(schema),
+        "parameters": schema,
     }
     if (returned := _returned(hints, read.returns)) is not None:
         said["return"] = returned
@@ -126,35 +129,29 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
 
 def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
     """Return what is wrong with arguments in one line, with the path of each mistake."""
-    try:
+    given: Foreign = None
+    with suppress(ValueError):
         given = from_json(arguments_json)
-    except ValueError:
-        given = None
     found: dict[str, list[str]] = {}
     for mistake in error.errors(include_url=False, include_context=False, include_input=False):
-        path = _path(mistake["loc"], given, missing=mistake["type"] == "missing")
-        found.setdefault(path, []).append(mistake["msg"])
+        # The keys and indices of the place, without pydantic's names of types.
+        steps, at, location = list[str](), given, mistake["loc"]
+        for number, step in enumerate(location):
+            if isinstance(at, list):
+                inside = isinstance(step, int) and step < len(at)
+            else:
+                inside = isinstance(at, dict) and step in at
+            if inside:
+                at = at[step]
+            if inside or (mistake["type"] == "missing" and number == len(location) - 1):
+                steps.append(str(step))
+        found.setdefault(".".join(steps) or "arguments", []).append(mistake["msg"])
     lines = []
     for path, messages in islice(found.items(), MAX_MISTAKES):
         first, *others = dict.fromkeys(messages)  # what each member of a union says of one value
         more = (other.removeprefix("Input should be ") for other in others)
         lines.append(" or ".join([f"{path}: {first}", *more]))
     return "; ".join(lines)
-
-
-def _path(location: tuple[int | str, ...], given: Foreign, *, missing: bool) -> str:
-    """Return the keys and indices of a location, without pydantic's names of types."""
-    steps = []
-    for number, step in enumerate(location):
-        if isinstance(given, list):
-            inside = isinstance(step, int) and step < len(given)
-        else:
-            inside = isinstance(given, dict) and step in given
-        if inside:
-            given = given[step]
-        if inside or (missing and number == len(location) - 1):
-            steps.append(str(step))
-    return ".".join(steps) or "arguments"
 
 
 def _refused(function: ToolFunction, why: str) -> InputError:
@@ -225,70 +222,68 @@ def _returned(
         described = TypeAdapter(hints["return"]).json_schema(schema_generator=_JsonSchema)
     except Exception:  # a type of the user's own, of which the model reads nothing
         return None
-    returned = _Tidy(described.get("$defs", {})).schema(described)
+    returned, _ = _tidied(described)
     if not _is_plain(returned):
         return None
     description = _one_line(line.description if line else None)
     return {**returned, "description": description} if description else returned
 
 
-class _Tidy:
-    """Pydantic's schemas in the words of chat templates and of OpenAI's strict mode.
+def _tidied(described: JsonObject) -> tuple[JsonObject, JsonObject]:
+    """Return a schema of pydantic's in the words of chat templates and of OpenAI's strict mode, and
+    the definitions that its references need.
 
     No titles, no references except to types that contain themselves, `anyOf` for all unions,
     `enum` for all choices, and objects with fields closed.
     """
+    given: JsonObject = described.get("$defs", {})
+    recursive: dict[str, None] = {}
 
-    def __init__(self, definitions: JsonObject) -> None:
-        self._definitions = definitions
-        self._recursive: dict[str, None] = {}
-
-    def schema(self, schema: object, within: tuple[str, ...] = ()) -> Foreign:
+    def tidy(schema: object, within: tuple[str, ...] = ()) -> Foreign:
         """Return a schema tidied, which is `within` the definitions of these names."""
         if not isinstance(schema, dict):
             return schema  # true or false
         if "$ref" in schema:  # what it means, or the reference inside that schema itself
             name = schema["$ref"].removeprefix("#/$defs/")
             if name in within:
-                self._recursive[name] = None
-            if name in within or name not in self._definitions:
+                recursive[name] = None
+            if name in within or name not in given:
                 return schema
             beside = {key: value for key, value in schema.items() if key != "$ref"}
-            return self.schema({**self._definitions[name], **beside}, (*within, name))
-        tidy: JsonObject = {}
+            return tidy({**given[name], **beside}, (*within, name))
+        tidied: JsonObject = {}
         for key, value in schema.items():
             match key:
                 case "title" | "discriminator":
                     continue
                 case "const":
-                    tidy["enum"] = [value]
+                    tidied["enum"] = [value]
                 case "anyOf" | "oneOf":
-                    tidy["anyOf"] = [self.schema(each, within) for each in value]
+                    tidied["anyOf"] = [tidy(each, within) for each in value]
                 case "prefixItems" | "allOf":
-                    tidy[key] = [self.schema(each, within) for each in value]
+                    tidied[key] = [tidy(each, within) for each in value]
                 case "properties" | "patternProperties":
-                    tidy[key] = {name: self.schema(each, within) for name, each in value.items()}
+                    tidied[key] = {name: tidy(each, within) for name, each in value.items()}
                 case "items" | "additionalProperties" | "propertyNames":
-                    tidy[key] = self.schema(value, within)
+                    tidied[key] = tidy(value, within)
                 case _:
-                    tidy[key] = value
-        first, *others = tidy.get("prefixItems", [None])
-        if first is not None and all(other == first for other in others) and "items" not in tidy:
-            del tidy["prefixItems"]  # more servers take an array
-            tidy["items"] = first
-        if "properties" in tidy:  # closed, unless its type takes other fields
-            tidy.setdefault("additionalProperties", False)
-        elif tidy.get("additionalProperties") in (True, {}):  # this says nothing
-            del tidy["additionalProperties"]
-        if tidy.get("items") in (True, {}):
-            del tidy["items"]
+                    tidied[key] = value
+        first, *others = tidied.get("prefixItems", [None])
+        if first is not None and all(other == first for other in others) and "items" not in tidied:
+            del tidied["prefixItems"]  # more servers take an array
+            tidied["items"] = first
+        if "properties" in tidied:  # closed, unless its type takes other fields
+            tidied.setdefault("additionalProperties", False)
+        elif tidied.get("additionalProperties") in (True, {}):  # this says nothing
+            del tidied["additionalProperties"]
+        if tidied.get("items") in (True, {}):
+            del tidied["items"]
         places = {"type": 0, "description": 2, "default": 3}  # as people write it
-        return dict(sorted(tidy.items(), key=lambda item: places.get(item[0], 1)))
+        return dict(sorted(tidied.items(), key=lambda item: places.get(item[0], 1)))
 
-    def with_definitions(self, schema: JsonObject) -> JsonObject:
-        """Return a schema with the definitions that its references need."""
-        definitions: JsonObject = {}
-        while missing := [name for name in self._recursive if name not in definitions]:
-            for name in missing:
-                definitions[name] = self.schema(self._definitions[name], (name,))
-        return {**schema, "$defs": definitions} if definitions else schema
+    whole = tidy(described)
+    definitions: JsonObject = {}
+    while missing := [name for name in recursive if name not in definitions]:
+        for name in missing:
+            definitions[name] = tidy(given[name], (name,))
+    return whole, definitions

@@ -105,32 +105,31 @@ class Toolbox:
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
         async with self._turn if tool.in_order else contextlib.nullcontext():
-            return await self._called(name, arguments_json)
+            ends = time.monotonic() + self._timeout
 
-    async def _called(self, name: str, arguments_json: str) -> ToolResult:
-        ends = time.monotonic() + self._timeout
+            async def run(step: Callable[..., _T], *given: object) -> _T:
+                left = max(0.0, ends - time.monotonic())
+                what = f"the tool {name}"
+                value: _T = await call_user_code(step, *given, name=what, seconds=left)
+                return value
 
-        async def run(step: Callable[..., _T], *given: object) -> _T:
-            left = max(0.0, ends - time.monotonic())
-            value: _T = await call_user_code(step, *given, name=f"the tool {name}", seconds=left)
-            return value
-
-        try:
-            value = await run(self._tools[name].call, arguments_json)
-            if type(value) in _PLAIN:
-                text, left_out = _shown(value, self._max_chars)
-            else:  # off the event loop: it may be long, and its __str__ may be user code
-                text, left_out = await run(_shown, value, self._max_chars)
-        except DeadlineError:
-            return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
-        except TrajectoryError:  # not the model's affair
-            raise
-        except ArgumentsError as error:
-            return self._failed(f"{name} cannot take these arguments: {error}", "bad_arguments")
-        except Exception as error:
-            message, unseen = await _message(error, self._max_chars)
-            text = f"{name} failed: {type(error).__name__}: {message}"
-            return self._failed(text, "error", error, unseen)
+            try:
+                value = await run(tool.call, arguments_json)
+                if type(value) in _PLAIN:
+                    text, left_out = _shown(value, self._max_chars)
+                else:  # off the event loop: it may be long, and its __str__ may be user code
+                    text, left_out = await run(_shown, value, self._max_chars)
+            except DeadlineError:
+                return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
+            except TrajectoryError:  # not the model's affair
+                raise
+            except ArgumentsError as error:
+                text = f"{name} cannot take these arguments: {error}"
+                return self._failed(text, "bad_arguments")
+            except Exception as error:
+                message, unseen = await _message(error, self._max_chars)
+                text = f"{name} failed: {type(error).__name__}: {message}"
+                return self._failed(text, "error", error, unseen)
         if left_out:
             return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
         return ToolResult(text, "ok")
@@ -205,10 +204,32 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_jsonable)
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
-    """Return a tool's name, and the tool as the toolbox calls it."""
+    """Return a tool's name, and the tool as the toolbox calls it; the arguments of a `Tool` are
+    validated against its own JSON schema."""
     tool = adopted(tool)
     if isinstance(tool, Tool):
-        return tool.name, _with_schema(tool)
+        validator, own = _validator(json.dumps(tool.parameters), tool.name), tool.call
+
+        def checked(arguments_json: str) -> object:
+            """Validate and call, in a thread: the schema is foreign, and may take its time."""
+            try:
+                arguments = json.loads(arguments_json)
+            except (json.JSONDecodeError, RecursionError) as error:
+                reason = getattr(error, "msg", "nested too deeply")
+                raise ArgumentsError(f"arguments: not JSON ({reason})") from None
+            if not isinstance(arguments, dict):
+                raise ArgumentsError("arguments: must be a JSON object")
+            mistakes = [
+                f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
+                for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
+            ]
+            if mistakes:
+                raise ArgumentsError("; ".join(mistakes))
+            return own(arguments)
+
+        names = ("name", "description", "parameters")
+        described = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
+        return tool.name, _Callable(described, checked, tool.in_order, tool.hidden)
     if not callable(tool) or not hasattr(tool, "__name__"):
         raise InputError(
             f"a tool must be a function with type hints and a docstring, or a turnwise.Tool, not "
@@ -227,32 +248,6 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
     asynchronous = inspect.iscoroutinefunction(tool)
     return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
-
-
-def _with_schema(tool: Tool) -> _Callable:
-    """Return a tool whose arguments are validated against its own JSON schema."""
-    validator = _validator(json.dumps(tool.parameters), tool.name)
-
-    def checked(arguments_json: str) -> object:
-        """Validate and call, in a thread: the schema is foreign, and may take its time."""
-        try:
-            arguments = json.loads(arguments_json)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
-            raise ArgumentsError(f"arguments: not JSON ({reason})") from None
-        if not isinstance(arguments, dict):
-            raise ArgumentsError("arguments: must be a JSON object")
-        mistakes = [
-            f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
-            for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
-        ]
-        if mistakes:
-            raise ArgumentsError("; ".join(mistakes))
-        return tool.call(arguments)
-
-    names = ("name", "description", "parameters")
-    schema = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
-    return _Callable(schema, checked, tool.in_order, tool.hidden)
 
 
 @lru_cache(maxsize=4096)

@@ -1,28 +1,7 @@
 """The YAML files of a pipeline's models: their keys, ChatLearn's flat keys, and their includes.
 
-    includes: [shared.yaml]      # relative to this file; a later one wins, own keys win over all
-    model: {path: ..., dtype: bfloat16}
-    tokenizer: {tool_parser: hermes}
-    sampling: {n: 8, temperature: 1.0}
-    eval_sampling: {n: 1, temperature: 0}
-    scheduler: {max_num_seqs: 128}
-    cache: {prefix_caching: true}
-    engine: {threads: 1}         # all other keys of engine
-
-Sections are merged key by key, and so are values that are mappings. Only names are checked here;
-values are checked with the whole configuration. ChatLearn's flat keys may be used beside sections
-or instead of them:
-
-    n: 1                       # sampling.n, times num_inference_per_prompt in training
-    eval_temperature: 0.6      # eval.sampling.temperature; so for every key of sampling
-    stop_token_list: <EOS>;</s>
-    new_token_limit: true      # sampling.max_tokens is max_new_tokens, not the whole context
-    tokenizer: some/tokenizer  # model.tokenizer
-
-A value of null, or the text None, means that the key is not set, and any text may be an
-environment variable, `${VARIABLE:default}`. The files of the models beside the policy (reference,
-reward, value, and the two trainers) have sections `model`, `training` and `algorithm`, or the flat
-keys in `_FLAT`.
+docs/how-to/pipelines.md lists the keys. Sections are merged key by key, and so are values that are
+mappings. Only names are checked here; values are checked with the whole configuration.
 """
 
 import ast
@@ -300,13 +279,9 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {meant[0]}?" if meant else ""
 
 
-def read_model_file(path: str | Path) -> Settings:
-    """Return the settings of the policy's file and of everything it includes."""
-    return read_model(path)[0]
-
-
 def read_model(path: str | Path) -> tuple[Settings, Args]:
-    """Return the settings of the policy's file, and its flat keys, whose values they include.
+    """Return the settings of the policy's file with all that it includes, and its flat keys, whose
+    values the settings include.
 
     Raises:
         InputError: naming the file that cannot be read or is included by itself, or every key

@@ -1,61 +1,11 @@
 """The file of a pipeline: several models, each with its own file, and how they are trained.
 
-    pipeline: ppo                    # or grpo, or online_dpo
-    models:
-      policy:     {model_config_file: policy.yaml}       # samples: see `model_file`
-      reference:  {model_config_file: reference.yaml}    # for the KL penalty
-      reward:     {model_config_file: reward.yaml}       # a reward model; or {function: a.b:c}
-      value:      {model_config_file: value.yaml}        # ppo: the value model
-      ppo_policy: {model_config_file: ppo_policy.yaml}   # training of the policy
-      ppo_value:  {model_config_file: ppo_value.yaml}    # training of the value model
-    runtime:
-      colocation: [policy,ppo_policy]
-      num_episode: ${num_episode:200}
-      sample_per_episode: 1024
-      data_path: ${data_path}
-    rollout: {concurrency: 64}       # any section of a configuration
-
-The names are ChatLearn's. All of it becomes one `Config`: the models' files and `runtime` are
-translated to keys of the configuration; sections of the configuration in the same file win over
-them, and overrides win over everything. The models are:
-
-    policy       the engines; `num_gpu` devices (serving.workers, each of
-                 engine.tensor_parallel_size)
-    ppo_policy   the trainer; `num_gpu` processes (training.ranks). `policy` in its group of
-                 `colocation` is training.colocated
-    reference    algorithm.kl.model, a frozen model in the trainer's processes
-    value,       algorithm.advantage.model, in the trainer's processes: both files are of the same
-    ppo_value    model, which learns in every step
-                 with model.lora (ppo_policy's `lora`), an adapter on the policy's weights
-    reward,      an entry of rollout.rewards: a model in its own process, or a function
-    any_reward
-
-Keys of `runtime` and the keys that they set (s samples an episode, n = sampling.n):
-
-    num_episode              training.steps
-    sample_per_episode       rollout.prompts_per_step = s / n
-    train_global_batch_size  training.updates_per_step = s / train_global_batch_size
-    train_micro_batch_size   training.micro_batch_tokens = train_micro_batch_size * model.max_length
-    save_episode_interval    training.checkpoint_every
-    eval_episode_interval    eval.every
-    data_path, eval_data_path                      data.path, data.eval_path
-    training_data_num_limit, eval_data_num_limit   data.limit, data.eval_limit; -1 is all
-    output_dir, exp_name     output_dir, name
-    debug                    log_level
-    enable_resume_training   false: an existing run is an error instead of being resumed
-
-Flat keys of the models' files beside the policy's: load, bf16; in ppo_policy lr, lr_warmup_iters,
-lr_decay_style, clip_grad, weight_decay, init_kl_coef, cliprange, gamma, lam, dpo_weight,
-seq_length, recompute_activations; in ppo_value lr and cliprange_value. A reference without a weight
-for its penalty gets algorithm.kl.coef 0.02; ppo subtracts the penalty from the rewards.
-
-Accepted keys without effect are listed when the pipeline starts (`PipelineFile.notes`).
-Without `environment` the rows of the data are `{"prompt": text}` or `{"messages": [...]}`,
-answered in one turn. `${NAME:default}` is the value of an environment variable.
+The names are ChatLearn's; docs/how-to/pipelines.md lists them. All of it becomes one `Config`: the
+models' files and `runtime` are translated to keys of the configuration; sections of the
+configuration in the same file win over them, and overrides win over everything.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -69,7 +19,7 @@ from turnwise.compat.chatlearn.model_file import (
     merged,
     model_settings,
     nearest,
-    read_model_file,
+    read_model,
     role_of,
 )
 from turnwise.config import Config, apply_override, make_config, set_key
@@ -162,17 +112,6 @@ _LORA_DIM, _LORA_SCALING = 8, 1.0
 """ChatLearn's defaults; it divides the scaling by the dimension."""
 
 
-@dataclass(slots=True)
-class PipelineFile:
-    """The contents of a pipeline's file and of its models' files."""
-
-    config: Config
-    resumes: bool = True
-    """Whether a run that already exists is resumed."""
-    notes: list[str] = field(default_factory=list)
-    """One sentence for each group of keys without effect."""
-
-
 def is_pipeline_file(path: str | Path) -> bool:
     """Return whether a YAML file is a pipeline's: whether it has `models` or `runtime`."""
     try:
@@ -182,12 +121,8 @@ def is_pipeline_file(path: str | Path) -> bool:
     return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
 
 
-def read_pipeline_file(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    settings: Mapping[str, object] | None = None,
-) -> PipelineFile:
-    """Read a pipeline's file and the files of its models.
+class PipelineFile:
+    """A pipeline's file and the files of its models, read.
 
     Args:
         overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
@@ -196,36 +131,53 @@ def read_pipeline_file(
     Raises:
         InputError: naming the file and every key that cannot be used, or two files that disagree.
     """
-    return _Reader(Path(path).expanduser(), overrides, settings or {}).read()
 
-
-class _Reader:
-    """Reads one pipeline's file; collects all mistakes before it raises."""
-
-    def __init__(self, path: Path, overrides: Sequence[str], over: Mapping[str, object]) -> None:
-        self._path = path
-        self._tree = load_merged(path)
+    def __init__(
+        self,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self._path = Path(path).expanduser()
+        self._tree = load_merged(self._path)
         self._overrides = []
         for override in overrides:
             if override.partition("=")[0].partition(".")[0] in _OWN_SECTIONS:
                 apply_override(self._tree, override)
             else:
                 self._overrides.append(override)
-        self._over = over
+        self._over = settings or {}
         self._settings: Settings = {}
         self._devices: int | None = None
         """Devices of the policy's engines, where the file gives their number."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
         self._without_effect: dict[str, list[str]] = {}
+        self.resumes = True
+        """Whether a run that already exists is resumed."""
+        self.config = self._read()
+        self.notes = [
+            f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
+        ]
+        """One sentence for each group of keys without effect."""
 
-    def read(self) -> PipelineFile:
+    def _read(self) -> Config:
         models, runtime = self._section("models"), self._section("runtime")
         unknown = self._tree.keys() - {*_OWN_SECTIONS, *Config.model_fields}
         for name in sorted(map(str, unknown)):
             known = [*_OWN_SECTIONS, *Config.model_fields]
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
-        entries = {str(name): self._entry(str(name), entry) for name, entry in models.items()}
+        entries: dict[str, Tree] = {}
+        for name, entry in models.items():
+            if entry is not None and not isinstance(entry, dict):
+                raise InputError(f"{self._path}: models.{name} must hold keys and values")
+            entries[str(name)] = own = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
+            learns = name in ("ppo_policy", "ppo_value")
+            if own.pop("trainable", learns) is not learns:
+                self._mistakes.append(
+                    f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and "
+                    "no others"
+                )
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
         # Without a name, the models decide.
@@ -255,30 +207,14 @@ class _Reader:
                     raise InputError(
                         f"{self._path}: pipeline {kind} needs {key} {value}, not {found}"
                     )
-        resumes = bool(runtime.get("enable_resume_training", True))
-        notes = [
-            f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
-        ]
-        return PipelineFile(config, resumes, notes)
+        self.resumes = bool(runtime.get("enable_resume_training", True))
+        return config
 
     def _section(self, name: str) -> Tree:
         section = self._tree.get(name) or {}
         if not isinstance(section, dict):
             raise InputError(f"{self._path}: {name} must hold keys and values, not {section!r}")
         return section
-
-    def _entry(self, name: str, entry: object) -> Tree:
-        """Return one model's keys without those that have no effect."""
-        if entry is not None and not isinstance(entry, dict):
-            raise InputError(f"{self._path}: models.{name} must hold keys and values")
-        known = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
-        learns = name in ("ppo_policy", "ppo_value")
-        if known.pop("trainable", learns) is not learns:
-            self._mistakes.append(
-                f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and no "
-                "others"
-            )
-        return known
 
     def _known(self, section: str, values: Tree, known: Sequence[str]) -> Tree:
         """Return the values that have an effect; note those without, and mistakes."""
@@ -313,9 +249,17 @@ class _Reader:
             if "model_config_file" in entry:
                 path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
                 policy = role == "policy"
-                settings = read_model_file(path) if policy else model_settings(name, role, path)
+                settings = read_model(path)[0] if policy else model_settings(name, role, path)
+            number = entry.get("num_gpu") or entry.get("num_device")
             if role == "reward":
-                rewards.append(self._reward(name, entry, settings))
+                part: Tree = settings[REWARDS][0] if settings else {"name": name}
+                part |= {key: entry[key] for key in ("function", "weight") if key in entry}
+                if not part.keys() & {"function", "model", "dtype"}:
+                    self._mistakes.append(
+                        f"models.{name} needs a model_config_file with model.path, or a function "
+                        "(package.module:function)"
+                    )
+                rewards.append(part | ({"gpus": number} if number else {}))
                 continue
             if kind != "ppo" and role in ("value", "ppo_value"):
                 without = self._without_effect.setdefault("only ppo has a value model", [])
@@ -323,7 +267,6 @@ class _Reader:
             self._lora(name, entry.get("lora"))
             for key, value in settings.items():
                 self._put(key, value, str(entry["model_config_file"]))
-            number = entry.get("num_gpu") or entry.get("num_device")
             if role == "policy" and (replicas := entry.get("num_replica")):
                 self._put("serving.workers", replicas, f"models.{name}")
             elif role == "policy":
@@ -335,22 +278,6 @@ class _Reader:
                     self._mistakes.append(f"models.{name}.{key} is for rewards")
         if rewards:
             self._put(REWARDS, rewards, "models")
-
-    def _reward(self, name: str, entry: Tree, settings: Settings) -> Tree:
-        """Return the entry of `rollout.rewards` for one reward."""
-        part: Tree = settings[REWARDS][0] if settings else {"name": name}
-        if "function" in entry:
-            part["function"] = entry["function"]
-        if len(part) == 1:
-            self._mistakes.append(
-                f"models.{name} needs a model_config_file with model.path, or a function "
-                "(package.module:function)"
-            )
-        if number := entry.get("num_gpu") or entry.get("num_device"):
-            part["gpus"] = number
-        if "weight" in entry:
-            part["weight"] = entry["weight"]
-        return part
 
     def _lora(self, name: str, section: object) -> None:
         """Take the settings of a model's `lora`."""

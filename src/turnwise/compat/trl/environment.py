@@ -1,20 +1,8 @@
 """TRL's environments, tools and reward functions, played and called by ours; TRL is not imported.
 
-`environment: trl:package.module:Name` names an `environment_factory`: a class or a function without
-arguments, or a dictionary of them, from which a row's `environment` chooses by name. An instance
-has `reset(**row)`, whose text is appended to the prompt's last message, and optionally
-`get_reward()`. Its other public methods are tools; their result reaches the model as `str(result)`.
-
-As in TRL, instances are reused: each trajectory has one of its own until its group has been
-rewarded. An instance whose trajectory failed, or a call of which has not returned, is not.
-
-`rollout.rewards: [{trl: package.module:function}]` names a function
-
-    def reward(prompts, completions, completion_ids, **kwargs) -> list[float | None]
-
-TRL calls it once for a generation batch; it is called here once for each group, as soon as its
-trajectories are finished. It also gets the row's other columns as lists, `trainer_state`,
-`log_metric`, `log_extra` and, if the environment is TRL's, `environments`.
+docs/how-to/trl.md describes them. As in TRL, instances are reused: each trajectory has one of its
+own until its group has been rewarded. An instance whose trajectory failed, or a call of which has
+not returned, is not.
 """
 
 import inspect
@@ -23,7 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -155,7 +144,7 @@ class TrlEnvironment(Environment):
                 for name, _ in inspect.getmembers(type(self.instance), inspect.isfunction)
                 if name not in _NOT_TOOLS and not name.startswith("_")
             ]
-        self.tools = [_Tool(tool, self._calls) for tool in tools]
+        self.tools = [_counted(tool, self._calls) for tool in tools]
         if self.text is not None and self.tools:
             raise InputError("prompt must be a list of messages where there are tools, not a text")
 
@@ -210,29 +199,28 @@ class TextLoop(SingleTurnLoop):
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
-class _Tool:
-    """A function or method of TRL's as a tool of ours: it returns a text."""
+def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
+    """Return a function or method of TRL's as a tool of ours: it returns a text; `calls` has an
+    entry for each call that has not returned."""
 
-    def __init__(self, function: ToolFunction, calls: list[object]) -> None:
-        self.__name__ = function.__name__
-        self.__func__ = getattr(function, "__func__", function)  # describes it to the model
-        self._function = function
-        self._calls = calls
-
-    def __call__(self, **arguments: object) -> object:
-        self._calls.append(self)
-        try:
-            result = self._function(**arguments)
-            return self._finish(result) if inspect.isawaitable(result) else _shown(result)
-        finally:
-            self._calls.pop()
-
-    async def _finish(self, result: Awaitable[object]) -> object:
-        self._calls.append(self)
+    async def finish(result: Awaitable[object]) -> object:
+        calls.append(function)
         try:
             return _shown(await result)
         finally:
-            self._calls.pop()
+            calls.pop()
+
+    def call(**arguments: object) -> object:
+        calls.append(function)
+        try:
+            result = function(**arguments)
+            return finish(result) if inspect.isawaitable(result) else _shown(result)
+        finally:
+            calls.pop()
+
+    call.__name__ = function.__name__
+    vars(call)["__func__"] = getattr(function, "__func__", function)  # describes it to the model
+    return call
 
 
 def _shown(result: object) -> object:
@@ -245,125 +233,110 @@ def _shown(result: object) -> object:
     return result
 
 
-class TrainerState(NamedTuple):
-    """The part of TRL's `trainer_state` that a rollout knows."""
+async def judge_group(
+    function: RewardFunction,
+    max_steps: int,
+    files: RunFiles | None,
+    call: UserCall,
+    trajectories: Sequence[Trajectory],
+    row: Row,
+    episodes: Mapping[int, Episode],
+) -> object:
+    """Return what a reward function with TRL's signature returns for the finished trajectories of a
+    group, and keep what it logs.
 
-    global_step: int
-    """Optimizer steps in the newest weights that sampled the completions."""
-    max_steps: int
-    """Optimizer steps of the whole run."""
-
-
-class TrlReward:
-    """A reward function with TRL's signature, for the finished trajectories of a group.
+    A metric that is no finite number is counted as `metrics_error`.
 
     Args:
         max_steps: Optimizer steps of the run.
         files: Files of the run, for `log_extra`; None writes none.
     """
+    metrics: dict[str, list[float]] = defaultdict(list)
+    extra: dict[str, list[object]] = {}
 
-    def __init__(self, function: RewardFunction, max_steps: int, files: RunFiles | None) -> None:
-        self._function = function
-        self._max_steps = max_steps
-        self._files = files
+    def log_metric(name: str, value: float) -> None:
+        number = finite_number(value)
+        if number is None:
+            trajectories[0].events["metrics_error"] += 1
+        else:
+            metrics[name].append(number)
 
-    async def __call__(
-        self,
-        call: UserCall,
-        trajectories: Sequence[Trajectory],
-        row: Row,
-        episodes: Mapping[int, Episode],
-    ) -> object:
-        """Return what the function returns, and keep what it logs.
+    def log_extra(column: str, values: Sequence[object]) -> None:
+        if len(values) != len(trajectories):
+            raise InputError(
+                f"log_extra: {column} needs {len(trajectories)} values, one for each "
+                f"completion, not {len(values)}"
+            )
+        extra[column] = list(values)
 
-        A metric that is no finite number is counted as `metrics_error`.
-        """
-        metrics: dict[str, list[float]] = defaultdict(list)
-        extra: dict[str, list[object]] = {}
+    def write(files: RunFiles) -> None:
+        lines = [
+            {
+                "problem_id": trajectory.problem_id,
+                "sample_index": trajectory.sample_index,
+                "weight_version": _newest_version(trajectory),
+                **{column: values[index] for column, values in extra.items()},
+            }
+            for index, trajectory in enumerate(trajectories)
+        ]
+        text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
+        files.append("extra.jsonl", text)
 
-        def log_metric(name: str, value: float) -> None:
-            number = finite_number(value)
-            if number is None:
-                trajectories[0].events["metrics_error"] += 1
-            else:
-                metrics[name].append(number)
-
-        def log_extra(column: str, values: Sequence[object]) -> None:
-            if len(values) != len(trajectories):
-                raise InputError(
-                    f"log_extra: {column} needs {len(trajectories)} values, one for each "
-                    f"completion, not {len(values)}"
-                )
-            extra[column] = list(values)
-
-        arguments = self._arguments(trajectories, row, episodes)
-        arguments |= {"log_extra": log_extra, "log_metric": log_metric}
-        values = await call(partial(self._function, **arguments))
-        for name, numbers in metrics.items():
-            for trajectory in trajectories:
-                trajectory.metrics[name] = sum(numbers) / len(numbers)
-        if extra and self._files is not None:
-            await call(partial(_write, self._files, trajectories, extra))
-        return values
-
-    def _arguments(
-        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
-    ) -> dict[str, object]:
-        played = [episodes[trajectory.sample_index] for trajectory in trajectories]
-        conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
-        state = TrainerState(max(map(_newest_version, trajectories)), self._max_steps)
-        arguments: dict[str, object] = {
-            "prompts": [prompt for prompt, _ in conversations],
-            "completions": [completion for _, completion in conversations],
-            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
-            **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
-            "trainer_state": state,
-        }
-        environments = [episode.environment for episode in played]
-        theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
-        instances = [each.instance for each in theirs]
-        if len(theirs) == len(played) and any(each is not None for each in instances):
-            arguments["environments"] = instances
-        return arguments
+    arguments = _arguments(max_steps, trajectories, row, episodes)
+    arguments |= {"log_extra": log_extra, "log_metric": log_metric}
+    values = await call(partial(function, **arguments))
+    for name, numbers in metrics.items():
+        for trajectory in trajectories:
+            trajectory.metrics[name] = sum(numbers) / len(numbers)
+    if extra and files is not None:
+        await call(partial(write, files))
+    return values
 
 
-def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:
-    """Return prompt and completion: texts if the prompt is a text, otherwise messages."""
-    environment = episode.environment
-    if isinstance(environment, TrlEnvironment) and environment.text is not None:
-        return environment.text, trajectory.final_text
-    messages = deepcopy(trajectory.messages[len(episode.problem) :])
-    for message in messages:  # TRL's calls have no ids
-        message.pop("tool_call_id", None)
-        for call in message.get("tool_calls", ()):
-            call.pop("id", None)
-    return deepcopy(episode.problem), messages or [dict(_NO_ANSWER)]
-
-
-def _completion_ids(trajectory: Trajectory) -> list[int]:
-    """Return all ids after the first prompt, tool results included."""
-    if not trajectory.turns:
-        return []
-    last = len(trajectory.turns) - 1
-    ids = [*trajectory.prompt_token_ids(last), *trajectory.turns[last].completion_token_ids]
-    return ids[len(trajectory.prompt_token_ids(0)) :]
+def _arguments(
+    max_steps: int,
+    trajectories: Sequence[Trajectory],
+    row: Row,
+    episodes: Mapping[int, Episode],
+) -> dict[str, object]:
+    """Return the keyword arguments of a reward function."""
+    played = [episodes[trajectory.sample_index] for trajectory in trajectories]
+    prompts, completions, completion_ids = list[object](), list[object](), list[list[int]]()
+    for trajectory, episode in zip(trajectories, played, strict=True):
+        environment, turns = episode.environment, trajectory.turns
+        if isinstance(environment, TrlEnvironment) and environment.text is not None:
+            prompts.append(environment.text)
+            completions.append(trajectory.final_text)
+        else:
+            messages = deepcopy(trajectory.messages[len(episode.problem) :])
+            for message in messages:  # TRL's calls have no ids
+                message.pop("tool_call_id", None)
+                for call in message.get("tool_calls", ()):
+                    call.pop("id", None)
+            prompts.append(deepcopy(episode.problem))
+            completions.append(messages or [dict(_NO_ANSWER)])
+        ids: list[int] = []
+        if turns:  # all ids after the first prompt, tool results included
+            last = len(turns) - 1
+            ids = [*trajectory.prompt_token_ids(last), *turns[last].completion_token_ids]
+            ids = ids[len(trajectory.prompt_token_ids(0)) :]
+        completion_ids.append(ids)
+    steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
+    state = SimpleNamespace(global_step=steps, max_steps=max_steps)
+    arguments: dict[str, object] = {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
+        "trainer_state": state,
+    }
+    environments = [episode.environment for episode in played]
+    theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+    instances = [each.instance for each in theirs]
+    if len(theirs) == len(played) and any(each is not None for each in instances):
+        arguments["environments"] = instances
+    return arguments
 
 
 def _newest_version(trajectory: Trajectory) -> int:
     return max((v for turn in trajectory.turns for v in turn.weight_versions), default=0)
-
-
-def _write(
-    files: RunFiles, trajectories: Sequence[Trajectory], extra: Mapping[str, Sequence[object]]
-) -> None:
-    """Append extra columns to `extra.jsonl`."""
-    lines = [
-        {
-            "problem_id": trajectory.problem_id,
-            "sample_index": trajectory.sample_index,
-            "weight_version": _newest_version(trajectory),
-            **{column: values[index] for column, values in extra.items()},
-        }
-        for index, trajectory in enumerate(trajectories)
-    ]
-    files.append("extra.jsonl", "".join(f"{json.dumps(line, default=str)}\n" for line in lines))

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
-from turnwise.compat.trl.config import GRPOConfig
+from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings, updates_per_step
 from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
-from turnwise.compat.trl.mapping import lora_settings, settings, updates_per_step
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject

@@ -127,45 +127,39 @@ class Python:
                     stream.flush()
 
 
-class Shell:
-    """A shell session: the working directory, variables and functions stay."""
-
-    _SCRIPT = """
+_SHELL = """
 source ~/.session 2> /dev/null
 __save() { { declare -p; declare -f; printf 'cd %q\\n' "$PWD"; } > ~/.session 2> /dev/null; }
 trap __save EXIT
 eval "$1"
 """
-
-    def run(self, command: str, seconds: float) -> None:
-        """Run a command; its exit code is printed unless it is 0."""
-        out = _console()
-        try:
-            bash = ["bash", "--noprofile", "--norc", "-c", self._SCRIPT, "bash", command]
-            shell = subprocess.Popen(bash, start_new_session=True)
-        except (OSError, ValueError) as error:
-            print(f"bash: {error}", file=out, flush=True)
-            return
-        try:
-            code = shell.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = _end(shell)
-            print(f"[interrupted after {seconds:g} s]", file=out, flush=True)
-        if code:
-            print(f"[exit code {code}]", file=out, flush=True)
+"""Runs one command of a session: the working directory, variables and functions stay."""
 
 
-def _end(shell: "subprocess.Popen[bytes]") -> int:
-    """End the processes of a shell's command."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+def run_shell(command: str, seconds: float) -> None:
+    """Run a command; its exit code is printed unless it is 0."""
+    out = _console()
+    try:
+        bash = ["bash", "--noprofile", "--norc", "-c", _SHELL, "bash", command]
+        shell = subprocess.Popen(bash, start_new_session=True)
+    except (OSError, ValueError) as error:
+        print(f"bash: {error}", file=out, flush=True)
+        return
+    try:
+        shell.wait(seconds)
+    except subprocess.TimeoutExpired:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shell.wait(0.3)
+                break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            shell.wait(0.3)
-            break
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(shell.pid, signal.SIGKILL)
-    return shell.wait()
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+        print(f"[interrupted after {seconds:g} s]", file=out, flush=True)
+    if code := shell.wait():
+        print(f"[exit code {code}]", file=out, flush=True)
 
 
 def _console() -> Any:
@@ -220,8 +214,7 @@ def main() -> None:
     sys.argv = [""]
     confine(spec)
     os.chdir(os.environ["HOME"])
-    session = Shell() if spec["shell"] else Python()
-    serve(session.run)
+    serve(run_shell if spec["shell"] else Python().run)
 
 
 if __name__ == "__main__":

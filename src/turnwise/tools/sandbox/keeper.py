@@ -82,8 +82,14 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
     while not ended():
         if lifeline.poll(_PERIOD * 1000):
             return 0
-        if _memory(spec["memory"]) > spec["memory"]:
-            return OVER_MEMORY
+        # Memory without mapped files. Pages that processes share since a fork are counted once, but
+        # only if the simple sum, which is far cheaper to read, exceeds the limit.
+        pids, limit = _descendants(), spec["memory"] / 1024
+        used = sum(_kilobytes(pid, "status", ("RssAnon:", "RssShmem:")) or 0 for pid in pids)
+        if used > limit:
+            parts = [_kilobytes(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for pid in pids]
+            if any(part is None for part in parts) or sum(part or 0 for part in parts) > limit:
+                return OVER_MEMORY
         if spec["scratch"] and _disk(spec["scratch"], spec["disk"]) > spec["disk"]:
             return OVER_DISK
         for folder in spec["mounted"]:  # file systems that only the sandbox has mounted
@@ -105,21 +111,6 @@ def _descendants() -> list[int]:
                 with open(f"/proc/{pid}/task/{thread}/children") as children:
                     found += map(int, children.read().split())
     return found[1:]
-
-
-def _memory(limit: int) -> int:
-    """Return the bytes of memory of all descendants, without mapped files.
-
-    Pages that processes share since a fork are counted once, but only if the simple sum, which
-    is far cheaper to read, exceeds the limit.
-    """
-    pids = _descendants()
-    total = sum(_kilobytes(pid, "status", ("RssAnon:", "RssShmem:")) or 0 for pid in pids)
-    if total * 1024 > limit:
-        parts = [_kilobytes(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for pid in pids]
-        if all(part is not None for part in parts):
-            total = sum(part or 0 for part in parts)
-    return total * 1024
 
 
 def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
