@@ -9,8 +9,8 @@ is run, and nothing is downloaded.
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 
 from turnwise.config.data import template_text
@@ -32,60 +32,60 @@ _MOST_COMPARED = 250_000
 """Largest product of two lengths that are compared id by id."""
 
 
-@dataclass(slots=True)
-class Renderer:
-    """The chat template of a run, loaded from its `tokenizer.json` and the section `model` of its
-    configuration when it is first needed; threads may share it."""
+Comparison = Callable[[Trajectory, int], JsonObject]
 
-    tokenizer: Path | None
-    model: JsonObject = field(default_factory=dict)
-    _template: ChatTemplate | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def compare(self, trajectory: Trajectory, leaf: int) -> JsonObject:
-        """Compare the branch that ends with a turn with the rendering of its messages.
+def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
+    """Return a function that compares the branch that ends with a turn with the rendering of its
+    messages; threads may share it.
 
-        Returns:
-            `error`, a sentence, if it cannot be rendered; otherwise null, and `identical`, the
-            numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered ids,
-            whether the texts are equal]`, the ids that the template adds at the end (`closing`),
-            and a `note`.
-        """
+    It returns `error`, a sentence, if the branch cannot be rendered; otherwise null, and
+    `identical`, the numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered
+    ids, whether the texts are equal]`, the ids that the template adds at the end (`closing`), and a
+    `note`.
+
+    Args:
+        tokenizer: The run's `tokenizer.json`, loaded when it is first needed.
+        model: The section `model` of the run's configuration.
+    """
+    own, lock = model or {}, threading.Lock()
+
+    @cache
+    def load() -> ChatTemplate:
+        if tokenizer is None:
+            raise InputError(
+                "the run's tokenizer was not found in its checkpoints, model.tokenizer or "
+                "model.path"
+            )
+        try:
+            from transformers import AutoTokenizer  # seconds to import
+
+            template = own.get("chat_template")
+            return ChatTemplate(
+                AutoTokenizer.from_pretrained(
+                    tokenizer.parent, local_files_only=True, trust_remote_code=False
+                ),
+                chat_template=template_text(template) if template else None,
+                escape_special_tokens=bool(own.get("escape_special_tokens")),
+                **(own.get("template_args") or {}),
+            )
+        except InputError:
+            raise
+        except Exception as error:  # transformers raises anything
+            raise InputError(
+                f"the tokenizer in {tokenizer.parent} cannot be loaded: {first_line(error)}"
+            ) from error
+
+    def compare(trajectory: Trajectory, leaf: int) -> JsonObject:
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
-        with self._lock:
+        with lock:
             try:
-                if self._template is None:
-                    self._template = _load(self.tokenizer, self.model)
-                return _compare(self._template, trajectory, leaf)
+                return _compare(load(), trajectory, leaf)
             except InputError as error:
                 return {"error": str(error)}
 
-
-def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
-    if path is None:
-        raise InputError(
-            "the run's tokenizer was not found in its checkpoints, model.tokenizer or model.path"
-        )
-    try:
-        from transformers import AutoTokenizer  # seconds to import
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            path.parent, local_files_only=True, trust_remote_code=False
-        )
-        own = model.get("chat_template")
-        return ChatTemplate(
-            tokenizer,
-            chat_template=template_text(own) if own else None,
-            escape_special_tokens=bool(model.get("escape_special_tokens")),
-            **(model.get("template_args") or {}),
-        )
-    except InputError:
-        raise
-    except Exception as error:  # transformers raises anything
-        raise InputError(
-            f"the tokenizer in {path.parent} cannot be loaded: {first_line(error)}"
-        ) from error
+    return compare
 
 
 def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
