@@ -11,7 +11,6 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from turnwise.config import Config, parse_config
-from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe import trackers as trackers_module
 from turnwise.observe.trackers import Tracker, Trackers

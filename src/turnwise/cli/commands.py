@@ -158,7 +158,7 @@ async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = No
     # commands.evaluate requires data.path only if data.eval_path is not set.
     config = command.of(load_config(file, overrides or (), optional=("data.path",)))
     console, overview = Console(), Overview()
-    evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
+    evaluation = await commands.evaluate(config, console, on_group=overview.add)
     show(console, overview)
     lines = [
         f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
@@ -192,9 +192,7 @@ async def rollout(
     config = command.of(load_config(file, overrides or ()))
     path = output or commands.run_folder(config) / "rollouts.jsonl"
     console, overview = Console(), Overview()
-    trajectories, dropped = await commands.rollout(
-        config, console, path, on_group=overview.add_group
-    )
+    trajectories, dropped = await commands.rollout(config, console, path, on_group=overview.add)
     show(console, overview)
     print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
 

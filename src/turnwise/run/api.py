@@ -86,7 +86,7 @@ def train(
         )
         print(result.checkpoint)
     """
-    arguments = {"model.path": _text(model), "training.steps": steps}
+    arguments = {"model.path": model, "training.steps": steps}
     inputs, values, optional = _inputs(environment, data, eval_data, arguments)
     settings, console = _settings(keys, values), Console(quiet=not progress)
     name = "the training run"
@@ -130,7 +130,7 @@ def evaluate(
         evaluation = turnwise.evaluate(model=result.checkpoint, environment=Weather, data=rows)
         print(evaluation.accuracy)
     """
-    inputs, values, optional = _inputs(environment, None, data, {"model.path": _text(model)})
+    inputs, values, optional = _inputs(environment, None, data, {"model.path": model})
     resolved = _resolve(config, _settings(keys, values), [*optional, "data.path"])
     console = Console(quiet=not progress)
     return run_command(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
@@ -169,7 +169,7 @@ def rollout(
         for trajectory in turnwise.rollout(model="...", environment=Weather, data=rows[:4]):
             print(trajectory.reward, trajectory.final_text)
     """
-    inputs, values, optional = _inputs(environment, data, None, {"model.path": _text(model)})
+    inputs, values, optional = _inputs(environment, data, None, {"model.path": model})
     resolved = _resolve(config, _settings(keys, values), optional)
     console, file = Console(quiet=not progress), None if output is None else Path(output)
     trajectories, _ = run_command(
@@ -241,7 +241,11 @@ def _inputs(
     values: Mapping[str, object],
 ) -> tuple[ProgramInputs, dict[str, object], list[str]]:
     """Return objects for the run, values by key, and the keys that therefore need no value."""
-    settings = {key: value for key, value in values.items() if value is not None}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in values.items()
+        if value is not None
+    }
     optional: list[str] = []
     rows: dict[str, Sequence[JsonObject] | None] = {}
     for key, source in (("data.path", data), ("data.eval_path", eval_data)):
@@ -263,10 +267,6 @@ def _inputs(
         settings["environment"] = f"{getattr(environment, '__module__', '__main__')}:{name}"
     inputs = ProgramInputs(factory, rows["data.path"], rows["data.eval_path"])
     return inputs, settings, optional
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _settings(keys: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:

@@ -291,7 +291,7 @@ class TrainingLoop:
             overview = Overview()
             for group in batch.groups:
                 if group.environment == name:
-                    overview.add_group(group)
+                    overview.add(group.trajectories)
             for label, chosen in overview.best_and_worst().items():
                 shown[f"{label} of {name}" if name else label] = chosen
         self._progress.samples(shown)
