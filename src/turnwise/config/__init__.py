@@ -24,8 +24,8 @@ from turnwise.config.algorithm import (
     TurnReturns,
 )
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
-from turnwise.config.base import NO_DEADLINE, Tree
-from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
+from turnwise.config.base import NO_DEADLINE
+from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import describe_keys, explain_config, known_keys
 from turnwise.config.load import (
     apply_override,
@@ -59,7 +59,6 @@ __all__ = [
     "Cispo",
     "Config",
     "CorrectionConfig",
-    "DataConfig",
     "Dpo",
     "DrGrpo",
     "EngineConfig",
@@ -82,7 +81,6 @@ __all__ = [
     "ServingConfig",
     "ToolConfig",
     "TrainingConfig",
-    "Tree",
     "TurnReturns",
     "WeightsConfig",
     "apply_override",

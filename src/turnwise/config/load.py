@@ -156,7 +156,14 @@ def _explain_mistake(error: ErrorDetails) -> str:
         known = error["ctx"]["expected_tags"].replace("'", "")
         return f"{key}.name must be one of {known}, not {error['ctx']['tag']!r}"
     if error["type"] == "extra_forbidden":
-        return _unknown(key, loc)
+        owner, _, leaf = key.rpartition(".")
+        if leaf in REPLACED_KEYS:
+            return f"{key} is not supported: {REPLACED_KEYS[leaf]}"
+        if key in known_keys():
+            fields = [kind.model_fields for kind in CHOICES[owner] if leaf in kind.model_fields]
+            names = " and ".join(each["name"].default for each in fields)
+            return f"{key} belongs to {names}, not to {loc[-2]} ({owner}.name)"
+        return f"there is no key {key}{_nearest(key)}"
     if error["type"] == "missing":
         field = Config.model_fields.get(key)
         parts = sections(field.annotation) if field is not None else []
@@ -176,20 +183,6 @@ def _explain_mistake(error: ErrorDetails) -> str:
 
 def _explain_missing(key: str) -> str:
     return f"{key} must be set ({known_keys()[key].rstrip('.')})"
-
-
-def _unknown(key: str, loc: Sequence[str]) -> str:
-    owner, _, leaf = key.rpartition(".")
-    if leaf in REPLACED_KEYS:
-        return f"{key} is not supported: {REPLACED_KEYS[leaf]}"
-    if key in known_keys():
-        kinds = [
-            kind.model_fields["name"].default
-            for kind in CHOICES[owner]
-            if leaf in kind.model_fields
-        ]
-        return f"{key} belongs to {' and '.join(kinds)}, not to {loc[-2]} ({owner}.name)"
-    return f"there is no key {key}{_nearest(key)}"
 
 
 def _nearest(key: str) -> str:

@@ -8,20 +8,11 @@ from pydantic import AfterValidator
 
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
+from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
-
-
-def _one_folder(name: str) -> str:
-    if name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
-        raise ValueError(
-            f"must be one folder in output_dir, not {name!r}: choose a name without slashes, "
-            "and set output_dir for another place"
-        )
-    return name
 
 
 def _plain_names(environments: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
@@ -42,7 +33,14 @@ class Config(Section):
         print(config.training.steps, config.sampling.temperature)
     """
 
-    name: Annotated[str, AfterValidator(_one_folder)] = "run"
+    name: Annotated[
+        str,
+        must(
+            lambda name: name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name},
+            "must be one folder in output_dir, not {!r}: choose a name without slashes, "
+            "and set output_dir for another place",
+        ),
+    ] = "run"
     """Name of the run's folder in output_dir: one name, not a path."""
     output_dir: str = "runs"
     """Folder that contains the run folders."""
