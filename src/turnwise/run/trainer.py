@@ -26,7 +26,7 @@ from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
-from turnwise.run.display import Progress
+from turnwise.run.display import Display
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep
@@ -45,7 +45,7 @@ class TrainingLoop:
         problems: Sequence[Problem],
         heldout: Sequence[Problem],
         folder: RunDir,
-        progress: Progress,
+        progress: Display,
         resume: Resume | None = None,
     ) -> None:
         assert runtime.policy is not None
