@@ -142,28 +142,22 @@ class Config(Section):
         return {part.rollout.loop for part in self.parts().values()}
 
     def mistakes(self) -> Iterator[str]:
-        yield from _environment_mistakes(self)
+        own = [key for key in ("environment", "environment_args") if getattr(self, key)]
+        fields = RowsConfig.model_fields.items()
+        rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
+        for key in [*own, *rows] if self.environments else ():
+            yield (
+                f"environments has its own environments and rows, and {key} is set too: "
+                "move it into an entry of environments, or remove environments"
+            )
+        for name, entry in self.environments.items():
+            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
+                yield (
+                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
+                    "package.module:Class"
+                )
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
-
-
-def _environment_mistakes(config: Config) -> Iterator[str]:
-    if not config.environments:
-        return
-    fields = RowsConfig.model_fields.items()
-    rows = [f"data.{key}" for key, of in fields if getattr(config.data, key) != of.default]
-    own = [key for key in ("environment", "environment_args") if getattr(config, key)]
-    for key in [*own, *rows]:
-        yield (
-            f"environments has its own environments and rows, and {key} is set too: "
-            "move it into an entry of environments, or remove environments"
-        )
-    for name, entry in config.environments.items():
-        if entry.loop == "chat_scheduler" and not config.rollout.chat_scheduler:
-            yield (
-                f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
-                "package.module:Class"
-            )
 
 
 def _engine_mistakes(config: Config) -> Iterator[str]:

@@ -208,7 +208,16 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
-    shares = [_of_the_others(row.get("worker_tokens_per_s") or {}) for row in last]
+    shares: list[dict[str, float]] = []
+    for row in last:  # each worker's speed, as a share of the others' median
+        speeds = row.get("worker_tokens_per_s") or {}
+        others = {name: [speeds[one] for one in speeds if one != name] for name in speeds}
+        shares.append(
+            {
+                name: _share(speeds[name], statistics.median(rest)) if rest else 1.0
+                for name, rest in others.items()
+            }
+        )
     for name, share in shares[-1].items():
         if all(earlier.get(name, 1.0) < limit for earlier in shares):
             speed = last[-1]["worker_tokens_per_s"][name]
@@ -218,15 +227,6 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
                 "with `turnwise trace timeline RUN FILE`"
             )
     return ""
-
-
-def _of_the_others(speeds: dict[str, float]) -> dict[str, float]:
-    """Return each worker's speed as a share of the others' median."""
-    shares = {}
-    for name, speed in speeds.items():
-        others = [other for each, other in speeds.items() if each != name]
-        shares[name] = _share(speed, statistics.median(others)) if others else 1.0
-    return shares
 
 
 def _first_and_last(

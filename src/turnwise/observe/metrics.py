@@ -199,22 +199,20 @@ class StepMetrics:
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
         self.turns_mean = mean([len(t.turns) for t in trajectories])
         self.sampled_tokens = sampled
-        self._add_environments(batch)
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
         self.worker_tokens_per_s = _speeds(groups)
-
-    def _add_environments(self, batch: "Batch") -> None:
         pools = sum((Counter(each) for each in batch.pools.values()), Counter[str]())
         self.pools = {name: pools[name] for each in batch.pools.values() for name in each} or None
-        for name in sorted({group.environment for group in batch.groups} - {""}):
-            groups = [group for group in batch.groups if group.environment == name]
-            rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
-            own = self._environment(name)
-            own["reward_mean"] = mean(rewards)
-            own["trajectories"] = len(rewards)
-            own["dropped"] = sum(group.dropped.total() for group in groups)
-            own["groups"] = len(groups)
+        for name in sorted({group.environment for group in groups} - {""}):
+            own = [group for group in groups if group.environment == name]
+            rewards = [t.reward or 0.0 for group in own for t in group.trajectories]
+            self._environment(name).update(
+                reward_mean=mean(rewards),
+                trajectories=len(rewards),
+                dropped=sum(group.dropped.total() for group in own),
+                groups=len(own),
+            )
         for name in batch.pools.keys() - {""}:
             self._environment(name)["pools"] = batch.pools[name]
 

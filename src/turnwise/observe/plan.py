@@ -5,7 +5,7 @@ context of a GPU's driver (about half a GiB) and fragmentation.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -168,8 +168,19 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
+    tokens = micro_batch_tokens(config.training, machine.gpus > 0)
+    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
+    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
+    tried = (  # the mildest values first
+        ("training.activation_checkpointing", ["2"]),
+        ("training.activation_checkpointing", ["true"]),
+        ("training.offload", ["[params, optimizer]"]),
+        ("training.micro_batch_tokens", [str(each) for each in shorter]),
+        ("model.lora.rank", ["16"]),
+        ("engine.tensor_parallel_size", [str(each) for each in wider]),
+    )
     changes: dict[str, str] = {}
-    for key, values in _alternatives(config, machine.gpus > 0):
+    for key, values in tried:
         for text in values:
             tree = config.model_dump()
             apply_override(tree, f"{key}={text}")
@@ -187,19 +198,6 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
             if plan.fits:
                 return [f"{key}={text}" for key, text in changes.items()]
     return None
-
-
-def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the changes that are tried, in order: a key, and its values, the mildest first."""
-    yield "training.activation_checkpointing", ["2"]
-    yield "training.activation_checkpointing", ["true"]
-    yield "training.offload", ["[params, optimizer]"]
-    tokens = micro_batch_tokens(config.training, on_gpu)
-    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
-    yield "training.micro_batch_tokens", [str(each) for each in shorter]
-    yield "model.lora.rank", ["16"]
-    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
-    yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
@@ -356,8 +354,25 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
         asks.add_row(ask.who, str(ask.count), text)
     console.print(loads)
     console.print(asks)
-    for line in _verdict(config, machine, plan):
-        console.print(line, markup=False)
+    if plan.fits:
+        console.print("It fits.", markup=False)
+        return
+    if plan.contexts < 1:
+        said = "The KV cache does not hold one full context: lower model.max_length, or make room."
+        console.print(said, markup=False)
+    said = "It does not fit"
+    if plan.likely_fits:
+        said = (
+            "It fits as long as trajectories are about as long as expected "
+            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
+            "one whole answer); with full micro-batches it does not"
+        )
+    if (changes := changes_that_fit(config, machine)) is None:
+        said += ", nor with any of the usual changes; use more or larger devices."
+    else:
+        quoted = [f'"{change}"' if " " in change else change for change in changes]
+        said += f". It would with: {' '.join(quoted)}"
+    console.print(said, markup=False)
 
 
 def _holding(title: str, holding: Holding) -> Table:
@@ -369,27 +384,6 @@ def _holding(title: str, holding: Holding) -> Table:
             table.add_row(part, _gib(usual), _gib(size), often)
     table.add_row("at the peak", _gib(holding.expected_peak), _gib(holding.peak), "")
     return table
-
-
-def _verdict(config: Config, machine: Machine, plan: Plan) -> Iterable[str]:
-    if plan.fits:
-        yield "It fits."
-        return
-    if plan.contexts < 1:
-        yield "The KV cache does not hold one full context: lower model.max_length, or make room."
-    said = "It does not fit"
-    if plan.likely_fits:
-        said = (
-            "It fits as long as trajectories are about as long as expected "
-            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
-            "one whole answer); with full micro-batches it does not"
-        )
-    changes = changes_that_fit(config, machine)
-    if changes is None:
-        yield f"{said}, nor with any of the usual changes; use more or larger devices."
-        return
-    quoted = [f'"{change}"' if " " in change else change for change in changes]
-    yield f"{said}. It would with: {' '.join(quoted)}"
 
 
 def _gib(size: int) -> str:

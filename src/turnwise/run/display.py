@@ -87,7 +87,27 @@ class Display:
         self._steps_here += bool(metrics.step)
         if metrics.accuracy_heldout is not None:
             self._accuracy = metrics.accuracy_heldout
-        self._print(self._line(metrics))
+        environments = metrics.environments or {}
+        parts = [
+            f"step {metrics.step or 0:>4}/{self._steps}",
+            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
+            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
+            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
+            f"stale {metrics.staleness_max}",
+            f"{metrics.step_seconds or 0:.1f} s",
+        ]
+        if left := self._time_left():
+            parts.append(f"left {left}")
+        if (accuracy := metrics.accuracy_heldout) is not None:
+            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
+            each = _of_each(heldout, "accuracy")
+            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
+        if why := why_untrained([metrics.to_json()]):
+            parts.append(f"nothing trained: {why}")
+        if metrics.dropped:
+            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
+            parts.append(f"dropped: {reasons}")
+        self._print("  ".join(parts))
 
     def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
         """Show conversations of the step, by a label such as "best"."""
@@ -121,29 +141,6 @@ class Display:
     @property
     def _progress(self) -> str:
         return f" {self._done}/{self._total}" if self._total else ""
-
-    def _line(self, metrics: StepMetrics) -> str:
-        environments = metrics.environments or {}
-        parts = [
-            f"step {metrics.step or 0:>4}/{self._steps}",
-            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
-            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
-            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
-            f"stale {metrics.staleness_max}",
-            f"{metrics.step_seconds or 0:.1f} s",
-        ]
-        if left := self._time_left():
-            parts.append(f"left {left}")
-        if (accuracy := metrics.accuracy_heldout) is not None:
-            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
-            each = _of_each(heldout, "accuracy")
-            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
-        if why := why_untrained([metrics.to_json()]):
-            parts.append(f"nothing trained: {why}")
-        if metrics.dropped:
-            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
-            parts.append(f"dropped: {reasons}")
-        return "  ".join(parts)
 
     def _time_left(self) -> str:
         step = (self._last.step if self._last else None) or 0

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -206,7 +207,14 @@ class RunFiles:
     def files_with(self, problem: str) -> list[str]:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        return [name for name, path in self.files().items() if _contains(path, start)]
+        found = []
+        for name, path in self.files().items():
+            with path.open("rb") as file:
+                if not path.stat().st_size:  # an empty file cannot be mapped
+                    continue
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                    found += [name] if view.find(start) >= 0 else []
+        return found
 
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line."""
@@ -225,7 +233,9 @@ class RunFiles:
             line = _read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
-            if any(wanted in text.casefold() for text in _texts(parse(line))):
+            tree = parse(line)
+            spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
+            if any(wanted in said(message).casefold() for message in chain(*spoken)):
                 found.append(index)
         return found
 
@@ -372,15 +382,6 @@ def _place(data: bytes, offset: int) -> str:
     return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
 
 
-def _contains(path: Path, text: bytes) -> bool:
-    """Return whether a text is in a file, which is not read into memory."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return view.find(text) >= 0
-
-
 def _is_own(path: Path) -> bool:
     """Return whether a file is there, and part of the run folder: no link to another place."""
     return path.is_file() and not path.is_symlink()
@@ -402,11 +403,6 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
             counted[0] += 1
             counted[1] += not name or said(message).casefold().startswith("error")
     return counts
-
-
-def _texts(tree: JsonObject) -> Iterator[str]:
-    for messages in (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"])):
-        yield from map(said, messages)
 
 
 def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
