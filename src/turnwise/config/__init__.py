@@ -32,10 +32,11 @@ from turnwise.config.load import (
     dump_config,
     load_config,
     make_config,
+    masked,
+    masked_value,
     parse_config,
     set_key,
 )
-from turnwise.config.masking import masked, masked_value
 from turnwise.config.resume import resume_table
 from turnwise.config.rollout import (
     LOOP_NAMES,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config
-from turnwise.config.masking import has_secrets
+from turnwise.config.load import has_secrets
 from turnwise.core.aio import run_in_thread
 from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
