@@ -19,7 +19,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code, stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
-from turnwise.observe.alarms import Alarms
+from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
@@ -64,9 +64,9 @@ class TrainingLoop:
             progress.advance,
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
-        self._alarms = Alarms(config)
+        self._find_alarms = alarm_finder(config)
         for row in folder.rows:  # of the run that is resumed
-            self._alarms.add(row)
+            self._find_alarms(row)
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
@@ -342,7 +342,7 @@ class TrainingLoop:
     async def _report(self, metrics: StepMetrics) -> None:
         await run_in_thread(self._folder.write_step, metrics)
         self._progress.step(metrics)
-        for alarm in self._alarms.add(metrics.to_json()):
+        for alarm in self._find_alarms(metrics.to_json()):
             self._progress.warn(alarm.message)
         last = metrics.step == self._config.training.steps
         if metrics.accuracy_heldout is not None or last:

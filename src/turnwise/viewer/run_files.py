@@ -16,7 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -170,10 +170,7 @@ class RunFiles:
             found = alarms_of_run(self.path)
         except (InputError, ValueError, KeyError) as error:
             return {"alarms": [], "error": str(error)}
-        return {
-            "alarms": [{"name": a.name, "step": a.step, "message": a.message} for a in found],
-            "error": None,
-        }
+        return {"alarms": [asdict(alarm) for alarm in found], "error": None}
 
     def files(self) -> dict[str, Path]:
         """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
