@@ -69,6 +69,21 @@ class FileIndex:
     summaries: list[JsonObject]
     """One for each line: what lists and filters show."""
 
+    @classmethod
+    def scan(cls, path: Path, version: tuple[int, int]) -> "FileIndex":
+        ranges, summaries, start = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # still written
+                try:
+                    summaries.append(summarise(parse(line)))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
+                ranges.append((start, len(line)))
+                start += len(line)
+        return cls(version, ranges, summaries)
+
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
     """Return the bytes of each token of a `tokenizer.json` by its id, and whether it is an added
@@ -195,7 +210,7 @@ class RunFiles:
         with self._lock:
             kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = _scan(path, version)
+                kept = FileIndex.scan(path, version)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
@@ -307,21 +322,6 @@ def demo_runs() -> Iterator[list[Path]]:
         with zipfile.ZipFile(RECORDING) as archive:
             archive.extractall(place)
         yield sorted(Path(place).iterdir())
-
-
-def _scan(path: Path, version: tuple[int, int]) -> FileIndex:
-    ranges, summaries, start = [], [], 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # still written
-            try:
-                summaries.append(summarise(parse(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
-            ranges.append((start, len(line)))
-            start += len(line)
-    return FileIndex(version, ranges, summaries)
 
 
 def summarise(tree: JsonObject) -> JsonObject:

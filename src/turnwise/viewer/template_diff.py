@@ -156,8 +156,8 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
         return template.decode_all(ids[:-1] if ids and ids[-1] in stops else ids)
 
     first = _chain(trajectory, leaf)[0]
-    opening = _messages_before(trajectory, first, decode)
-    whole = _conversation_of(trajectory, leaf, decode)
+    opening = _messages(trajectory, first, decode, answered=False)
+    whole = _messages(trajectory, leaf, decode, answered=True)
     if opening is None or whole is None:
         raise InputError("the messages of this branch are not recorded one by one")
     text = template.render_text(whole, add_generation_prompt=False)
@@ -185,39 +185,32 @@ def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
     return chain
 
 
-def _conversation_of(
-    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
+def _messages(
+    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str], *, answered: bool
 ) -> list[Message] | None:
-    """Return the messages up to the answer of a turn; None if they are not known."""
-    if not _by_turn(trajectory):
-        messages, answers = trajectory.messages, _answers(trajectory)
-        if index == len(trajectory.turns) - 1 and answers:
-            return messages[: answers[-1] + 1]
-        return messages[: answers[index] + 1] if len(answers) == len(trajectory.turns) else None
-    before = _messages_before(trajectory, index, decode)
-    assert before is not None
-    return [*before, _answer(trajectory, index, before, decode)]
-
-
-def _messages_before(
-    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
-) -> list[Message] | None:
-    """Return the messages that led to a turn; None if they are not known."""
-    if not _by_turn(trajectory):
-        answers = _answers(trajectory)
-        if len(answers) == len(trajectory.turns):
-            return trajectory.messages[: answers[index]]
-        return trajectory.messages[: answers[0]] if answers and index == 0 else None
+    """Return the messages that led to a turn, or also its answer; None if they are not known."""
+    turns = trajectory.turns
+    if not any(turn.messages for turn in turns):
+        messages = trajectory.messages
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = answers[-len(turns) :]  # those of an opening conversation are left out
+        if len(answers) == len(turns):
+            at = answers[index]
+        elif answers and index == (len(turns) - 1 if answered else 0):
+            at = answers[-1 if answered else 0]
+        else:
+            return None
+        return messages[: at + answered]
     before: list[Message] = []
     earlier = index
     for at in _chain(trajectory, index):
-        own = trajectory.turns[at].messages
+        own = turns[at].messages
         if not before or own[: len(before)] == before:
             before = list(own)
         else:  # the messages since the turn before
             before = [*before, _answer(trajectory, earlier, before, decode), *own]
         earlier = at
-    return before
+    return [*before, _answer(trajectory, index, before, decode)] if answered else before
 
 
 def _answer(
@@ -240,28 +233,14 @@ def _says(message: Message, text: str) -> bool:
     wanted = [str(message.get("content") or "").strip()]
     for call in message.get("tool_calls") or ():
         called = call.get("function") or call
-        wanted += [str(called["name"]), *_values(called.get("arguments"))]
+        wanted.append(str(called["name"]))
+        arguments = called.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                wanted.append(arguments)
+        values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
+        flat = (each for each in values if not isinstance(each, dict | list))
+        wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
     return message["role"] == "assistant" and all(each in text for each in wanted)
-
-
-def _values(arguments: object) -> list[str]:
-    """Return the values of a call's arguments as JSON has them; nested ones are left out."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return [str(arguments)]
-    values = arguments.values() if isinstance(arguments, dict) else ()
-    flat = (each for each in values if not isinstance(each, dict | list))
-    return [json.dumps(each, ensure_ascii=False) for each in flat]
-
-
-def _answers(trajectory: Trajectory) -> list[int]:
-    """Return the places of the answers; those of an opening conversation are left out."""
-    roles = [message["role"] for message in trajectory.messages]
-    answers = [at for at, role in enumerate(roles) if role == "assistant"]
-    return answers[-len(trajectory.turns) :]
-
-
-def _by_turn(trajectory: Trajectory) -> bool:
-    return any(turn.messages for turn in trajectory.turns)
