@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from turnwise.rollouts.problems import Problem
     from turnwise.rollouts.producer import RunGroup
     from turnwise.run.display import Display
-    from turnwise.run.run_dir import Resume, RunDir
+    from turnwise.run.run_dir import Resume
     from turnwise.run.runtime import Runtime
     from turnwise.serving.openai.server import OpenAIServer
 
@@ -185,9 +185,15 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await _attempt(
-                    config, problems, heldout, folder, display, resume, inputs
-                )
+                from turnwise.observe.prometheus import serving_metrics
+                from turnwise.run.trainer import TrainingLoop
+
+                async with _opened(config, inputs, problems, display, folder.path) as runtime:
+                    loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
+                    host, port = config.serving.host, config.metrics.port
+                    scheduler = runtime.manager.scheduler
+                    async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
+                        await loop.run()
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -199,29 +205,7 @@ async def train(
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
                 await run_in_thread(folder.close)
-    return TrainingResult(folder.path, list(folder.rows), exactness)
-
-
-async def _attempt(
-    config: Config,
-    problems: "Sequence[Problem]",
-    heldout: "Sequence[Problem]",
-    folder: "RunDir",
-    display: "Display",
-    resume: "Resume | None",
-    inputs: ProgramInputs,
-) -> ExactnessReport:
-    """Start everything and train to the end of the run, or to the first failure."""
-    from turnwise.observe.prometheus import serving_metrics
-    from turnwise.run.trainer import TrainingLoop
-
-    async with _opened(config, inputs, problems, display, folder.path) as runtime:
-        loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
-        scheduler = runtime.manager.scheduler
-        host, port = config.serving.host, config.metrics.port
-        async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
-            await loop.run()
-        return loop.exactness
+    return TrainingResult(folder.path, list(folder.rows), loop.exactness)
 
 
 async def resume(
