@@ -153,19 +153,15 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     if isinstance(kind, type) and not arguments:
         name = "mapping" if issubclass(kind, Section) else kind.__name__
         nullable = " | null" if any(type(m).__name__ == "PlainSerializer" for m in metadata) else ""
-        return name + _bounds(metadata) + nullable
+        bounds = [  # none of a deadline
+            f"{sign} {limit:g}"
+            for item in metadata
+            for one in getattr(item, "metadata", None) or [item]
+            for kind_of_bound, attribute, sign in _BOUNDS
+            if isinstance(one, kind_of_bound) and (limit := getattr(one, attribute)) != NO_DEADLINE
+        ]
+        return name + (f" {', '.join(bounds)}" if bounds else "") + nullable
     return " | ".join(_type_name(part) for part in arguments)
-
-
-def _bounds(metadata: Sequence[object]) -> str:
-    """Return numeric bounds such as ` > 0, ≤ 1`; no bound of a deadline."""
-    found = []
-    for item in metadata:
-        for one in getattr(item, "metadata", None) or [item]:
-            for kind, attribute, sign in _BOUNDS:
-                if isinstance(one, kind) and (limit := getattr(one, attribute)) != NO_DEADLINE:
-                    found.append(f"{sign} {limit:g}")
-    return f" {', '.join(found)}" if found else ""
 
 
 def _as_yaml(value: object) -> str:

@@ -152,7 +152,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     )
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
-    engine = _engine(config, shape)
+    engine, token_bytes = _engine(config, shape)
     if config.engine.kv_cache_gib or not machine.gpus:
         cache = (config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:  # what vLLM would take
@@ -161,7 +161,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         cache = max(0, allowed - engine.peak)
     engine.parts["KV cache"] = int(cache)
     loads = list(_loads(config, machine, rank, engine, share))
-    tokens = engine.parts["KV cache"] // _cache_bytes(config, shape)
+    tokens = engine.parts["KV cache"] // token_bytes
     asks = list(actors(config, share))
     return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
 
@@ -247,10 +247,10 @@ def _width(config: Config) -> int:
     return dtype_of(config).itemsize
 
 
-def _engine(config: Config, shape: PretrainedConfig) -> Holding:
-    """Return what one device of an engine holds, without its KV cache."""
-    text, engine = shape.get_text_config(), config.engine
-    width = _width(config)
+def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
+    """Return what one device of an engine holds without its KV cache, and the bytes of one token in
+    that cache."""
+    text, engine, width = shape.get_text_config(), config.engine, _width(config)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -260,21 +260,17 @@ def _engine(config: Config, shape: PretrainedConfig) -> Holding:
     working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
     weights = model_size(config).parameters * width // engine.devices
     parts = {"weights": weights, "computation": working, "KV cache": 0}
-    return Holding(parts, frozenset(parts))
-
-
-def _cache_bytes(config: Config, shape: PretrainedConfig) -> int:
-    """Return the bytes of one token in the KV cache of one device."""
-    text = shape.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    layers = math.ceil(layers / config.engine.pipeline_parallel_size)
+    layers = math.ceil(layers / engine.pipeline_parallel_size)
     if rank := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
-        return int(layers * (rank + text.qk_rope_head_dim) * _width(config))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    heads = math.ceil(heads / config.engine.tensor_parallel_size)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * layers * heads * size * _width(config))
+        numbers = rank + text.qk_rope_head_dim
+    else:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        heads = math.ceil(heads / engine.tensor_parallel_size)
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        numbers = 2 * heads * size
+    return Holding(parts, frozenset(parts)), int(layers * numbers * width)
 
 
 def _loads(

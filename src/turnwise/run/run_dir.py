@@ -59,8 +59,6 @@ class Resume:
 
 def find_resume(run: Path) -> Resume:
     """Return the newest complete checkpoint of a run."""
-    if not (run / "config.yaml").is_file():
-        raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     folder, flaws = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
     state = checkpoint.read_loop(folder)
     return Resume(folder.resolve(), state["step"], state, flaws)
