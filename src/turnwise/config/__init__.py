@@ -37,7 +37,6 @@ from turnwise.config.load import (
     parse_config,
     set_key,
 )
-from turnwise.config.resume import resume_table
 from turnwise.config.rollout import (
     LOOP_NAMES,
     McpConfig,
@@ -95,6 +94,5 @@ __all__ = [
     "masked",
     "masked_value",
     "parse_config",
-    "resume_table",
     "set_key",
 ]

@@ -115,13 +115,3 @@ def check_unchanged(saved: Config, config: Config) -> None:
             raise InputError(
                 f"{key} cannot change from {before} to {now} when a run is resumed: {meaning}"
             )
-
-
-def resume_table() -> str:
-    """Return the rules as a table of the documentation."""
-    lines = ["| key | may change | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{key}` | {'yes' if may_change else 'no'} | {meaning} |"
-        for key, (may_change, meaning) in RULES.items()
-    ]
-    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The metrics of a step: one typed record, which is a line of metrics.jsonl.
 
 Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
-declares, and `python -m turnwise.observe.metrics` prints the table of the documentation.
+declares, and the documentation their meanings.
 """
 
 import ast
@@ -298,22 +298,3 @@ def series() -> list[tuple[str, Series]]:
         for item in fields(StepMetrics)
         for each in getattr(item.type, "__metadata__", ())
     ]
-
-
-def table() -> str:
-    """Return all metrics, Prometheus' names and their meanings as a Markdown table."""
-    lines = ["| metric | for Prometheus | meaning |", "|---|---|---|"]
-    for name, text in meanings().items():
-        exported = ", ".join(
-            f"`{each.name}`{f' by {each.label}' if each.label else ''}"
-            for of, each in series()
-            if of == name
-        )
-        lines.append(f"| `{name}` | {exported} | {text.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(table())
