@@ -191,8 +191,8 @@ async def train(
                 async with _opened(config, inputs, problems, display, folder.path) as runtime:
                     loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
                     host, port = config.serving.host, config.metrics.port
-                    scheduler = runtime.manager.scheduler
-                    async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
+                    scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
+                    async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
                         await loop.run()
                 break
             except TrainerError as error:
@@ -204,8 +204,8 @@ async def train(
                     raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
-                await run_in_thread(folder.close)
-    return TrainingResult(folder.path, list(folder.rows), loop.exactness)
+                await run_in_thread(folder.metrics.close)
+    return TrainingResult(folder.path, list(folder.metrics.rows), loop.exactness)
 
 
 async def resume(

@@ -65,7 +65,7 @@ class TrainingLoop:
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
         self._find_alarms = alarm_finder(config)
-        for row in folder.rows:  # of the run that is resumed
+        for row in folder.metrics.rows:  # of the run that is resumed
             self._find_alarms(row)
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
@@ -296,7 +296,7 @@ class TrainingLoop:
                 shown[f"{label} of {name}" if name else label] = chosen
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
-        await run_in_thread(self._folder.write_samples, step, both)
+        await run_in_thread(self._folder.metrics.write_samples, step, both)
 
     def _is_due(self, step: int) -> bool:
         training = self._config.training
@@ -340,7 +340,7 @@ class TrainingLoop:
         return self._seconds | waits
 
     async def _report(self, metrics: StepMetrics) -> None:
-        await run_in_thread(self._folder.write_step, metrics)
+        await run_in_thread(self._folder.metrics.write, metrics.to_json())
         self._progress.step(metrics)
         for alarm in self._find_alarms(metrics.to_json()):
             self._progress.warn(alarm.message)
