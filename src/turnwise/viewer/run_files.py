@@ -225,7 +225,8 @@ class RunFiles:
                 if not path.stat().st_size:  # an empty file cannot be mapped
                     continue
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                    found += [name] if view.find(start) >= 0 else []
+                    if view.find(start) >= 0:
+                        found.append(name)
         return found
 
     def line(self, name: str, index: int) -> bytes:
