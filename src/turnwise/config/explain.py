@@ -40,20 +40,10 @@ class Key:
     """The `name` of the section kind that has this key; empty if every kind has it."""
 
 
-def describe_keys() -> list[Key]:
-    return list(_keys(Config, None))
-
-
 @cache
 def known_keys() -> dict[str, str]:
     """Return every key as `section.key`, in order, with its meaning."""
-    return {key.name: key.meaning for key in _keys(Config, None)}
-
-
-@cache
-def needed_keys() -> Sequence[str]:
-    """Return the keys that must be set unless a program provides their values otherwise."""
-    return tuple(key for key, field, _, _ in _walk(Config, None) if NEEDED in field.metadata)
+    return {key.name: key.meaning for key in describe_keys()}
 
 
 def explain_config(config: Config | None = None) -> str:
@@ -70,7 +60,9 @@ def _walk(
     """Yield every key of a class of sections, with its field, its value in `section` or its
     default, and its possible kinds of section; but none below several kinds."""
     for name, field in kind.model_fields.items():
-        value = _default(field) if section is None else getattr(section, name)
+        value = field.default if section is None else getattr(section, name)
+        if value == NO_DEADLINE or (section is None and field.is_required()):
+            value = None
         parts = sections(field.annotation)
         yield prefix + name, field, value, parts
         if len(parts) == 1:
@@ -78,7 +70,10 @@ def _walk(
             yield from _walk(parts[0], below, f"{prefix}{name}.")
 
 
-def _keys(kind: type[Section], section: Section | None, prefix: str = "") -> Iterator[Key]:
+def describe_keys(
+    kind: type[Section] = Config, section: Section | None = None, prefix: str = ""
+) -> Iterator[Key]:
+    """Yield the keys of a class of sections; the defaults are those of `section`, if given."""
     for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
             default = None if _is_needed(field) else _as_yaml(value)
@@ -89,7 +84,7 @@ def _keys(kind: type[Section], section: Section | None, prefix: str = "") -> Ite
             assert isinstance(value, Section)
             yield Key(f"{key}.name", names, _name(type(value)), meaning)
             for part in parts:
-                below = _keys(part, value if isinstance(value, part) else None, f"{key}.")
+                below = describe_keys(part, value if isinstance(value, part) else None, f"{key}.")
                 named = (k for k in below if k.name != f"{key}.name")
                 yield from (replace(k, kind=_name(part)) for k in named)
 
@@ -102,14 +97,8 @@ def _is_needed(field: FieldInfo) -> bool:
     return field.is_required() or NEEDED in field.metadata
 
 
-def _default(field: FieldInfo) -> object:
-    """Return the default of a key; None if it has none, or is a deadline set to null."""
-    if field.is_required() or field.default == NO_DEADLINE:
-        return None
-    value: object = field.default
-    return value
-
-
+NEEDED_KEYS = tuple(key for key, field, _, _ in _walk(Config, None) if NEEDED in field.metadata)
+"""Keys that must be set unless a program provides their values otherwise."""
 CHOICES = {key: parts for key, _, _, parts in _walk(Config, None) if len(parts) > 1}
 """Possible kinds of each key whose value is one of several sections, chosen by `name`."""
 
@@ -168,8 +157,6 @@ def _as_yaml(value: object) -> str:
     value = _plain(value)
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
-    if value == NO_DEADLINE:
-        value = None
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("...").strip()
 

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from turnwise.config.algorithm import PARTS
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS
 from turnwise.config.base import Tree, sections
-from turnwise.config.explain import CHOICES, known_keys, needed_keys
+from turnwise.config.explain import CHOICES, NEEDED_KEYS, known_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
@@ -89,7 +89,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
     mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
-    missing = [key for key in needed_keys() if value_of(tree, key) is None and key not in given]
+    missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
     problems = [_explain_missing(key) for key in missing]
     try:
         config = Config.model_validate(tree)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from turnwise.config import Config, load_config
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.config.explain import needed_keys
+from turnwise.config.explain import NEEDED_KEYS
 from turnwise.config.resume import check_unchanged
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0
 """Deadline for opening the data, which may be a download of hours."""
-_PROVIDED = (*needed_keys(), "data.eval_path")
+_PROVIDED = (*NEEDED_KEYS, "data.eval_path")
 """Keys whose values a program may have provided as objects."""
 
 
