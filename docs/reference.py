@@ -14,7 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from turnwise.config import describe_keys, resume_table  # noqa: E402
+from turnwise.config import describe_keys  # noqa: E402
+from turnwise.config.resume import RULES  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _OPENAI = ROOT / "src" / "turnwise" / "serving" / "openai"
@@ -81,10 +82,28 @@ def configuration() -> str:
 
 
 def metrics() -> str:
-    """Return every metric of a step with its meaning."""
-    from turnwise.observe.metrics import table
+    """Return every metric of a step, Prometheus' names of it, and its meaning."""
+    from turnwise.observe.metrics import meanings, series
 
-    return table()
+    lines = ["| metric | for Prometheus | meaning |", "|---|---|---|"]
+    for name, text in meanings().items():
+        exported = ", ".join(
+            f"`{each.name}`{f' by {each.label}' if each.label else ''}"
+            for of, each in series()
+            if of == name
+        )
+        lines.append(f"| `{name}` | {exported} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def resume() -> str:
+    """Return the rules of keys when a run is resumed."""
+    lines = ["| key | may change | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {'yes' if may_change else 'no'} | {meaning} |"
+        for key, (may_change, meaning) in RULES.items()
+    ]
+    return "\n".join(lines)
 
 
 def routes() -> str:
@@ -131,6 +150,6 @@ def _cell(text: str) -> str:
 TABLES = {
     "configuration": configuration,
     "metrics": metrics,
-    "resume": resume_table,
+    "resume": resume,
     "routes": routes,
 }

@@ -14,7 +14,7 @@ from tests.conftest import python as forked
 from tests.test_cli import metrics_of
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
-from turnwise.run.api import _inputs, _resolve, _settings
+from turnwise.run.api import _prepare
 from turnwise.trajectory import read_jsonl
 
 
@@ -94,20 +94,21 @@ def test_arguments_count_more_than_keywords_and_these_more_than_the_configuratio
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(base))
     keys = {"model": {"dtype": "bfloat16"}, "training": {"steps": 2}, "seed": 7}
-    inputs, values, optional = _inputs(Weather, [{"q": 1}], None, {"training.steps": 3})
+    values = {"training.steps": 3, "model.path": None}
+    rows = [{"q": 1}]
     dotted = {"rollout.max_turns": 4, "algorithm": {"loss": {"clip_high": 0.3}}}
     for config in (base, file, str(file)):
-        resolved = _resolve(config, _settings({**keys, **dotted}, values), optional)
+        resolved, inputs = _prepare(config, {**keys, **dotted}, values, Weather, rows)
         assert (resolved.model.path, resolved.model.dtype) == ("a", "bfloat16")
         assert (resolved.training.steps, resolved.seed, resolved.rollout.max_turns) == (3, 7, 4)
         assert (resolved.data.path, resolved.data.limit) == (None, 5)
         assert resolved.environment == f"{__name__}:Weather"
         assert resolved.algorithm.loss.clip_high == 0.3
-    assert _resolve(resolved, {"seed": 8}, optional).seed == 8
-    assert inputs.rows == [{"q": 1}]
+    assert _prepare(resolved, {"seed": 8}, {}, Weather, rows)[0].seed == 8
+    assert inputs.rows == rows
     assert inputs.environment is Weather
     with pytest.raises(InputError, match=r"there is no key training\.stepz; did you mean"):
-        _resolve(base, _settings({"training.stepz": 1}, values), optional)
+        _prepare(base, {"training.stepz": 1}, values, Weather, rows)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ tasks.GRACE_SECONDS = 0.5
 running._END_SECONDS = 1.0
 running._EXIT_SECONDS = 1.0 if sys.argv[1] == "thread of a library" else 300.0
 running.run_to_the_end(
-    lambda: sys.exit(asyncio.run(running._exit_code(never_ends, None)))
+    lambda: sys.exit(asyncio.run(running._exit_code(never_ends(), None)))
 )
 """
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config, ModelConfig, RolloutConfig, TrainingConfig
-from turnwise.observe.alarms import Alarms, find_alarms
+from turnwise.observe.alarms import alarm_finder, find_alarms
 
 HEALTHY: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -108,9 +108,9 @@ def test_staleness_counts_versions_and_its_bound_counts_steps() -> None:
 def test_steps_without_some_metrics_raise_nothing() -> None:
     """Those that trained nothing have no entropy, and older runs lack other metrics."""
     bare = {"step": 1, "trajectories": 8, "reward_mean": 0.0}
-    alarms = Alarms(make())
+    find = alarm_finder(make())
     for step in range(1, 9):
-        assert alarms.add(bare | {"step": step}) == []
+        assert find(bare | {"step": step}) == []
 
 
 def test_a_threshold_that_is_met_is_no_alarm() -> None:

@@ -8,17 +8,17 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from docs.reference import on_page_markdown
+from docs.reference import TABLES, on_page_markdown
 from tests.conftest import ROOT
 from turnwise.engine.protocol import TurnTimes
-from turnwise.observe.metrics import StepMetrics, series, table
+from turnwise.observe.metrics import StepMetrics, series
 from turnwise.rollouts import Batch, Group
 from turnwise.training.reports import RECORDED, StepReport, SumName, UpdateReport, merge
 from turnwise.trajectory import Trajectory
 
 
 def test_every_metric_is_documented_in_the_table() -> None:
-    lines = table().splitlines()[2:]
+    lines = TABLES["metrics"]().splitlines()[2:]
     assert [line.split("`")[1] for line in lines] == [item.name for item in fields(StepMetrics)]
     assert all(len(line.split("|")[3].strip()) > 10 for line in lines)
 

@@ -5,11 +5,11 @@ import json
 import re
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ROOT
@@ -18,7 +18,8 @@ from turnwise.config import ServingConfig
 from turnwise.errors import InputError
 from turnwise.observe import prometheus
 from turnwise.observe.metrics import StepMetrics, series
-from turnwise.observe.prometheus import StepCollector, serving_metrics
+from turnwise.observe.prometheus import serving_metrics, step_families
+from turnwise.serving.openai.metrics import Families
 from turnwise.serving.scheduler import Scheduler
 
 DASHBOARD = ROOT / "examples" / "grafana" / "turnwise.json"
@@ -42,9 +43,9 @@ def values(text: str) -> dict[str, float]:
     }
 
 
-def exported(collector: StepCollector) -> dict[str, float]:
+def exported(steps: Callable[[], Iterator[Metric]]) -> dict[str, float]:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    registry.register(Families(steps))
     return values(generate_latest(registry).decode())
 
 
@@ -71,8 +72,8 @@ def test_gauges_have_the_last_value_and_counters_the_sum() -> None:
         step(1, reward_mean=0.2, events=events, phase_seconds=phases, dropped={"stalled": 1}),
         step(2, reward_mean=0.3, events={"tool_call": 5}, forked={"tool_calls": 3}),
     ]
-    collector = StepCollector(rows)
-    first = exported(collector)
+    steps = step_families(rows)
+    first = exported(steps)
     assert first["turnwise_reward"] == 0.3
     assert first["turnwise_step"] == 2
     assert first["turnwise_accuracy_heldout"] == 0.25, "the last measured one"
@@ -91,15 +92,15 @@ def test_gauges_have_the_last_value_and_counters_the_sum() -> None:
     assert "turnwise_forks_total " not in first, "a step without forks has no part"
     assert "turnwise_kl" not in first, "nothing is shown as 0 that was not measured"
     rows.append(step(3, reward_mean=0.5, dropped={"stalled": 2}))
-    second = exported(collector)
+    second = exported(steps)
     assert second["turnwise_reward"] == 0.5
     assert second["turnwise_dropped_total stalled"] == 3
-    assert exported(collector) == second, "each step is counted once"
+    assert exported(steps) == second, "each step is counted once"
 
 
 def test_steps_of_an_earlier_program_are_not_counted() -> None:
     rows = [step(1, dropped={"stalled": 1})]
-    assert "turnwise_dropped_total stalled" not in exported(StepCollector(rows, skipped=1))
+    assert "turnwise_dropped_total stalled" not in exported(step_families(rows, skipped=1))
 
 
 def get(port: int | None) -> str:

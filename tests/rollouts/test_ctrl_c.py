@@ -42,7 +42,7 @@ async def command():
             problem = Problem(f"rows:{number}", {"log": sys.argv[2], "number": number})
             tasks.create_task(runner.run_group(engine, problem, config.sampling, "t"))
 
-sys.exit(asyncio.run(running._exit_code(command, None)))
+sys.exit(asyncio.run(running._exit_code(command(), None)))
 """
 
 

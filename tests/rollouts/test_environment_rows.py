@@ -21,7 +21,7 @@ from turnwise.rollouts.environment import (
     with_arguments,
 )
 from turnwise.rollouts.episode import Episode
-from turnwise.run.commands import ProgramInputs, heldout_problems, training_problems
+from turnwise.run.commands import ProgramInputs, load_problems
 
 HERE = "tests.rollouts.test_environment_rows"
 
@@ -103,8 +103,8 @@ def test_a_class_that_a_program_passes_makes_its_rows_too(
 ) -> None:
     config = configured(make_config, "Plain", environment_args={"start": 3})
     inputs = ProgramInputs(environment=Count)
-    assert training_problems(config, inputs)[0].row == {"step": 3}
-    assert heldout_problems(config, inputs)[0].row == {"step": 8}
+    assert load_problems(config, inputs)[0].row == {"step": 3}
+    assert load_problems(config, inputs, heldout=True)[0].row == {"step": 8}
     made = inputs.environment_for(config)
     assert made is not None
     assert made({"step": 1}).problem == "Continue: 3, 4"

@@ -37,7 +37,7 @@ from turnwise.rollouts.problems import (
     first_of_each,
     make_stream,
 )
-from turnwise.run.commands import ProgramInputs, all_problems, training_problems
+from turnwise.run.commands import ProgramInputs, all_problems, load_problems
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_mixture"
@@ -223,7 +223,7 @@ def test_what_is_wrong_with_one_environment_names_it(tmp_path: Path) -> None:
 def test_a_programs_own_rows_are_not_mixed(tmp_path: Path) -> None:
     config = parse_config(tree(tmp_path))
     with pytest.raises(InputError, match="environments has its own environments and rows"):
-        training_problems(config, ProgramInputs(rows=[{"n": 1}]))
+        load_problems(config, ProgramInputs(rows=[{"n": 1}]))
 
 
 async def test_the_stream_of_a_run_has_the_weights_and_a_curriculum_for_each(

@@ -48,7 +48,7 @@ def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
     best = 9_950
     kept: list[int] = []
     for step in (*range(500, 9_500, 500), *range(9_500, 10_051)):
-        run.write_step(StepMetrics(step=step, accuracy_heldout=float(step == best)))
+        run.metrics.write(StepMetrics(step=step, accuracy_heldout=float(step == best)).to_json())
         run.write_trajectories(step, [])
         if step % 50:
             continue
@@ -58,7 +58,7 @@ def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
         kept = sorted({*kept[-1:], step} | ({best} if step >= best else set()))
         assert [path.name for path in saved] == [f"step-{one:04d}" for one in kept]
         assert find_resume(run.path).step == step
-    run.close()
+    run.metrics.close()
     assert trajectory_file(run.path).name == "step-10050.jsonl"
     assert trajectory_file(run.path, 10_049).name == "step-10049.jsonl"
     files = [*RunFiles(run.path, "run").files()]
@@ -77,7 +77,7 @@ def test_what_was_just_saved_stays_beside_damaged_ones_of_later_steps(tmp_path: 
     names = [path.name for path in checkpoint.list_checkpoints(run.path / "checkpoints")]
     assert names == ["step-0009", "step-0010"]
     assert find_resume(run.path).step == 9
-    run.close()
+    run.metrics.close()
 
 
 def test_what_crashes_left_half_written_is_removed_with_the_next_checkpoint(
@@ -89,7 +89,7 @@ def test_what_crashes_left_half_written_is_removed_with_the_next_checkpoint(
     save(run, 4)
     left = sorted(path.name for path in (run.path / "checkpoints").iterdir())
     assert left == ["step-0004", "step-0007.tmp"]
-    run.close()
+    run.metrics.close()
 
 
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
     monkeypatch.setattr(shutil, "rmtree", seen_rmtree)
     save(run, 2)
     assert removed == ["step-0001"]
-    run.close()
+    run.metrics.close()
 
 
 def dies_at(call: int, work: Callable[[], None]) -> bool:
@@ -187,7 +187,7 @@ def test_a_crash_at_any_moment_of_a_runs_save_leaves_one_to_resume_from(tmp_path
         except InputError:
             # Only the damaged one was there before, and the new one is not whole yet.
             assert call <= 3
-        run.close()
+        run.metrics.close()
         call += 1
     assert steps == {2}
 
@@ -208,14 +208,14 @@ def test_the_configuration_of_a_run_survives_a_crash_while_it_is_written(tmp_pat
     _, status = os.waitpid(child, 0)
     assert os.WEXITSTATUS(status) == 9
     assert (run.path / "config.yaml").read_text() == before
-    run.close()
+    run.metrics.close()
 
 
 def test_changes_of_a_resumed_run_are_checked_against_the_run_even_if_it_was_moved(
     tmp_path: Path,
 ) -> None:
     run = RunDir(a_config(tmp_path, name="first"))
-    run.close()
+    run.metrics.close()
     moved = run.path.rename(tmp_path / "moved")
     assert config_of_run(moved, ["training.learning_rate=0.5"]).training.learning_rate == 0.5
     assert config_of_run(moved, ["training.steps=7"]).name == "moved"
@@ -231,7 +231,7 @@ async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked
 ) -> None:
     run = RunDir(a_config(tmp_path / "runs", training={"steps": 5}))
     save(run, 5)
-    run.close()
+    run.metrics.close()
     monkeypatch.chdir(tmp_path)
     same = a_config(Path("runs"), training={"steps": 5, "learning_rate": 1e-3})
     with pytest.raises(InputError, match="the run is complete; set training"):

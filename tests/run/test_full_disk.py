@@ -46,7 +46,7 @@ def config(folder: Path) -> Config:
         (
             "metrics.jsonl",
             "metrics.jsonl",
-            lambda run: run.write_step(StepMetrics(step=1)),
+            lambda run: run.metrics.write(StepMetrics(step=1).to_json()),
         ),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(
     path.symlink_to(FULL)
     with pytest.raises(TurnwiseError) as error:
         write(run)
-    run.close()
+    run.metrics.close()
     assert str(error.value) == f"{run.path / said} cannot be written: No space left on device"
 
 

@@ -101,8 +101,8 @@ def test_the_api_key_is_in_no_file_of_the_run_folder(tmp_path: Path) -> None:
         }
     )
     folder = RunDir(config)
-    folder.write_step(StepMetrics(step=0, reward_mean=0.5))
-    folder.close()
+    folder.metrics.write(StepMetrics(step=0, reward_mean=0.5).to_json())
+    folder.metrics.close()
     files = [path for path in folder.path.rglob("*") if path.is_file()]
     assert folder.path / "config.yaml" in files
     assert not [path for path in files if b"hush-hush" in path.read_bytes()]

@@ -133,7 +133,7 @@ def test_only_the_files_of_the_latest_steps_are_kept(
         group = Group("rows:1", both, calls=dict(enumerate(calls)))
         asyncio.run(folder.group_log("eval", step).keep(0, group))
         folder.write_token_values(step, {"turn": np.zeros(1, np.int32)})
-    folder.close()
+    folder.metrics.close()
     lines = (folder.path / "timeline" / "step-10000.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         [[0, 1.0, 2.0, 3.0, "worker-0", None, None]],

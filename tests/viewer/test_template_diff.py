@@ -19,7 +19,8 @@ from turnwise.viewer.server import make_app
 from turnwise.viewer.template_diff import (
     HISTORY_CHANGED,
     TOOLS_UNKNOWN,
-    Renderer,
+    Comparison,
+    comparison,
     differences,
 )
 
@@ -36,8 +37,8 @@ def template() -> ChatTemplate:
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return Renderer(MODEL / "tokenizer.json")
+def renderer() -> Comparison:
+    return comparison(MODEL / "tokenizer.json")
 
 
 def said(trajectory: Trajectory, prompt: list[int], ids: list[int], **more: Any) -> list[int]:
@@ -86,21 +87,21 @@ def test_differences_of_long_lists_are_small_and_found_at_once() -> None:
 
 @pytest.mark.parametrize(("tools", "note"), [(TOOLS, TOOLS_UNKNOWN), (None, "")])
 def test_what_the_template_renders_again_is_identical(
-    template: ChatTemplate, renderer: Renderer, tools: Any, note: str
+    template: ChatTemplate, renderer: Comparison, tools: Any, note: str
 ) -> None:
     trajectory = played(template, template.encode(f"{CALL}<|im_end|>"), tools)
-    compared = renderer.compare(trajectory, 1)
+    compared = renderer(trajectory, 1)
     assert (compared["identical"], compared["pieces"], compared["note"]) == (True, [], note)
     assert compared["sampled"] == compared["rendered"] == trajectory.turns[1].path_length
     assert template.decode_all(compared["closing"]) == "\n"
 
 
 def test_a_call_that_was_written_otherwise_differs(
-    template: ChatTemplate, renderer: Renderer
+    template: ChatTemplate, renderer: Comparison
 ) -> None:
     sampled = template.encode(f"{CALL.replace('1,', '1 ,')}<|im_end|>")
     trajectory = played(template, sampled)
-    compared = renderer.compare(trajectory, 1)
+    compared = renderer(trajectory, 1)
     assert not compared["identical"]
     path = trajectory.prompt_token_ids(1)
     first = len(trajectory.prompt_token_ids(0))
@@ -110,7 +111,9 @@ def test_a_call_that_was_written_otherwise_differs(
     assert " ," not in template.decode_all(rendered)
 
 
-def test_the_same_text_in_other_tokens_differs(template: ChatTemplate, renderer: Renderer) -> None:
+def test_the_same_text_in_other_tokens_differs(
+    template: ChatTemplate, renderer: Comparison
+) -> None:
     whole = template.encode(f"{CALL}<|im_end|>")
     at, pieces = next(
         (at, [template.encode(c) for c in text])
@@ -118,12 +121,12 @@ def test_the_same_text_in_other_tokens_differs(template: ChatTemplate, renderer:
         if len(text := template.decode_all([token])) > 2 and not text.startswith("<")
     )
     respelled = [*whole[:at], *(i for ids in pieces for i in ids), *whole[at + 1 :]]
-    [[_, _, rendered, same_text]] = renderer.compare(played(template, respelled), 1)["pieces"]
+    [[_, _, rendered, same_text]] = renderer(played(template, respelled), 1)["pieces"]
     assert (rendered, same_text) == ([whole[at]], True)
 
 
 def test_branches_of_a_session_are_compared_each_with_its_own_messages(
-    template: ChatTemplate, renderer: Renderer
+    template: ChatTemplate, renderer: Comparison
 ) -> None:
     """A turn of a session holds only the messages since the turn that it continues."""
     trajectory = Trajectory("rows:1")
@@ -139,7 +142,7 @@ def test_branches_of_a_session_are_compared_each_with_its_own_messages(
     said(trajectory, prompt, answer, messages=edited, fork_reason="history_changed")
     trajectory.messages = [*edited, {"role": "assistant", "tool_calls": calls}]
     for leaf in (1, 2):
-        compared = renderer.compare(trajectory, leaf)
+        compared = renderer(trajectory, leaf)
         assert (compared["error"], compared["identical"], compared["note"]) == (None, True, "")
 
 
@@ -155,7 +158,7 @@ def test_a_history_that_the_template_rewrites_is_shown_with_a_note(tmp_path: Pat
     prompt = [*template.encode("Tools."), *template.render([question])]
     said(trajectory, prompt, template.encode("Answer."))
     trajectory.messages = [question, {"role": "assistant", "content": "Answer."}]
-    compared = Renderer(tmp_path / "tokenizer.json").compare(trajectory, 0)
+    compared = comparison(tmp_path / "tokenizer.json")(trajectory, 0)
     assert (compared["identical"], compared["note"]) == (False, HISTORY_CHANGED)
     assert template.decode_all(compared["pieces"][0][2]) != "Tools."
 
@@ -169,24 +172,24 @@ def test_the_runs_own_template_is_the_one_that_renders(template: ChatTemplate) -
     said(trajectory, own.render([question]), own.encode("Answer.<|im_end|>"))
     trajectory.messages = [question, {"role": "assistant", "content": "Answer."}]
     for model, identical in (({"chat_template": text}, True), ({}, False)):
-        compared = Renderer(MODEL / "tokenizer.json", model).compare(trajectory, 0)
+        compared = comparison(MODEL / "tokenizer.json", model)(trajectory, 0)
         assert (compared["error"], compared["identical"]) == (None, identical)
 
 
 def test_what_cannot_be_rendered_says_why(tmp_path: Path, template: ChatTemplate) -> None:
     trajectory = played(template, template.encode(f"{CALL}<|im_end|>"))
-    missing = Renderer(None).compare(trajectory, 1)["error"]
+    missing = comparison(None)(trajectory, 1)["error"]
     assert "tokenizer was not found" in missing
     (tmp_path / "tokenizer.json").write_text("{}")
-    broken = Renderer(tmp_path / "tokenizer.json")
-    assert [broken.compare(trajectory, 1)["error"] for _ in range(2)][1].startswith(
+    broken = comparison(tmp_path / "tokenizer.json")
+    assert [broken(trajectory, 1)["error"] for _ in range(2)][1].startswith(
         f"the tokenizer in {tmp_path} cannot be loaded: "
     )
     trajectory.messages = trajectory.messages[:1]
-    error = Renderer(MODEL / "tokenizer.json").compare(trajectory, 1)["error"]
+    error = comparison(MODEL / "tokenizer.json")(trajectory, 1)["error"]
     assert error == "the messages of this branch are not recorded one by one"
     with pytest.raises(IndexError):
-        broken.compare(trajectory, 2)
+        broken(trajectory, 2)
 
 
 def test_the_viewer_serves_the_comparison_of_a_branch(

@@ -20,10 +20,11 @@ from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
 from turnwise.viewer.run_files import (
     RunFiles,
-    TokenTexts,
     find_tokenizer,
     open_runs,
+    read_vocabulary,
     summarise,
+    texts_of,
 )
 from turnwise.viewer.server import make_app, static_files
 
@@ -272,7 +273,7 @@ def test_tokens_have_text_and_bytes(client: TestClient, folder: Path) -> None:
     assert texts["7"] == ["<|end|>", "3c 7c 65 6e 64 7c 3e", True]
     (folder / "checkpoints").rename(folder / "gone")
     assert find_tokenizer(folder, {"model.path": "nowhere/nothing-of-this-name"}) is None
-    assert TokenTexts(None).of([1]) == {}
+    assert texts_of(read_vocabulary(None), [1]) == {}
 
 
 def test_trained_tokens_have_their_values(client: TestClient, folder: Path) -> None:
@@ -298,7 +299,7 @@ def test_tokens_of_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     model = {"vocab": [["<unk>", 0.0], ["\u2581the", -1.0], ["<0xC3>", -2.0]]}
     path.write_text(json.dumps({"model": model, "decoder": {"type": "Metaspace"}}))
-    texts = TokenTexts(path).of([1, 2, 9])
+    texts = texts_of(read_vocabulary(path), [1, 2, 9])
     assert texts == {"1": [" the", "20 74 68 65", False], "2": ["\\xc3", "c3", False]}
 
 

@@ -98,7 +98,9 @@ def command_of(
         @wraps(work)
         def start(*, debug: bool, **values: object) -> None:
             command = Command(debug)
-            run(lambda: work(command, **values), command)
+            code = aio.run(_exit_code(work(command, **values), command))
+            if code:
+                raise typer.Exit(code)
 
         given = [*inspect.signature(work).parameters.values()][1:]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -107,13 +109,6 @@ def command_of(
         return group.command(name)(start)
 
     return register
-
-
-def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:
-    """Run a command's coroutine; a code other than 0 exits."""
-    code = aio.run(_exit_code(make, command))
-    if code:
-        raise typer.Exit(code)
 
 
 def run_to_the_end(app: Callable[[], object]) -> None:
@@ -131,12 +126,12 @@ def run_to_the_end(app: Callable[[], object]) -> None:
         end_by_force_after(_EXIT_SECONDS, number, late)
 
 
-async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:
+async def _exit_code(work: Coroutine[object, object, None], command: Command) -> int:
     """Run a command, report how it ended, and return its exit code."""
     code, began = _EXIT_FAILED, time.monotonic()
     use_daemon_threads(asyncio.get_running_loop())
     try:
-        await interruptible(make())
+        await interruptible(work)
         code = 0
     except (typer.BadParameter, typer.Exit):
         raise

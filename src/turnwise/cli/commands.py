@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,9 +22,6 @@ from turnwise.core.deadlines import deadline
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
-
-if TYPE_CHECKING:
-    from turnwise.observe.doctor import Finding
 
 
 def _complete_key(incomplete: str) -> Iterator[tuple[str, str]]:
@@ -158,7 +155,7 @@ async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = No
     # commands.evaluate requires data.path only if data.eval_path is not set.
     config = command.of(load_config(file, overrides or (), optional=("data.path",)))
     console, overview = Console(), Overview()
-    evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
+    evaluation = await commands.evaluate(config, console, on_group=overview.add)
     show(console, overview)
     lines = [
         f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
@@ -192,9 +189,7 @@ async def rollout(
     config = command.of(load_config(file, overrides or ()))
     path = output or commands.run_folder(config) / "rollouts.jsonl"
     console, overview = Console(), Overview()
-    trajectories, dropped = await commands.rollout(
-        config, console, path, on_group=overview.add_group
-    )
+    trajectories, dropped = await commands.rollout(config, console, path, on_group=overview.add)
     show(console, overview)
     print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
 
@@ -363,7 +358,7 @@ async def doctor(
     """Check that everything is ready; name the command that mends what is not."""
     if rollout and file is None:
         raise typer.BadParameter("--rollout plays the problems of a FILE")
-    from turnwise.observe import doctor
+    from turnwise.observe import conversations, doctor
 
     console, config, found = Console(), None, list[doctor.Finding]()
 
@@ -384,25 +379,18 @@ async def doctor(
     while (finding := await run_in_thread(lambda: next(findings, None))) is not None:
         report(finding)
     if rollout and config is not None:
-        report(await _play(config, console))
+        few = config.with_row_limit(_ROLLOUT_PROBLEMS)
+        try:
+            async with deadline(_ROLLOUT_SECONDS, "the first problems were not played"):
+                trajectories, dropped = await commands.rollout(few, console, None)
+        except TurnwiseError as error:
+            report(doctor.Finding("rollout", "broken", str(error)))
+        else:
+            conversations.show(console, conversations.Overview.of(trajectories))
+            report(doctor.spread(trajectories, dropped))
     console.print(doctor.verdict(found), highlight=False)
     if any(finding.state == "broken" for finding in found):
         raise typer.Exit(1)
-
-
-async def _play(config: Config, console: Console) -> "Finding":
-    """Play some problems on an engine, print the best and the worst, and compare the rewards."""
-    from turnwise.observe.conversations import Overview, show
-    from turnwise.observe.doctor import Finding, spread
-
-    few = config.with_row_limit(_ROLLOUT_PROBLEMS)
-    try:
-        async with deadline(_ROLLOUT_SECONDS, "the first problems were not played"):
-            trajectories, dropped = await commands.rollout(few, console, None)
-    except TurnwiseError as error:
-        return Finding("rollout", "broken", str(error))
-    show(console, Overview.of(trajectories))
-    return spread(trajectories, dropped)
 
 
 @command_of(app)

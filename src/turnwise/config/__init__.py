@@ -24,19 +24,19 @@ from turnwise.config.algorithm import (
     TurnReturns,
 )
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
-from turnwise.config.base import NO_DEADLINE, Tree
-from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
+from turnwise.config.base import NO_DEADLINE
+from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import describe_keys, explain_config, known_keys
 from turnwise.config.load import (
     apply_override,
     dump_config,
     load_config,
     make_config,
+    masked,
+    masked_value,
     parse_config,
     set_key,
 )
-from turnwise.config.masking import masked, masked_value
-from turnwise.config.resume import resume_table
 from turnwise.config.rollout import (
     LOOP_NAMES,
     McpConfig,
@@ -59,7 +59,6 @@ __all__ = [
     "Cispo",
     "Config",
     "CorrectionConfig",
-    "DataConfig",
     "Dpo",
     "DrGrpo",
     "EngineConfig",
@@ -82,7 +81,6 @@ __all__ = [
     "ServingConfig",
     "ToolConfig",
     "TrainingConfig",
-    "Tree",
     "TurnReturns",
     "WeightsConfig",
     "apply_override",
@@ -96,6 +94,5 @@ __all__ = [
     "masked",
     "masked_value",
     "parse_config",
-    "resume_table",
     "set_key",
 ]

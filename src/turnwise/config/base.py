@@ -1,10 +1,18 @@
 """Base class of all sections, and number and deadline types."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 
 from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
 
@@ -29,6 +37,17 @@ Seconds = Annotated[
 NEEDED = "needed"
 """Marker of an optional field that must be set unless the caller provides its value otherwise."""
 Needed = Annotated[str | None, NEEDED]
+
+
+def must(holds: Callable[[str], object], message: str) -> AfterValidator:
+    """Return the check of a text that must hold; {!r} in the message of an error is the text."""
+
+    def check(text: str) -> str:
+        if not holds(text):
+            raise ValueError(message.format(text))
+        return text
+
+    return AfterValidator(check)
 
 
 class Section(BaseModel):

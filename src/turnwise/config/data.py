@@ -40,11 +40,6 @@ def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def _name_or_text(value: str) -> str:
-    """Replace a file by its text: the file may change, or be missing on another machine."""
-    return value if value in TEMPLATE_NAMES else template_text(value)
-
-
 class LoraConfig(Section):
     """Training of low-rank adapters (LoRA) instead of the weights themselves."""
 
@@ -71,7 +66,11 @@ class ModelConfig(Section):
     folder or Hugging Face name; null for none."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
-    chat_template: Annotated[str, AfterValidator(_name_or_text)] | None = None
+    # A file may change, or be missing on another machine: its text is kept.
+    chat_template: (
+        Annotated[str, AfterValidator(lambda t: t if t in TEMPLATE_NAMES else template_text(t))]
+        | None
+    ) = None
     """Chat template in place of the tokenizer's, also in exported models: hermes (ChatML with
     tools), chatml (without), a Jinja file, or its text. The run keeps the text of a file. null uses
     the tokenizer's."""

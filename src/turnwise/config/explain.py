@@ -40,78 +40,67 @@ class Key:
     """The `name` of the section kind that has this key; empty if every kind has it."""
 
 
-def describe_keys() -> list[Key]:
-    return list(_keys(Config, None, ""))
-
-
 @cache
 def known_keys() -> dict[str, str]:
     """Return every key as `section.key`, in order, with its meaning."""
-    return {key.name: key.meaning for key in _keys(Config, None, "")}
-
-
-@cache
-def needed_keys() -> Sequence[str]:
-    """Return the keys that must be set unless a program provides their values otherwise."""
-    return tuple(key for key, field, _ in _fields(Config) if NEEDED in field.metadata)
+    return {key.name: key.meaning for key in describe_keys()}
 
 
 def explain_config(config: Config | None = None) -> str:
     """Return a configuration as YAML, with a comment above each key that explains it; None prints
     the defaults, with required keys marked and left empty."""
     lines: list[str] = []
-    _describe(Config, config, 0, config is None, lines)
+    _describe(Config, config, "", config is None, lines)
     return "\n".join(lines) + "\n"
 
 
-def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator[Key]:
-    """Yield the keys of a class of sections; the defaults are those of `section`."""
+def _walk(
+    kind: type[Section], section: Section | None, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo, object, Kinds]]:
+    """Yield every key of a class of sections, with its field, its value in `section` or its
+    default, and its possible kinds of section; but none below several kinds."""
     for name, field in kind.model_fields.items():
-        key, parts = prefix + name, sections(field.annotation)
-        value = _default(field) if section is None else getattr(section, name)
-        if len(parts) > 1 and isinstance(value, Section):
-            names = " | ".join(_name(part) for part in parts)
-            meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
-            yield Key(f"{key}.name", names, _name(type(value)), meaning)
-        for part in parts:
-            below = _keys(part, value if isinstance(value, part) else None, f"{key}.")
-            if len(parts) == 1:
-                yield from below
-            else:
-                named = (k for k in below if k.name != f"{key}.name")
-                yield from (replace(k, kind=_name(part)) for k in named)
+        value = field.default if section is None else getattr(section, name)
+        if value == NO_DEADLINE or (section is None and field.is_required()):
+            value = None
+        parts = sections(field.annotation)
+        yield prefix + name, field, value, parts
+        if len(parts) == 1:
+            below = value if isinstance(value, Section) else None
+            yield from _walk(parts[0], below, f"{prefix}{name}.")
+
+
+def describe_keys(
+    kind: type[Section] = Config, section: Section | None = None, prefix: str = ""
+) -> Iterator[Key]:
+    """Yield the keys of a class of sections; the defaults are those of `section`, if given."""
+    for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
             default = None if _is_needed(field) else _as_yaml(value)
             yield Key(key, _type_name(field.annotation, field.metadata), default, _meaning(field))
+        if len(parts) > 1:
+            names = " | ".join(map(_name, parts))
+            meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
+            assert isinstance(value, Section)
+            yield Key(f"{key}.name", names, _name(type(value)), meaning)
+            for part in parts:
+                below = describe_keys(part, value if isinstance(value, part) else None, f"{key}.")
+                named = (k for k in below if k.name != f"{key}.name")
+                yield from (replace(k, kind=_name(part)) for k in named)
 
 
 def _name(section: type[Section]) -> str:
     return str(section.model_fields["name"].default)
 
 
-def _fields(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, Kinds]]:
-    """Yield every key with its field and its possible kinds of section, but none below several."""
-    for name, field in kind.model_fields.items():
-        parts = sections(field.annotation)
-        yield prefix + name, field, parts
-        if len(parts) == 1:
-            yield from _fields(parts[0], f"{prefix}{name}.")
-
-
-CHOICES = {key: parts for key, _, parts in _fields(Config) if len(parts) > 1}
-"""Possible kinds of each key whose value is one of several sections, chosen by `name`."""
-
-
 def _is_needed(field: FieldInfo) -> bool:
     return field.is_required() or NEEDED in field.metadata
 
 
-def _default(field: FieldInfo) -> object:
-    """Return the default of a key; None if it has none, or is a deadline set to null."""
-    if field.is_required() or field.default == NO_DEADLINE:
-        return None
-    value: object = field.default
-    return value
+NEEDED_KEYS = tuple(key for key, field, _, _ in _walk(Config, None) if NEEDED in field.metadata)
+"""Keys that must be set unless a program provides their values otherwise."""
+CHOICES = {key: parts for key, _, _, parts in _walk(Config, None) if len(parts) > 1}
+"""Possible kinds of each key whose value is one of several sections, chosen by `name`."""
 
 
 def _kinds(parts: Sequence[type[Section]]) -> list[str]:
@@ -153,27 +142,21 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     if isinstance(kind, type) and not arguments:
         name = "mapping" if issubclass(kind, Section) else kind.__name__
         nullable = " | null" if any(type(m).__name__ == "PlainSerializer" for m in metadata) else ""
-        return name + _bounds(metadata) + nullable
+        bounds = [  # none of a deadline
+            f"{sign} {limit:g}"
+            for item in metadata
+            for one in getattr(item, "metadata", None) or [item]
+            for kind_of_bound, attribute, sign in _BOUNDS
+            if isinstance(one, kind_of_bound) and (limit := getattr(one, attribute)) != NO_DEADLINE
+        ]
+        return name + (f" {', '.join(bounds)}" if bounds else "") + nullable
     return " | ".join(_type_name(part) for part in arguments)
-
-
-def _bounds(metadata: Sequence[object]) -> str:
-    """Return numeric bounds such as ` > 0, ≤ 1`; no bound of a deadline."""
-    found = []
-    for item in metadata:
-        for one in getattr(item, "metadata", None) or [item]:
-            for kind, attribute, sign in _BOUNDS:
-                if isinstance(one, kind) and (limit := getattr(one, attribute)) != NO_DEADLINE:
-                    found.append(f"{sign} {limit:g}")
-    return f" {', '.join(found)}" if found else ""
 
 
 def _as_yaml(value: object) -> str:
     value = _plain(value)
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
-    if value == NO_DEADLINE:
-        value = None
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("...").strip()
 
@@ -188,23 +171,24 @@ def _plain(value: object) -> object:
 
 
 def _describe(
-    kind: type[Section], section: Section | None, depth: int, marks: bool, lines: list[str]
+    kind: type[Section], section: Section | None, prefix: str, marks: bool, lines: list[str]
 ) -> None:
     """Add a section's lines, with the values of `section` or the defaults of its class."""
-    indent = "  " * depth
-    for name, field in kind.model_fields.items():
-        value = _default(field) if section is None else getattr(section, name)
-        meaning, parts = _meaning(field), sections(field.annotation)
+    for key, field, value, parts in _walk(kind, section, prefix):
+        indent, meaning = "  " * key.count("."), _meaning(field)
+        name = key.rpartition(".")[2]
         if parts:
             kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
             lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
             lines += [f"{indent}{name}:"]
-            below = value if isinstance(value, Section) else None
-            _describe(parts[0] if below is None else type(below), below, depth + 1, marks, lines)
+            if len(parts) > 1:
+                assert isinstance(value, Section)
+                _describe(type(value), value, f"{key}.", marks, lines)
             continue
         required = marks and _is_needed(field)
         lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
         text = "" if required else _as_yaml(value)
         lines += [f"{indent}{name}: {text}".rstrip()]
     for name, value in (section.model_extra or {}).items() if section else ():
+        indent = "  " * prefix.count(".")
         lines += [f"{indent}{name}: {_as_yaml(value)}"]  # an argument of a user-defined class

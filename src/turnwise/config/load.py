@@ -1,9 +1,11 @@
 """Loading a checked `Config` from a YAML file and `key.sub=value` overrides, and dumping it.
 
-Each mistake is one sentence, with the most likely intended key.
+Each mistake is one sentence, with the most likely intended key. Secrets are left out of what leaves
+the machine: trackers and exported pages.
 """
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -15,9 +17,22 @@ from pydantic_core import ErrorDetails
 from turnwise.config.algorithm import PARTS
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS
 from turnwise.config.base import Tree, sections
-from turnwise.config.explain import CHOICES, known_keys, needed_keys
+from turnwise.config.explain import CHOICES, NEEDED_KEYS, known_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
+
+_OUT_OF_FILES = {"serving": {"api_key"}}
+"""Keys that are not written."""
+MASK = "***"
+_SECRET_NAME = re.compile(
+    r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
+)
+_SECRET_SECTIONS = ("env", "headers")
+"""Mappings whose values may all be secrets: of an MCP server, and of a tool's or engine's own."""
+_USER = re.compile(r"(?<=://)[^/@\s]+@")
+"""User and password in a URL."""
+_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")
+"""A value that names a variable of the environment, and is no secret itself."""
 
 
 def load_config(
@@ -74,7 +89,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
     mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
-    missing = [key for key in needed_keys() if value_of(tree, key) is None and key not in given]
+    missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
     problems = [_explain_missing(key) for key in missing]
     try:
         config = Config.model_validate(tree)
@@ -96,8 +111,57 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
 def dump_config(config: Config, *, secrets: bool = False) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back, by default without
     API keys."""
-    exclude = None if secrets else {"serving": {"api_key"}}
+    exclude = None if secrets else _OUT_OF_FILES
     return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
+
+
+def masked(config: Config) -> dict[str, object]:
+    """Return a configuration as plain values, with a mask for each value that may be a secret.
+
+    Those are the values of `headers` and `env`, texts whose key is called a token, key, secret,
+    password or the like, and users in URLs. `serving.api_key` is left out.
+    """
+    tree = config.model_dump(mode="json", exclude=_OUT_OF_FILES)
+    return {key: masked_value(key, value) for key, value in tree.items()}
+
+
+def has_secrets(config: Config) -> bool:
+    """Return whether `masked` masks something."""
+    return masked(config) != config.model_dump(mode="json", exclude=_OUT_OF_FILES)
+
+
+def masked_value(name: str, value: object) -> object:
+    """Return a value of a configuration, masked where the name of its key (of a dotted one, the
+    end) or its form says that it is a secret."""
+    if isinstance(value, Mapping):
+        section = name in _SECRET_SECTIONS
+        return {
+            key: masked_value("secret" if section else str(key), item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_argument(name, *pair) for pair in zip(["", *value], value, strict=False)]
+    if not isinstance(value, str) or not value:
+        return value
+    if _is_secret(name) and not _REFERENCE.fullmatch(value):
+        return MASK
+    return _USER.sub(f"{MASK}@", value)
+
+
+def _argument(name: str, before: object, item: object) -> object:
+    """Return an item of a list, which may be an argument of a command: --token WORD, --key=WORD."""
+    if isinstance(item, str) and isinstance(before, str):
+        option, separator, _ = item.partition("=")
+        if separator and option.startswith("-") and _is_secret(option):
+            return f"{option}={MASK}"
+        if before.startswith("-") and _is_secret(before) and not item.startswith("-"):
+            return MASK
+    return masked_value(name, item)
+
+
+def _is_secret(name: str) -> bool:
+    """Return whether a name is one of a secret, in any spelling: hf_token, API-KEY, apiKey."""
+    return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
 
 def apply_override(tree: Tree, override: str) -> None:
@@ -156,7 +220,14 @@ def _explain_mistake(error: ErrorDetails) -> str:
         known = error["ctx"]["expected_tags"].replace("'", "")
         return f"{key}.name must be one of {known}, not {error['ctx']['tag']!r}"
     if error["type"] == "extra_forbidden":
-        return _unknown(key, loc)
+        owner, _, leaf = key.rpartition(".")
+        if leaf in REPLACED_KEYS:
+            return f"{key} is not supported: {REPLACED_KEYS[leaf]}"
+        if key in known_keys():
+            fields = [kind.model_fields for kind in CHOICES[owner] if leaf in kind.model_fields]
+            names = " and ".join(each["name"].default for each in fields)
+            return f"{key} belongs to {names}, not to {loc[-2]} ({owner}.name)"
+        return f"there is no key {key}{_nearest(key)}"
     if error["type"] == "missing":
         field = Config.model_fields.get(key)
         parts = sections(field.annotation) if field is not None else []
@@ -176,20 +247,6 @@ def _explain_mistake(error: ErrorDetails) -> str:
 
 def _explain_missing(key: str) -> str:
     return f"{key} must be set ({known_keys()[key].rstrip('.')})"
-
-
-def _unknown(key: str, loc: Sequence[str]) -> str:
-    owner, _, leaf = key.rpartition(".")
-    if leaf in REPLACED_KEYS:
-        return f"{key} is not supported: {REPLACED_KEYS[leaf]}"
-    if key in known_keys():
-        kinds = [
-            kind.model_fields["name"].default
-            for kind in CHOICES[owner]
-            if leaf in kind.model_fields
-        ]
-        return f"{key} belongs to {' and '.join(kinds)}, not to {loc[-2]} ({owner}.name)"
-    return f"there is no key {key}{_nearest(key)}"
 
 
 def _nearest(key: str) -> str:

@@ -6,94 +6,83 @@ depends on cannot change.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from turnwise.config.explain import known_keys
 from turnwise.config.load import value_of
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
-
-class OnResume(NamedTuple):
-    """The rule of a key, or of all keys of a section."""
-
-    may_change: bool
-    meaning: str
-    """The effect of another value, or the reason why there can be none."""
-
-
-def _yes(meaning: str) -> OnResume:
-    return OnResume(True, meaning)
-
-
-def _no(reason: str) -> OnResume:
-    return OnResume(False, reason)
+OnResume = tuple[bool, str]
+"""The rule of a key, or of all keys of a section: whether it may change; and the effect of another
+value, or the reason why there can be none."""
 
 
 def _each(rule: OnResume, keys: str, section: str = "") -> dict[str, OnResume]:
     return {section + key: rule for key in keys.split()}
 
 
-_HOME = _no("a run is resumed in its own folder, which may be moved as a whole")
-_ADAPTER = _no("the checkpoint's adapter has this form")
-_SHOWN = _yes("applies from now on")
-_DATA = _yes("applies from now on, if the number of rows stays and they have the same names")
-_SAME_MODEL = _yes("for a copy of the same model elsewhere; another model does not fit")
-_OPTIMIZER = _yes("applies from the next update on")
-_LIMIT = _yes("applies from the next step on")
+_HOME = (False, "a run is resumed in its own folder, which may be moved as a whole")
+_ADAPTER = (False, "the checkpoint's adapter has this form")
+_SHOWN = (True, "applies from now on")
+_DATA = (True, "applies from now on, if the number of rows stays and they have the same names")
+_SAME_MODEL = (True, "for a copy of the same model elsewhere; another model does not fit")
+_OPTIMIZER = (True, "applies from the next update on")
+_LIMIT = (True, "applies from the next step on")
 
 RULES: Mapping[str, OnResume] = {
     **_each(_HOME, "name output_dir"),
-    "seed": _no("the order of the rows that are left in this epoch depends on it"),
+    "seed": (False, "the order of the rows that are left in this epoch depends on it"),
     **_each(_LIMIT, "deterministic exactness"),
-    "environment": _yes("applies from now on; groups that were waiting keep their rewards"),
-    "environment_args": _yes("applies from now on; see data.path where the rows depend on it"),
-    "environments": _yes(
-        "applies from now on, if their names and numbers of rows stay; weights count from now on"
+    "environment": (True, "applies from now on; groups that were waiting keep their rewards"),
+    "environment_args": (True, "applies from now on; see data.path where the rows depend on it"),
+    "environments": (
+        True,
+        "applies from now on, if their names and numbers of rows stay; weights count from now on",
     ),
     **_each(
         _SHOWN, "trackers project entity tags samples_every log_level watchdog_seconds ray_address"
     ),
     "model.path": _SAME_MODEL,
-    "model.adapter": _no("training does not start from an adapter"),
-    "model.tokenizer": _yes("for a copy of the same tokenizer elsewhere"),
-    "model.chat_template": _yes("applies to new groups, and to models that are saved"),
-    "model.dtype": _yes("applies from now on; weights that learn are kept as they are"),
+    "model.adapter": (False, "training does not start from an adapter"),
+    "model.tokenizer": (True, "for a copy of the same tokenizer elsewhere"),
+    "model.chat_template": (True, "applies to new groups, and to models that are saved"),
+    "model.dtype": (True, "applies from now on; weights that learn are kept as they are"),
     "model.max_length": _LIMIT,
     "model.trust_remote_code": _SHOWN,
-    **_each(_yes("applies to new groups"), "template_args escape_special_tokens", "model."),
+    **_each((True, "applies to new groups"), "template_args escape_special_tokens", "model."),
     "model.lora": _ADAPTER,
     **_each(_DATA, "path subset split limit", "data."),
-    **_each(_yes("applies to the next evaluation"), "eval_path eval_split eval_limit", "data."),
+    **_each((True, "applies to the next evaluation"), "eval_path eval_split eval_limit", "data."),
     "data.max_prompt_tokens": _LIMIT,
-    "data.curriculum": _yes("applies from now on; false forgets the outcomes of earlier groups"),
+    "data.curriculum": (True, "applies from now on; false forgets the outcomes of earlier groups"),
     "data.max_rest": _LIMIT,
-    "rollout": _yes("applies to new groups"),
-    "sampling": _yes("applies to new groups; those that were waiting keep their size"),
-    "eval": _yes("applies to the next evaluation"),
+    "rollout": (True, "applies to new groups"),
+    "sampling": (True, "applies to new groups; those that were waiting keep their size"),
+    "eval": (True, "applies to the next evaluation"),
     **_each(_SHOWN, "engine serving weights"),
     "algorithm.advantage": _LIMIT,
-    "algorithm.advantage.name": _yes(
-        "applies from the next step on; to one with a value model only if the checkpoint has one"
+    "algorithm.advantage.name": (
+        True,
+        "applies from the next step on; to one with a value model only if the checkpoint has one",
     ),
     "algorithm.advantage.learning_rate": _OPTIMIZER,
-    "algorithm.advantage.warmup_steps": _yes("counts the steps of the whole run"),
+    "algorithm.advantage.warmup_steps": (True, "counts the steps of the whole run"),
     "algorithm.advantage.model": _SAME_MODEL,
     **_each(_LIMIT, "loss reduction kl", "algorithm."),
-    "algorithm.kl.model": _yes("another reference model from now on"),
+    "algorithm.kl.model": (True, "another reference model from now on"),
     **_each(_LIMIT, "correction dynamic_sampling overlong_tokens overlong_penalty", "algorithm."),
-    "training.steps": _yes("the new end of the run, also of its schedule"),
+    "training.steps": (True, "the new end of the run, also of its schedule"),
     **_each(_LIMIT, "max_staleness stale_policy", "training."),
-    "training.ranks": _yes("a checkpoint can be loaded with any number of ranks"),
+    "training.ranks": (True, "a checkpoint can be loaded with any number of ranks"),
     **_each(
         _SHOWN, "context_parallel colocated offload resources activation_checkpointing", "training."
     ),
-    "training.weights_dtype": _no("the checkpoint's weights and moments have this type"),
+    "training.weights_dtype": (False, "the checkpoint's weights and moments have this type"),
     **_each(_SHOWN, "packing attention", "training."),
-    "training.updates_per_step": _yes("applies from the next step on; a schedule counts updates"),
+    "training.updates_per_step": (True, "applies from the next step on; a schedule counts updates"),
     "training.learning_rate": _OPTIMIZER,
     **_each(
-        _yes("the schedule is the new one, at the checkpoint's update"),
+        (True, "the schedule is the new one, at the checkpoint's update"),
         "warmup_steps lr_schedule",
         "training.",
     ),
@@ -120,19 +109,9 @@ def check_unchanged(saved: Config, config: Config) -> None:
     """Check that a resumed run changes only what may change; name the first key that may not."""
     trees = saved.model_dump(), config.model_dump()
     for key in known_keys():
-        rule = rule_of(key)
+        may_change, meaning = rule_of(key) or (True, "")
         before, now = (value_of(tree, key) for tree in trees)
-        if rule is not None and not rule.may_change and before != now:
+        if not may_change and before != now:
             raise InputError(
-                f"{key} cannot change from {before} to {now} when a run is resumed: {rule.meaning}"
+                f"{key} cannot change from {before} to {now} when a run is resumed: {meaning}"
             )
-
-
-def resume_table() -> str:
-    """Return the rules as a table of the documentation."""
-    lines = ["| key | may change | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{key}` | {'yes' if rule.may_change else 'no'} | {rule.meaning} |"
-        for key, rule in RULES.items()
-    ]
-    return "\n".join(lines)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from turnwise.config.base import (
     Fraction,
@@ -14,6 +14,7 @@ from turnwise.config.base import (
     Seconds,
     Section,
     Tree,
+    must,
 )
 from turnwise.config.data import RowsConfig
 
@@ -21,15 +22,13 @@ LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_sched
 """Names of the built-in agent loops, which `rollout.loops` implements."""
 
 
-def _known_loop(loop: str) -> str:
-    if loop not in LOOP_NAMES and ":" not in loop:
-        raise ValueError(
-            f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
-        )
-    return loop
-
-
-Loop = Annotated[str, AfterValidator(_known_loop)]
+Loop = Annotated[
+    str,
+    must(
+        lambda loop: loop in LOOP_NAMES or ":" in loop,
+        f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {{!r}}",
+    ),
+]
 
 
 class CodeToolConfig(Section):

@@ -8,20 +8,11 @@ from pydantic import AfterValidator
 
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
+from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
-
-
-def _one_folder(name: str) -> str:
-    if name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
-        raise ValueError(
-            f"must be one folder in output_dir, not {name!r}: choose a name without slashes, "
-            "and set output_dir for another place"
-        )
-    return name
 
 
 def _plain_names(environments: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
@@ -42,7 +33,14 @@ class Config(Section):
         print(config.training.steps, config.sampling.temperature)
     """
 
-    name: Annotated[str, AfterValidator(_one_folder)] = "run"
+    name: Annotated[
+        str,
+        must(
+            lambda name: name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name},
+            "must be one folder in output_dir, not {!r}: choose a name without slashes, "
+            "and set output_dir for another place",
+        ),
+    ] = "run"
     """Name of the run's folder in output_dir: one name, not a path."""
     output_dir: str = "runs"
     """Folder that contains the run folders."""
@@ -144,28 +142,22 @@ class Config(Section):
         return {part.rollout.loop for part in self.parts().values()}
 
     def mistakes(self) -> Iterator[str]:
-        yield from _environment_mistakes(self)
+        own = [key for key in ("environment", "environment_args") if getattr(self, key)]
+        fields = RowsConfig.model_fields.items()
+        rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
+        for key in [*own, *rows] if self.environments else ():
+            yield (
+                f"environments has its own environments and rows, and {key} is set too: "
+                "move it into an entry of environments, or remove environments"
+            )
+        for name, entry in self.environments.items():
+            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
+                yield (
+                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
+                    "package.module:Class"
+                )
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
-
-
-def _environment_mistakes(config: Config) -> Iterator[str]:
-    if not config.environments:
-        return
-    fields = RowsConfig.model_fields.items()
-    rows = [f"data.{key}" for key, of in fields if getattr(config.data, key) != of.default]
-    own = [key for key in ("environment", "environment_args") if getattr(config, key)]
-    for key in [*own, *rows]:
-        yield (
-            f"environments has its own environments and rows, and {key} is set too: "
-            "move it into an entry of environments, or remove environments"
-        )
-    for name, entry in config.environments.items():
-        if entry.loop == "chat_scheduler" and not config.rollout.chat_scheduler:
-            yield (
-                f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
-                "package.module:Class"
-            )
 
 
 def _engine_mistakes(config: Config) -> Iterator[str]:

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
-from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Tree
+from turnwise.config.base import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Tree,
+    must,
+)
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
 """Names of the built-in weight transports, which `weights.transport` implements."""
@@ -31,20 +39,9 @@ def _without_neutral(extra: Tree) -> Tree:
     }
 
 
-def _port_range(ports: str) -> str:
+def _is_port_range(ports: str) -> bool:
     match = re.fullmatch(r"(\d+)-(\d+)", ports or "1-1")
-    if match is None or not 0 < int(match[1]) <= int(match[2]) < 65_536:
-        raise ValueError(f"{ports!r} is no range of ports such as 40000-40999")
-    return ports
-
-
-def _known_transport(transport: str) -> str:
-    if transport not in TRANSPORT_NAMES and ":" not in transport:
-        raise ValueError(
-            f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, "
-            f"not {transport!r}"
-        )
-    return transport
+    return match is not None and 0 < int(match[1]) <= int(match[2]) < 65_536
 
 
 class EngineConfig(Section):
@@ -128,7 +125,9 @@ class ServingConfig(Section):
     "*" stands for all. Without any, browsers hide the answers from every page."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
-    ports: Annotated[str, AfterValidator(_port_range)] | None = None
+    ports: (
+        Annotated[str, must(_is_port_range, "{!r} is no range of ports such as 40000-40999")] | None
+    ) = None
     """Ports FIRST-LAST, such as 40000-40999, of everything else that listens: workers, their
     servers, agents' servers and session processes. For networks in which other ports are closed;
     null takes any free ones."""
@@ -167,7 +166,13 @@ class WeightsConfig(Section):
 
     update_timeout: Seconds = 120.0
     """Deadline in seconds for one update and its check, including the wait for in_flight drain."""
-    transport: Annotated[str, AfterValidator(_known_transport)] = "shm"
+    transport: Annotated[
+        str,
+        must(
+            lambda transport: transport in TRANSPORT_NAMES or ":" in transport,
+            f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, not {{!r}}",
+        ),
+    ] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
     folder that all hosts can read (disk); or package.module:Class, your own Transport."""

@@ -34,8 +34,8 @@ class Alarm:
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
     """Return all alarms of a run, in the order of their steps, from its lines of metrics.jsonl."""
-    alarms = Alarms(config)
-    return [alarm for row in rows for alarm in alarms.add(row)]
+    find = alarm_finder(config)
+    return [alarm for row in rows for alarm in find(row)]
 
 
 def alarms_of_run(run: Path) -> list[Alarm]:
@@ -47,38 +47,35 @@ def alarms_of_run(run: Path) -> list[Alarm]:
     return find_alarms(map(json.loads, path.read_text().splitlines()), config)
 
 
-class Alarms:
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._rows: list[JsonObject] = []
-        self._raised: set[str] = set()
+def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
+    """Return a function that gets each step's line of metrics.jsonl in turn, and returns the alarms
+    that the step raises."""
+    rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
 
-    def add(self, row: JsonObject) -> list[Alarm]:
-        """Add a step's line of metrics.jsonl; return the alarms that it raises."""
-        if not row["step"]:  # the model before training
-            return []
-        self._rows.append(row)
-        found = []
-        for name in (*_SHARES, *_TRENDS):
-            if name in self._raised or not getattr(self._config.alarms, name):
-                continue
-            shared = name in _SHARES
-            message = self._share(name) if shared else _TRENDS[name](self._rows, self._config)
-            if message:
-                self._raised.add(name)
-                found.append(Alarm(name, row["step"], message))
-        return found
-
-    def _share(self, name: str) -> str:
-        """Return the sentence on a share above its limit in each of the last `alarms.steps` steps,
-        or ""."""
-        steps = self._config.alarms.steps
-        found = [_SHARES[name](row, self._config) for row in self._rows[-steps:]]
+    def lasting(name: str) -> str:
+        """Return the sentence on a share above its limit in each of the last steps, or ""."""
+        found = [_SHARES[name](row, config) for row in rows[-steps:]]
         shares, (_, limit, sentence) = [share for share, _, _ in found], found[-1]
         if len(found) < steps or min(shares) <= (limit or 0.0):
             return ""
         mean = f"{statistics.fmean(shares):.0%}"
         return f"{sentence.replace('{}', mean)} (a mean over {steps} steps)"
+
+    def find(row: JsonObject) -> list[Alarm]:
+        if not row["step"]:  # the model before training
+            return []
+        rows.append(row)
+        found = []
+        for name in (*_SHARES, *_TRENDS):
+            if name in raised or not getattr(config.alarms, name):
+                continue
+            message = lasting(name) if name in _SHARES else _TRENDS[name](rows, config)
+            if message:
+                raised.add(name)
+                found.append(Alarm(name, row["step"], message))
+        return found
+
+    return find
 
 
 def no_signal(row: JsonObject, config: Config) -> _Share:
@@ -208,7 +205,16 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
-    shares = [_of_the_others(row.get("worker_tokens_per_s") or {}) for row in last]
+    shares: list[dict[str, float]] = []
+    for row in last:  # each worker's speed, as a share of the others' median
+        speeds = row.get("worker_tokens_per_s") or {}
+        others = {name: [speeds[one] for one in speeds if one != name] for name in speeds}
+        shares.append(
+            {
+                name: _share(speeds[name], statistics.median(rest)) if rest else 1.0
+                for name, rest in others.items()
+            }
+        )
     for name, share in shares[-1].items():
         if all(earlier.get(name, 1.0) < limit for earlier in shares):
             speed = last[-1]["worker_tokens_per_s"][name]
@@ -218,15 +224,6 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
                 "with `turnwise trace timeline RUN FILE`"
             )
     return ""
-
-
-def _of_the_others(speeds: dict[str, float]) -> dict[str, float]:
-    """Return each worker's speed as a share of the others' median."""
-    shares = {}
-    for name, speed in speeds.items():
-        others = [other for each, other in speeds.items() if each != name]
-        shares[name] = _share(speed, statistics.median(others)) if others else 1.0
-    return shares
 
 
 def _first_and_last(

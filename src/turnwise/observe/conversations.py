@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -17,9 +16,6 @@ from rich.text import Text
 from turnwise.core.files import number_of, numbered
 from turnwise.errors import InputError, visible
 from turnwise.trajectory import Message, Trajectory, read_jsonl
-
-if TYPE_CHECKING:
-    from turnwise.rollouts.group import Group
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
@@ -192,9 +188,6 @@ class Overview:
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.problem_id):
             overview.add(list(group))
         return overview
-
-    def add_group(self, group: "Group") -> None:
-        self.add(group.trajectories)
 
     def add(self, group: Sequence[Trajectory]) -> None:
         spread = _Numbers()

@@ -1,7 +1,7 @@
 """The metrics of a step: one typed record, which is a line of metrics.jsonl.
 
 Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
-declares, and `python -m turnwise.observe.metrics` prints the table of the documentation.
+declares, and the documentation their meanings.
 """
 
 import ast
@@ -199,22 +199,20 @@ class StepMetrics:
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
         self.turns_mean = mean([len(t.turns) for t in trajectories])
         self.sampled_tokens = sampled
-        self._add_environments(batch)
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
         self.worker_tokens_per_s = _speeds(groups)
-
-    def _add_environments(self, batch: "Batch") -> None:
         pools = sum((Counter(each) for each in batch.pools.values()), Counter[str]())
         self.pools = {name: pools[name] for each in batch.pools.values() for name in each} or None
-        for name in sorted({group.environment for group in batch.groups} - {""}):
-            groups = [group for group in batch.groups if group.environment == name]
-            rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
-            own = self._environment(name)
-            own["reward_mean"] = mean(rewards)
-            own["trajectories"] = len(rewards)
-            own["dropped"] = sum(group.dropped.total() for group in groups)
-            own["groups"] = len(groups)
+        for name in sorted({group.environment for group in groups} - {""}):
+            own = [group for group in groups if group.environment == name]
+            rewards = [t.reward or 0.0 for group in own for t in group.trajectories]
+            self._environment(name).update(
+                reward_mean=mean(rewards),
+                trajectories=len(rewards),
+                dropped=sum(group.dropped.total() for group in own),
+                groups=len(own),
+            )
         for name in batch.pools.keys() - {""}:
             self._environment(name)["pools"] = batch.pools[name]
 
@@ -300,22 +298,3 @@ def series() -> list[tuple[str, Series]]:
         for item in fields(StepMetrics)
         for each in getattr(item.type, "__metadata__", ())
     ]
-
-
-def table() -> str:
-    """Return all metrics, Prometheus' names and their meanings as a Markdown table."""
-    lines = ["| metric | for Prometheus | meaning |", "|---|---|---|"]
-    for name, text in meanings().items():
-        exported = ", ".join(
-            f"`{each.name}`{f' by {each.label}' if each.label else ''}"
-            for of, each in series()
-            if of == name
-        )
-        lines.append(f"| `{name}` | {exported} | {text.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(table())

@@ -5,7 +5,7 @@ context of a GPU's driver (about half a GiB) and fragmentation.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -152,7 +152,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     )
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
-    engine = _engine(config, shape)
+    engine, token_bytes = _engine(config, shape)
     if config.engine.kv_cache_gib or not machine.gpus:
         cache = (config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:  # what vLLM would take
@@ -161,15 +161,26 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         cache = max(0, allowed - engine.peak)
     engine.parts["KV cache"] = int(cache)
     loads = list(_loads(config, machine, rank, engine, share))
-    tokens = engine.parts["KV cache"] // _cache_bytes(config, shape)
+    tokens = engine.parts["KV cache"] // token_bytes
     asks = list(actors(config, share))
     return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
 
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
+    tokens = micro_batch_tokens(config.training, machine.gpus > 0)
+    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
+    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
+    tried = (  # the mildest values first
+        ("training.activation_checkpointing", ["2"]),
+        ("training.activation_checkpointing", ["true"]),
+        ("training.offload", ["[params, optimizer]"]),
+        ("training.micro_batch_tokens", [str(each) for each in shorter]),
+        ("model.lora.rank", ["16"]),
+        ("engine.tensor_parallel_size", [str(each) for each in wider]),
+    )
     changes: dict[str, str] = {}
-    for key, values in _alternatives(config, machine.gpus > 0):
+    for key, values in tried:
         for text in values:
             tree = config.model_dump()
             apply_override(tree, f"{key}={text}")
@@ -187,19 +198,6 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
             if plan.fits:
                 return [f"{key}={text}" for key, text in changes.items()]
     return None
-
-
-def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the changes that are tried, in order: a key, and its values, the mildest first."""
-    yield "training.activation_checkpointing", ["2"]
-    yield "training.activation_checkpointing", ["true"]
-    yield "training.offload", ["[params, optimizer]"]
-    tokens = micro_batch_tokens(config.training, on_gpu)
-    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
-    yield "training.micro_batch_tokens", [str(each) for each in shorter]
-    yield "model.lora.rank", ["16"]
-    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
-    yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
@@ -249,10 +247,10 @@ def _width(config: Config) -> int:
     return dtype_of(config).itemsize
 
 
-def _engine(config: Config, shape: PretrainedConfig) -> Holding:
-    """Return what one device of an engine holds, without its KV cache."""
-    text, engine = shape.get_text_config(), config.engine
-    width = _width(config)
+def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
+    """Return what one device of an engine holds without its KV cache, and the bytes of one token in
+    that cache."""
+    text, engine, width = shape.get_text_config(), config.engine, _width(config)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -262,21 +260,17 @@ def _engine(config: Config, shape: PretrainedConfig) -> Holding:
     working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
     weights = model_size(config).parameters * width // engine.devices
     parts = {"weights": weights, "computation": working, "KV cache": 0}
-    return Holding(parts, frozenset(parts))
-
-
-def _cache_bytes(config: Config, shape: PretrainedConfig) -> int:
-    """Return the bytes of one token in the KV cache of one device."""
-    text = shape.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    layers = math.ceil(layers / config.engine.pipeline_parallel_size)
+    layers = math.ceil(layers / engine.pipeline_parallel_size)
     if rank := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
-        return int(layers * (rank + text.qk_rope_head_dim) * _width(config))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    heads = math.ceil(heads / config.engine.tensor_parallel_size)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * layers * heads * size * _width(config))
+        numbers = rank + text.qk_rope_head_dim
+    else:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        heads = math.ceil(heads / engine.tensor_parallel_size)
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        numbers = 2 * heads * size
+    return Holding(parts, frozenset(parts)), int(layers * numbers * width)
 
 
 def _loads(
@@ -356,8 +350,25 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
         asks.add_row(ask.who, str(ask.count), text)
     console.print(loads)
     console.print(asks)
-    for line in _verdict(config, machine, plan):
-        console.print(line, markup=False)
+    if plan.fits:
+        console.print("It fits.", markup=False)
+        return
+    if plan.contexts < 1:
+        said = "The KV cache does not hold one full context: lower model.max_length, or make room."
+        console.print(said, markup=False)
+    said = "It does not fit"
+    if plan.likely_fits:
+        said = (
+            "It fits as long as trajectories are about as long as expected "
+            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
+            "one whole answer); with full micro-batches it does not"
+        )
+    if (changes := changes_that_fit(config, machine)) is None:
+        said += ", nor with any of the usual changes; use more or larger devices."
+    else:
+        quoted = [f'"{change}"' if " " in change else change for change in changes]
+        said += f". It would with: {' '.join(quoted)}"
+    console.print(said, markup=False)
 
 
 def _holding(title: str, holding: Holding) -> Table:
@@ -369,27 +380,6 @@ def _holding(title: str, holding: Holding) -> Table:
             table.add_row(part, _gib(usual), _gib(size), often)
     table.add_row("at the peak", _gib(holding.expected_peak), _gib(holding.peak), "")
     return table
-
-
-def _verdict(config: Config, machine: Machine, plan: Plan) -> Iterable[str]:
-    if plan.fits:
-        yield "It fits."
-        return
-    if plan.contexts < 1:
-        yield "The KV cache does not hold one full context: lower model.max_length, or make room."
-    said = "It does not fit"
-    if plan.likely_fits:
-        said = (
-            "It fits as long as trajectories are about as long as expected "
-            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
-            "one whole answer); with full micro-batches it does not"
-        )
-    changes = changes_that_fit(config, machine)
-    if changes is None:
-        yield f"{said}, nor with any of the usual changes; use more or larger devices."
-        return
-    quoted = [f'"{change}"' if " " in change else change for change in changes]
-    yield f"{said}. It would with: {' '.join(quoted)}"
 
 
 def _gib(size: int) -> str:

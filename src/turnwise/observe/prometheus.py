@@ -12,7 +12,6 @@ from concurrent.futures import TimeoutError as LateError
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
-from prometheus_client.registry import Collector
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -34,37 +33,36 @@ _ENGINE_SECONDS = 5.0
 """Time for the event loop to collect the engines' metrics: below Prometheus' 10 s."""
 
 
-class StepCollector(Collector):
-    """Metrics of the steps that a run has completed."""
+def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], Iterator[Metric]]:
+    """Return a function that yields the metrics of the steps that a run has completed, `rows`; the
+    first ones are not counted. Those that no step has had yet have no value."""
+    values: dict[str, dict[str, float]] = {}
+    seen, lock = skipped, threading.Lock()
 
-    def __init__(self, rows: Sequence[JsonObject], skipped: int = 0) -> None:
-        self._rows, self._seen = rows, skipped
-        self._values: dict[str, dict[str, float]] = {}
-        """By the series' name, the value of each of its parts."""
-        self._lock = threading.Lock()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; those that no step has had yet have no value."""
-        with self._lock:  # two requests at once
-            for row in self._rows[self._seen :]:
-                self._add(row)
-                self._seen += 1
-        for metric, each in series():
-            values = self._values.get(each.name, {"": 0.0} if each.sums and not each.label else {})
-            yield family(each.name, meanings()[metric], values, each.label)
-
-    def _add(self, row: JsonObject) -> None:
+    def add(row: JsonObject) -> None:
         for metric, each in series():
             value = row.get(metric) if each.value is None else each.value(row)
             if not each.sums:
                 if isinstance(value, int | float):
-                    self._values[each.name] = {"": value}
+                    values[each.name] = {"": value}
             elif row.get("step"):  # not the model before training: its trajectories are held-out
-                sums = self._values.setdefault(each.name, {})
+                sums = values.setdefault(each.name, {})
                 labelled = value if isinstance(value, dict) else {}
                 parts: JsonObject = labelled if each.label else {"": value}
                 for part, number in parts.items():
                     sums[part] = sums.get(part, 0.0) + (number or 0.0)
+
+    def families() -> Iterator[Metric]:
+        nonlocal seen
+        with lock:  # two requests at once
+            for row in rows[seen:]:
+                add(row)
+                seen += 1
+        for metric, each in series():
+            found = values.get(each.name, {"": 0.0} if each.sums and not each.label else {})
+            yield family(each.name, meanings()[metric], found, each.label)
+
+    return families
 
 
 @asynccontextmanager
@@ -82,11 +80,11 @@ async def serving_metrics(
     if port is None:
         yield None
         return
-    steps, engines = StepCollector(rows, len(rows)), EngineMetrics(scheduler)
+    steps, engines = step_families(rows, len(rows)), EngineMetrics(scheduler)
     loop = asyncio.get_running_loop()
 
     def families() -> Iterator[Metric]:  # in a thread; as slow as the slowest engine may be
-        yield from steps.collect()
+        yield from steps()
         groups = {"": in_flight()}
         yield family("turnwise_groups_in_flight", "Groups that are being sampled", groups)
         asked = asyncio.run_coroutine_threadsafe(engines.collect(), loop)

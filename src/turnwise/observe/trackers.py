@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 try:
     from tensorboardX import SummaryWriter
@@ -41,6 +41,15 @@ _COLUMNS = ["problem", "reward", "status", "conversation"]
 """Columns of tables of conversations."""
 
 
+class Tracker(NamedTuple):
+    """Receives a step's numbers, by names of letters, digits and `_-./`, and conversations; may
+    raise anything."""
+
+    write: Callable[[int, dict[str, float]], None]
+    write_samples: Callable[[int, list[JsonObject]], None]
+    close: Callable[[], None]
+
+
 class Trackers:
     """One run's metrics, written one step at a time; trackers get the configuration without its API
     key.
@@ -62,7 +71,7 @@ class Trackers:
         if SummaryWriter is None:
             logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
         else:
-            self._trackers["TensorBoard"] = TensorBoard(folder, after_step)
+            self._trackers["TensorBoard"] = _tensorboard(folder, after_step)
         for name in config.trackers:
             start = partial(_TRACKERS[name], folder, config, after_step is not None)
             try:
@@ -102,7 +111,7 @@ class Trackers:
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
 
-    def _each(self, do: "Callable[[Tracker], None]") -> None:
+    def _each(self, do: Callable[[Tracker], None]) -> None:
         """Call every tracker; one that fails is reported, and gets no more calls."""
         for name, tracker in list(self._trackers.items()):
             who = f"the tracker {name}"
@@ -114,56 +123,35 @@ class Trackers:
                 logger.warning("%s failed and gets no more metrics: %s", name, why)
 
 
-class Tracker(Protocol):
-    """Receives a step's numbers, by names of letters, digits and `_-./`, and conversations; may
-    raise anything."""
+def _tensorboard(folder: Path, after_step: int | None) -> Tracker:
+    """Write event files in the run's folder with tensorboardX."""
+    purge = None if after_step is None else after_step + 1
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files in the run's folder, written by tensorboardX."""
-
-    def __init__(self, folder: Path, after_step: int | None) -> None:
-        purge = None if after_step is None else after_step + 1
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+    def write_samples(step: int, rows: list[JsonObject]) -> None:
         for number, row in enumerate(rows):
             indented = "\n".join(f"    {line}" for line in row["conversation"].splitlines())
-            self._writer.add_text(f"samples/{number}", indented, step)  # Markdown: as it is
+            writer.add_text(f"samples/{number}", indented, step)  # Markdown: as it is
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(write, write_samples, writer.close)
 
 
-class _Logged:
-    """A run of Weights & Biases, or of Trackio, which has the same methods. Of a step that is
-    written twice, W&B keeps the first, Trackio both."""
+def _logged(package: ModuleType, run: Any) -> Tracker:
+    """Write to a run of Weights & Biases, or of Trackio, which has the same methods. Of a step that
+    is written twice, W&B keeps the first, Trackio both."""
 
-    def __init__(self, package: ModuleType, run: Any) -> None:
-        self._package, self._run = package, run
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+    def write_samples(step: int, rows: list[JsonObject]) -> None:
         data = [[row[name] for name in _COLUMNS] for row in rows]
-        self._run.log({"samples": self._package.Table(columns=_COLUMNS, data=data)}, step=step)
+        run.log({"samples": package.Table(columns=_COLUMNS, data=data)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(lambda step, values: run.log(values, step=step), write_samples, run.finish)
 
 
-def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
+def _wandb(folder: Path, config: Config, resumed: bool) -> Tracker:
     wandb, kept = importlib.import_module("wandb"), folder / "wandb_run"
     run = wandb.init(
         project=config.project,
@@ -177,10 +165,10 @@ def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
         settings=wandb.Settings(console="off"),
     )
     kept.write_text(run.id)
-    return _Logged(wandb, run)
+    return _logged(wandb, run)
 
 
-def _trackio(folder: Path, config: Config, resumed: bool) -> "Tracker":
+def _trackio(folder: Path, config: Config, resumed: bool) -> Tracker:
     trackio = importlib.import_module("trackio")
     run = trackio.init(
         project=config.project,
@@ -188,46 +176,41 @@ def _trackio(folder: Path, config: Config, resumed: bool) -> "Tracker":
         config=masked(config),
         resume="allow" if resumed else "never",
     )
-    return _Logged(trackio, run)
+    return _logged(trackio, run)
 
 
-class Mlflow:
-    """MLflow, with the tracking server of its own environment variables. If a step is written
-    twice, it keeps both."""
-
-    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        self._client = self._mlflow.MlflowClient()
-        kept = folder / "mlflow_run"
-        if resumed and kept.exists():
-            self._run_id = kept.read_text()
-            self._client.update_run(self._run_id, status="RUNNING")
-            return
-        experiment = self._client.get_experiment_by_name(config.project)
+def _mlflow(folder: Path, config: Config, resumed: bool) -> Tracker:
+    """Write to MLflow, with the tracking server of its own environment variables. If a step is
+    written twice, it keeps both."""
+    mlflow, kept = importlib.import_module("mlflow"), folder / "mlflow_run"
+    client = mlflow.MlflowClient()
+    if resumed and kept.exists():
+        run_id = kept.read_text()
+        client.update_run(run_id, status="RUNNING")
+    else:
+        experiment = client.get_experiment_by_name(config.project)
         number = experiment.experiment_id if experiment else None
-        number = number or self._client.create_experiment(config.project)
+        number = number or client.create_experiment(config.project)
         tags = dict.fromkeys(config.tags, "")
-        run = self._client.create_run(number, run_name=config.name, tags=tags)
-        self._run_id = str(run.info.run_id)
-        self._client.log_dict(self._run_id, masked(config), "config.json")
-        kept.write_text(self._run_id)
+        run_id = str(client.create_run(number, run_name=config.name, tags=tags).info.run_id)
+        client.log_dict(run_id, masked(config), "config.json")
+        kept.write_text(run_id)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        now, make = int(time.time() * 1000), self._mlflow.entities.Metric
+    def write(step: int, values: dict[str, float]) -> None:
+        now, make = int(time.time() * 1000), mlflow.entities.Metric
         metrics = [make(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        client.log_batch(run_id, metrics=metrics)
 
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+    def write_samples(step: int, rows: list[JsonObject]) -> None:
         table = {name: [row[name] for row in rows] for name in _COLUMNS}
-        self._client.log_table(self._run_id, {"step": [step] * len(rows), **table}, "samples.json")
+        client.log_table(run_id, {"step": [step] * len(rows), **table}, "samples.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    return Tracker(write, write_samples, lambda: client.set_terminated(run_id))
 
 
 _TRACKERS: dict[str, Callable[[Path, Config, bool], Tracker]] = {
     "wandb": _wandb,
-    "mlflow": Mlflow,
+    "mlflow": _mlflow,
     "trackio": _trackio,
 }
 

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import cast, get_type_hints
 
 import turnwise.tools

@@ -86,17 +86,12 @@ def train(
         )
         print(result.checkpoint)
     """
-    arguments = {"model.path": _text(model), "training.steps": steps}
-    inputs, values, optional = _inputs(environment, data, eval_data, arguments)
-    settings, console = _settings(keys, values), Console(quiet=not progress)
-    name = "the training run"
+    values = {"model.path": model, "training.steps": steps}
+    resolved, inputs = _prepare(config, keys, values, environment, data, eval_data, resume=resume)
+    console, name = Console(quiet=not progress), "the training run"
     if resume is None:
-        resolved = _resolve(config, settings, optional)
         return run_command(lambda: commands.train(resolved, console, None, inputs), name)
-    if config is not None:
-        raise InputError("resume uses the configuration of the run: omit config")
-    saved = commands.config_of_run(Path(resume), settings=settings, optional=optional)
-    return run_command(lambda: commands.resume(Path(resume), saved, console, inputs), name)
+    return run_command(lambda: commands.resume(Path(resume), resolved, console, inputs), name)
 
 
 def evaluate(
@@ -130,8 +125,9 @@ def evaluate(
         evaluation = turnwise.evaluate(model=result.checkpoint, environment=Weather, data=rows)
         print(evaluation.accuracy)
     """
-    inputs, values, optional = _inputs(environment, None, data, {"model.path": _text(model)})
-    resolved = _resolve(config, _settings(keys, values), [*optional, "data.path"])
+    resolved, inputs = _prepare(
+        config, keys, {"model.path": model}, environment, eval_data=data, optional=["data.path"]
+    )
     console = Console(quiet=not progress)
     return run_command(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
 
@@ -169,8 +165,7 @@ def rollout(
         for trajectory in turnwise.rollout(model="...", environment=Weather, data=rows[:4]):
             print(trajectory.reward, trajectory.final_text)
     """
-    inputs, values, optional = _inputs(environment, data, None, {"model.path": _text(model)})
-    resolved = _resolve(config, _settings(keys, values), optional)
+    resolved, inputs = _prepare(config, keys, {"model.path": model}, environment, data)
     console, file = Console(quiet=not progress), None if output is None else Path(output)
     trajectories, _ = run_command(
         lambda: commands.rollout(resolved, console, file, inputs), "the rollouts"
@@ -204,8 +199,8 @@ def serve(
         with turnwise.serve(model="Qwen/Qwen3-0.6B", serving={"port": 0}) as server:
             client = openai.OpenAI(base_url=server.base_url, api_key="-")
     """
-    settings = _settings(keys, {} if model is None else {"model.path": str(model)})
-    resolved = _resolve(config, settings, ("environment", "data.path"))
+    optional = ("environment", "data.path")
+    resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
     with _left(thread):
@@ -234,15 +229,33 @@ def _left(thread: "EventLoopThread[_Result]") -> Iterator[None]:
     thread.leave(_STOP_SECONDS, None)
 
 
-def _inputs(
-    environment: "str | Callable[[JsonObject], object] | None",
-    data: Source,
-    eval_data: Source,
+def _prepare(
+    config: ConfigSource,
+    keys: Mapping[str, object],
     values: Mapping[str, object],
-) -> tuple[ProgramInputs, dict[str, object], list[str]]:
-    """Return objects for the run, values by key, and the keys that therefore need no value."""
-    settings = {key: value for key, value in values.items() if value is not None}
-    optional: list[str] = []
+    environment: "str | Callable[[JsonObject], object] | None" = None,
+    data: Source = None,
+    eval_data: Source = None,
+    *,
+    optional: Sequence[str] = (),
+    resume: str | Path | None = None,
+) -> tuple[Config, ProgramInputs]:
+    """Return the configuration with the given values, and the objects for the run.
+
+    Values by dotted key take precedence over `keys`, which may be nested; None leaves them to the
+    configuration. Keys that an object replaces need no value.
+    """
+
+    def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+        for key, value in values.items():
+            if isinstance(value, Mapping) and prefix + key in _SECTIONS:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, str(value) if isinstance(value, Path) else value
+
+    settings = dict(flat(keys, ""))
+    settings |= {key: value for key, value in flat(values, "") if value is not None}
+    needless = list(optional)
     rows: dict[str, Sequence[JsonObject] | None] = {}
     for key, source in (("data.path", data), ("data.eval_path", eval_data)):
         rows[key] = None
@@ -253,7 +266,7 @@ def _inputs(
 
             rows[key] = cast("Sequence[JsonObject]", given_rows(source))
             settings[key] = None
-            optional.append(key)
+            needless.append(key)
     factory: EnvironmentType | None = None
     if isinstance(environment, str):
         settings["environment"] = environment
@@ -262,31 +275,11 @@ def _inputs(
         name = getattr(environment, "__qualname__", type(environment).__qualname__)
         settings["environment"] = f"{getattr(environment, '__module__', '__main__')}:{name}"
     inputs = ProgramInputs(factory, rows["data.path"], rows["data.eval_path"])
-    return inputs, settings, optional
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _settings(keys: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """Return keyword arguments as values by dotted key; `values` take precedence."""
-
-    def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-        for key, value in values.items():
-            if isinstance(value, Mapping) and prefix + key in _SECTIONS:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, str(value) if isinstance(value, Path) else value
-
-    return dict(flat(keys, "")) | dict(values)
-
-
-def _resolve(
-    config: ConfigSource, settings: Mapping[str, object], optional: Sequence[str]
-) -> Config:
-    """Return the configuration with the values by dotted key applied."""
+    if resume is not None:
+        if config is not None:
+            raise InputError("resume uses the configuration of the run: omit config")
+        return commands.config_of_run(Path(resume), settings=settings, optional=needless), inputs
     if isinstance(config, str | Path):
-        return load_config(config, settings=settings, optional=optional)
+        return load_config(config, settings=settings, optional=needless), inputs
     tree = config.model_dump() if isinstance(config, Config) else dict(config or {})
-    return make_config(tree, settings=settings, optional=optional)
+    return make_config(tree, settings=settings, optional=needless), inputs

@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from turnwise.config import Config, SamplingConfig, load_config
+from turnwise.config import Config, load_config
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.config.explain import needed_keys
+from turnwise.config.explain import NEEDED_KEYS
 from turnwise.config.resume import check_unchanged
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -38,17 +39,17 @@ if TYPE_CHECKING:
     from turnwise.rollouts.problems import Problem
     from turnwise.rollouts.producer import RunGroup
     from turnwise.run.display import Display
-    from turnwise.run.run_dir import Resume, RunDir
+    from turnwise.run.run_dir import Resume
     from turnwise.run.runtime import Runtime
     from turnwise.serving.openai.server import OpenAIServer
 
-    OnGroup = Callable[[Group], None]
-    """Called with each group of a command, also one that was not run."""
+    OnGroup = Callable[[Sequence[Trajectory]], None]
+    """Called with the trajectories of each group of a command, also of one that was not run."""
 
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0
 """Deadline for opening the data, which may be a download of hours."""
-_PROVIDED = (*needed_keys(), "data.eval_path")
+_PROVIDED = (*NEEDED_KEYS, "data.eval_path")
 """Keys whose values a program may have provided as objects."""
 
 
@@ -133,11 +134,11 @@ def all_problems(
     measured = [name for name, part in config.parts().items() if part.data.eval_path is not None]
     heldout: Sequence[Problem] = []
     if inputs.eval_rows is not None or measured:
-        heldout = heldout_problems(config.only(measured), inputs)
-    return training_problems(config, inputs), heldout
+        heldout = load_problems(config.only(measured), inputs, heldout=True)
+    return load_problems(config, inputs), heldout
 
 
-def training_problems(
+def load_problems(
     config: Config, inputs: ProgramInputs, *, heldout: bool = False
 ) -> "Sequence[Problem]":
     """Return the problems to train on, or those to evaluate on."""
@@ -156,11 +157,6 @@ def training_problems(
         return load(config, inputs.environment_for(config))
     name, limit = ("eval_data", data.eval_limit) if heldout else ("data", data.limit)
     return Problems(name, checked_rows(rows, name, limit))
-
-
-def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
-    """Return the problems to evaluate on; raise as `training_problems` does."""
-    return training_problems(config, inputs, heldout=True)
 
 
 async def train(
@@ -189,9 +185,15 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await _attempt(
-                    config, problems, heldout, folder, display, resume, inputs
-                )
+                from turnwise.observe.prometheus import serving_metrics
+                from turnwise.run.trainer import TrainingLoop
+
+                async with _opened(config, inputs, problems, display, folder.path) as runtime:
+                    loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
+                    host, port = config.serving.host, config.metrics.port
+                    scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
+                    async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
+                        await loop.run()
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -202,30 +204,8 @@ async def train(
                     raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
-                await run_in_thread(folder.close)
-    return TrainingResult(folder.path, list(folder.rows), exactness)
-
-
-async def _attempt(
-    config: Config,
-    problems: "Sequence[Problem]",
-    heldout: "Sequence[Problem]",
-    folder: "RunDir",
-    display: "Display",
-    resume: "Resume | None",
-    inputs: ProgramInputs,
-) -> ExactnessReport:
-    """Start everything and train to the end of the run, or to the first failure."""
-    from turnwise.observe.prometheus import serving_metrics
-    from turnwise.run.trainer import TrainingLoop
-
-    async with _opened(config, inputs, problems, display, folder.path) as runtime:
-        loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
-        scheduler = runtime.manager.scheduler
-        host, port = config.serving.host, config.metrics.port
-        async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
-            await loop.run()
-        return loop.exactness
+                await run_in_thread(folder.metrics.close)
+    return TrainingResult(folder.path, list(folder.metrics.rows), loop.exactness)
 
 
 async def resume(
@@ -289,9 +269,8 @@ async def evaluate(
                     f"{key}.eval_path or {key}.path must be set: there are no rows to evaluate"
                 )
             paths.append(path)
-    async with _playing(
-        config, console, inputs, paths, heldout_problems, config.eval.sampling, "evaluate"
-    ) as (run_group, problems, display):
+    playing = _playing(config, console, inputs, paths, "evaluate", on_group)
+    async with playing as (run_group, problems, advance):
         from turnwise.observe.timeline import TIMELINE
         from turnwise.rollouts.evaluation import evaluate as evaluate_problems
         from turnwise.run.run_dir import GroupLog
@@ -301,7 +280,7 @@ async def evaluate(
             run_group,
             problems,
             config,
-            on_group=_advancing(display, on_group),
+            on_group=advance,
             kept=GroupLog(folder / name, folder / TIMELINE / name),
         )
 
@@ -319,9 +298,8 @@ async def rollout(
     trajectories in the rows' order, and the number of failed ones by reason.
     """
     paths = inputs.paths(config, heldout=False)
-    async with _playing(
-        config, console, inputs, paths, training_problems, config.sampling, "rollout"
-    ) as (run_group, problems, display):
+    playing = _playing(config, console, inputs, paths, "rollout", on_group)
+    async with playing as (run_group, problems, advance):
         from turnwise.rollouts.evaluation import KeptInMemory, groups_at_once, run_groups
         from turnwise.run.run_dir import GroupLog
 
@@ -331,7 +309,7 @@ async def rollout(
             problems,
             "rollout",
             kept.keep,
-            _advancing(display, on_group),
+            advance,
             at_once=groups_at_once(config, config.sampling.n),
             row_seconds=config.rollout.environment_timeout,
         )
@@ -344,31 +322,29 @@ async def _playing(
     console: Console,
     inputs: ProgramInputs,
     paths: Sequence[str],
-    load: "Callable[[Config, ProgramInputs], Sequence[Problem]]",
-    sampling: SamplingConfig,
-    phase: str,
-) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Display]]":
-    """Check the rows' paths, read the rows and start the engines, without a trainer."""
+    phase: Literal["evaluate", "rollout"],
+    on_group: "OnGroup",
+) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Callable[[Group], None]]]":
+    """Check the rows' paths, read the rows and start the engines, without a trainer.
+
+    Yields a function that runs a group, the problems, and a function to call with each group.
+    """
     check_sources(config, *paths)
+    heldout = phase == "evaluate"
     with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
-            problems = await call_user_code(
-                load, config, inputs, name="the data", seconds=_LOAD_SECONDS
-            )
+            load = partial(load_problems, config, inputs, heldout=heldout)
+            problems = await call_user_code(load, name="the data", seconds=_LOAD_SECONDS)
             opened = _opened(config, inputs, problems, display)
         async with opened as runtime:
             display.phase(phase, len(problems))
-            yield runtime.group_runner(sampling), problems, display
+            sampling = config.eval.sampling if heldout else config.sampling
 
+            def advance(group: "Group") -> None:
+                display.advance()
+                on_group(group.trajectories)
 
-def _advancing(display: "Display", also: "OnGroup") -> "OnGroup":
-    """Return a function that advances the display, and passes the group on."""
-
-    def advance(group: "Group") -> None:
-        display.advance()
-        also(group)
-
-    return advance
+            yield runtime.group_runner(sampling), problems, advance
 
 
 def _opened(

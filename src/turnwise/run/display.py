@@ -1,9 +1,9 @@
-"""Progress of a run, for observers, and its display: a live table on a terminal, else lines."""
+"""The display of a run's progress: a live table on a terminal, else lines."""
 
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -21,46 +21,10 @@ _QUIET_SECONDS = 10.0
 """Without a terminal, silence during the start after which the current activity is printed."""
 _QUIET_STEP_SECONDS = 60.0
 """The same after the first step."""
-
-
 _Result = TypeVar("_Result")
 
 
-class Progress:
-    """An observer of a run; this one shows nothing."""
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Show a part of the start ("starting Ray") while it lasts; several may overlap."""
-        return nullcontext()
-
-    def phase(self, name: str, total: int = 0) -> None:
-        """Begin a phase of `total` parts; 0 if they cannot be counted."""
-
-    def advance(self) -> None:
-        """Mark one part of the phase as done."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show the metrics of a completed step, or (step 0) of the first evaluation."""
-
-    def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
-        """Show conversations of the step, by a label such as "best"."""
-
-    def warn(self, text: str) -> None:
-        """Show an urgent message; may be called from any thread."""
-
-
-SILENT = Progress()
-
-
-async def show_part(
-    progress: Progress, name: str, work: Callable[[], Awaitable[_Result]]
-) -> _Result:
-    """Run a part of the start and show it while it lasts."""
-    with progress.part(name):
-        return await work()
-
-
-class Display(Progress):
+class Display:
     """Shows the start, phases and steps of a run (0 steps: without training); a context manager."""
 
     def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:
@@ -98,6 +62,7 @@ class Display(Progress):
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Show a part of the start ("starting Ray") while it lasts; several may overlap."""
         began = self._parts[name] = time.perf_counter()
         self._print(f"{name} ...")
         try:
@@ -107,6 +72,7 @@ class Display(Progress):
             self._parts.pop(name, None)
 
     def phase(self, name: str, total: int = 0) -> None:
+        """Begin a phase of `total` parts; 0 if they cannot be counted."""
         self._phase, self._done, self._total = name, 0, total
         self._phase_began = time.perf_counter()
         if name == "rollout" and self._first_step is None:
@@ -116,18 +82,41 @@ class Display(Progress):
         self._done += 1
 
     def step(self, metrics: StepMetrics) -> None:
+        """Show the metrics of a completed step, or (step 0) of the first evaluation."""
         self._last = metrics
         self._steps_here += bool(metrics.step)
         if metrics.accuracy_heldout is not None:
             self._accuracy = metrics.accuracy_heldout
-        self._print(self._line(metrics))
+        environments = metrics.environments or {}
+        parts = [
+            f"step {metrics.step or 0:>4}/{self._steps}",
+            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
+            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
+            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
+            f"stale {metrics.staleness_max}",
+            f"{metrics.step_seconds or 0:.1f} s",
+        ]
+        if left := self._time_left():
+            parts.append(f"left {left}")
+        if (accuracy := metrics.accuracy_heldout) is not None:
+            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
+            each = _of_each(heldout, "accuracy")
+            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
+        if why := why_untrained([metrics.to_json()]):
+            parts.append(f"nothing trained: {why}")
+        if metrics.dropped:
+            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
+            parts.append(f"dropped: {reasons}")
+        self._print("  ".join(parts))
 
     def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
+        """Show conversations of the step, by a label such as "best"."""
         for label, trajectories in samples.items():
             for trajectory in trajectories:
                 self._console.print(conversation(trajectory, label), end="", soft_wrap=True)
 
     def warn(self, text: str) -> None:
+        """Show an urgent message; may be called from any thread."""
         self._print(text, style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
@@ -152,29 +141,6 @@ class Display(Progress):
     @property
     def _progress(self) -> str:
         return f" {self._done}/{self._total}" if self._total else ""
-
-    def _line(self, metrics: StepMetrics) -> str:
-        environments = metrics.environments or {}
-        parts = [
-            f"step {metrics.step or 0:>4}/{self._steps}",
-            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
-            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
-            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
-            f"stale {metrics.staleness_max}",
-            f"{metrics.step_seconds or 0:.1f} s",
-        ]
-        if left := self._time_left():
-            parts.append(f"left {left}")
-        if (accuracy := metrics.accuracy_heldout) is not None:
-            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
-            each = _of_each(heldout, "accuracy")
-            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
-        if why := why_untrained([metrics.to_json()]):
-            parts.append(f"nothing trained: {why}")
-        if metrics.dropped:
-            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
-            parts.append(f"dropped: {reasons}")
-        return "  ".join(parts)
 
     def _time_left(self) -> str:
         step = (self._last.step if self._last else None) or 0
@@ -232,3 +198,13 @@ def why_untrained(steps: Sequence[JsonObject]) -> str:
     if stale:
         reasons.append(f"{stale:,} groups too old (training.max_staleness)")
     return ", ".join(reasons) or "no group has two trajectories to compare (sampling.n, dropped)"
+
+
+async def show_part(display: Display, name: str, work: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Run a part of the start and show it while it lasts."""
+    with display.part(name):
+        return await work()
+
+
+SILENT = Display("", 0, Console(quiet=True), 0.0)
+"""Shows nothing."""

@@ -20,7 +20,7 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
 from turnwise.rollouts.loops import import_chat_scheduler
-from turnwise.run.display import SILENT, Progress, show_part
+from turnwise.run.display import SILENT, Display, show_part
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
@@ -38,7 +38,7 @@ _Imported = TypeVar("_Imported")
 
 
 @asynccontextmanager
-async def open_server(config: Config, progress: Progress = SILENT) -> AsyncIterator["OpenAIServer"]:
+async def open_server(config: Config, progress: Display = SILENT) -> AsyncIterator["OpenAIServer"]:
     """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit."""
     if config.engine.metrics is None:
         engine = config.engine.model_copy(update={"metrics": True})
@@ -59,7 +59,7 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
 
 @asynccontextmanager
 async def open_manager(
-    config: Config, progress: Progress = SILENT
+    config: Config, progress: Display = SILENT
 ) -> AsyncIterator[AsyncLLMServerManager]:
     """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`."""
     async with _open_fleet(
@@ -76,7 +76,7 @@ async def open_manager(
 @asynccontextmanager
 async def _open_fleet(
     config: Config,
-    progress: Progress,
+    progress: Display,
     name: str,
     load: Callable[[], Coroutine[object, object, _Imported]],
     make_front: Callable[[_Imported, AsyncLLMServerManager], _Front],
@@ -101,7 +101,7 @@ async def _open_fleet(
 
 
 @asynccontextmanager
-async def ray_running(config: Config, progress: Progress) -> AsyncIterator[float]:
+async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]:
     """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
     starting = asyncio.ensure_future(
         show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, config.ray_address))

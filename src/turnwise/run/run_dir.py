@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config
-from turnwise.config.masking import has_secrets
+from turnwise.config.load import has_secrets
 from turnwise.core.aio import run_in_thread
 from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.observe.metrics import StepMetrics
 from turnwise.observe.timeline import TIMELINE, write_times
 from turnwise.observe.trackers import Trackers
 from turnwise.rollouts.group import Group, turn_times
@@ -59,8 +58,6 @@ class Resume:
 
 def find_resume(run: Path) -> Resume:
     """Return the newest complete checkpoint of a run."""
-    if not (run / "config.yaml").is_file():
-        raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     folder, flaws = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
     state = checkpoint.read_loop(folder)
     return Resume(folder.resolve(), state["step"], state, flaws)
@@ -162,13 +159,7 @@ class RunDir:
         self._keep_last = config.training.keep_last
         self._keep_steps = config.trajectories.keep
         self._success_reward = config.eval.success_reward
-        self._trackers = Trackers(self.path, config, None if resume is None else resume.step)
-
-    def write_step(self, metrics: StepMetrics) -> None:
-        self._trackers.write(metrics.to_json())
-
-    def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
-        self._trackers.write_samples(step, samples)
+        self.metrics = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
         folder = self.path / "trajectories"
@@ -216,26 +207,18 @@ class RunDir:
         saved = {number_of(each) for each in checkpoint.list_checkpoints(folder.parent)}
         measured = [
             (row["accuracy_heldout"], row["step"])
-            for row in self._trackers.rows
+            for row in self.metrics.rows
             if row["accuracy_heldout"] is not None and row["step"] in saved
         ]
         best = max(measured)[1] if measured else None  # the newest if tied
         checkpoint.prune(folder.parent, self._keep_last, best, step)
-
-    @property
-    def rows(self) -> Sequence[JsonObject]:
-        """Metrics of every step so far, including those before a resume."""
-        return self._trackers.rows
 
     def draw(self) -> None:
         """Draw reward, and held-out accuracy where it was measured, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return
-        figure = make_figure(self.path.name, self._trackers.rows, self._success_reward)
+        figure = make_figure(self.path.name, self.metrics.rows, self._success_reward)
         picture = self.path / "reward.png"
         with translate_unwritable(picture):
             figure.savefig(picture, dpi=120)
-
-    def close(self) -> None:
-        self._trackers.close()

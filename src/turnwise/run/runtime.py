@@ -24,7 +24,7 @@ from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
-from turnwise.run.display import SILENT, Progress, show_part
+from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import (
     FRONTS,
     begin_imports,
@@ -71,7 +71,7 @@ async def open_runtime(
     first: Problem | Sequence[Problem] | None,
     *,
     folder: Path | None = None,
-    progress: Progress = SILENT,
+    progress: Display = SILENT,
     environment: EnvironmentType | None = None,
 ) -> AsyncIterator[Runtime]:
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.

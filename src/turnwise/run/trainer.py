@@ -20,14 +20,14 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code, stuck_calls
 from turnwise.core.watchdog import waiting, watching_progress
-from turnwise.observe.alarms import Alarms
+from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
-from turnwise.run.display import Progress
+from turnwise.run.display import Display
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep
@@ -46,7 +46,7 @@ class TrainingLoop:
         problems: Sequence[Problem],
         heldout: Sequence[Problem],
         folder: RunDir,
-        progress: Progress,
+        progress: Display,
         resume: Resume | None = None,
     ) -> None:
         assert runtime.policy is not None
@@ -65,9 +65,9 @@ class TrainingLoop:
             progress.advance,
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
-        self._alarms = Alarms(config)
-        for row in folder.rows:  # of the run that is resumed
-            self._alarms.add(row)
+        self._find_alarms = alarm_finder(config)
+        for row in folder.metrics.rows:  # of the run that is resumed
+            self._find_alarms(row)
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
@@ -288,12 +288,12 @@ class TrainingLoop:
             overview = Overview()
             for group in batch.groups:
                 if group.environment == name:
-                    overview.add_group(group)
+                    overview.add(group.trajectories)
             for label, chosen in overview.best_and_worst().items():
                 shown[f"{label} of {name}" if name else label] = chosen
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
-        await run_in_thread(self._folder.write_samples, step, both)
+        await run_in_thread(self._folder.metrics.write_samples, step, both)
 
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
@@ -319,9 +319,9 @@ class TrainingLoop:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     async def _report(self, metrics: StepMetrics) -> None:
-        await run_in_thread(self._folder.write_step, metrics)
+        await run_in_thread(self._folder.metrics.write, metrics.to_json())
         self._progress.step(metrics)
-        for alarm in self._alarms.add(metrics.to_json()):
+        for alarm in self._find_alarms(metrics.to_json()):
             self._progress.warn(alarm.message)
         last = metrics.step == self._config.training.steps
         if metrics.accuracy_heldout is not None or last:

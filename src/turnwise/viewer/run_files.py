@@ -16,8 +16,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from turnwise.observe.conversations import said
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
-from turnwise.viewer.template_diff import Renderer
+from turnwise.viewer.template_diff import Comparison, comparison
 
 RECORDING = Path(__file__).with_name("demo_runs.zip")
 """The archive of the recorded runs."""
@@ -43,6 +44,7 @@ _INDICES = 8
 """Files whose summaries are kept in memory, for each run."""
 _PLACE_BYTES = 4096
 """Bytes before a place in metrics.jsonl by which it is found again."""
+_OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")
 """Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
@@ -67,39 +69,56 @@ class FileIndex:
     summaries: list[JsonObject]
     """One for each line: what lists and filters show."""
 
+    @classmethod
+    def scan(cls, path: Path, version: tuple[int, int]) -> "FileIndex":
+        ranges, summaries, start = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # still written
+                try:
+                    summaries.append(summarise(parse(line)))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
+                ranges.append((start, len(line)))
+                start += len(line)
+        return cls(version, ranges, summaries)
 
-class TokenTexts:
-    """The texts of a tokenizer's ids, by its `tokenizer.json`; None knows no text."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._bytes: dict[int, bytes] = {}
-        self._special: set[int] = set()
-        if path is None:
-            return
-        tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = tree["model"].get("vocab", {})
-        if isinstance(vocabulary, list):  # Unigram: pairs of token and score
-            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        decode = _of_byte_level if "ByteLevel" in json.dumps(tree.get("decoder")) else _of_pieces
-        self._bytes = {number: decode(token) for token, number in vocabulary.items()}
-        for added in tree.get("added_tokens", ()):
-            self._bytes[added["id"]] = added["content"].encode()
-            self._special |= {added["id"]}
+def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
+    """Return the bytes of each token of a `tokenizer.json` by its id, and whether it is an added
+    one; None knows no token."""
+    if path is None:
+        return {}
+    tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    tokens = tree["model"].get("vocab", {})
+    if isinstance(tokens, list):  # Unigram: pairs of token and score
+        tokens = {token: number for number, (token, _) in enumerate(tokens)}
+    by_bytes = "ByteLevel" in json.dumps(tree.get("decoder"))
 
-    def of(self, ids: Iterable[int]) -> JsonObject:
-        """Return `[text, bytes as hex, whether the token is an added one]` by id, as JSON has it.
+    def decode(token: str) -> bytes:
+        if by_bytes:  # one printable character for each byte
+            printable = all(character in _BYTE_OF for character in token)
+            return bytes(map(_BYTE_OF.__getitem__, token)) if printable else token.encode()
+        if found := _BYTE.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        return token.replace("\u2581", " ").encode()
 
-        Bytes that are no whole character are shown as `\\xNN`. Unknown ids are left out.
-        """
-        return {
-            str(token): [
-                self._bytes[token].decode("utf-8", "backslashreplace"),
-                self._bytes[token].hex(" "),
-                token in self._special,
-            ]
-            for token in sorted(ids)
-            if token in self._bytes
-        }
+    known = {number: (decode(token), False) for token, number in tokens.items()}
+    added = tree.get("added_tokens", ())
+    return known | {token["id"]: (token["content"].encode(), True) for token in added}
+
+
+def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -> JsonObject:
+    """Return `[text, bytes as hex, whether the token is an added one]` by id, as JSON has it.
+
+    Bytes that are no whole character are shown as `\\xNN`. Unknown ids are left out.
+    """
+    known = ((token, *vocabulary[token]) for token in sorted(ids) if token in vocabulary)
+    return {
+        str(token): [text.decode("utf-8", "backslashreplace"), text.hex(" "), added]
+        for token, text, added in known
+    }
 
 
 @dataclass
@@ -131,6 +150,8 @@ class RunFiles:
         If the bytes before the place are no longer those that were read, a resumed run has written
         the file again: all its lines are returned, with `reset` true.
         """
+        if not _OFFSET.fullmatch(after):
+            raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
         start = int(after.partition("-")[0] or 0)
@@ -164,10 +185,7 @@ class RunFiles:
             found = alarms_of_run(self.path)
         except (InputError, ValueError, KeyError) as error:
             return {"alarms": [], "error": str(error)}
-        return {
-            "alarms": [{"name": a.name, "step": a.step, "message": a.message} for a in found],
-            "error": None,
-        }
+        return {"alarms": [asdict(alarm) for alarm in found], "error": None}
 
     def files(self) -> dict[str, Path]:
         """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
@@ -192,7 +210,7 @@ class RunFiles:
         with self._lock:
             kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = _scan(path, version)
+                kept = FileIndex.scan(path, version)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
@@ -201,7 +219,15 @@ class RunFiles:
     def files_with(self, problem: str) -> list[str]:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        return [name for name, path in self.files().items() if _contains(path, start)]
+        found = []
+        for name, path in self.files().items():
+            with path.open("rb") as file:
+                if not path.stat().st_size:  # an empty file cannot be mapped
+                    continue
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                    if view.find(start) >= 0:
+                        found.append(name)
+        return found
 
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line."""
@@ -220,7 +246,9 @@ class RunFiles:
             line = _read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
-            if any(wanted in text.casefold() for text in _texts(parse(line))):
+            tree = parse(line)
+            spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
+            if any(wanted in said(message).casefold() for message in chain(*spoken)):
                 found.append(index)
         return found
 
@@ -257,24 +285,24 @@ class RunFiles:
         for index in indices:
             for turn in parse(self.line(name, index))["turns"]:
                 ids.update(turn["added_token_ids"], turn["completion_token_ids"])
-        return self._texts.of(ids)
+        return texts_of(self._vocabulary, ids)
 
     @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(find_tokenizer(self.path, self.config()))
+    def _vocabulary(self) -> dict[int, tuple[bytes, bool]]:
+        return read_vocabulary(find_tokenizer(self.path, self.config()))
 
     @cached_property
-    def _renderer(self) -> Renderer:
+    def _compare(self) -> Comparison:
         model = self._config().get("model")
         tokenizer = find_tokenizer(self.path, self.config())
-        return Renderer(tokenizer, model if isinstance(model, dict) else {})
+        return comparison(tokenizer, model if isinstance(model, dict) else {})
 
     def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
-        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it."""
-        compared = self._renderer.compare(self._trajectory(name, index), leaf)
+        """Return the `comparison` of a branch, with the `texts` of the ids in it."""
+        compared = self._compare(self._trajectory(name, index), leaf)
         ids = {*compared.get("closing", ())}
         ids.update(*(rendered for _, _, rendered, _ in compared.get("pieces", ())))
-        return compared | {"texts": self._texts.of(ids)}
+        return compared | {"texts": texts_of(self._vocabulary, ids)}
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
@@ -295,21 +323,6 @@ def demo_runs() -> Iterator[list[Path]]:
         with zipfile.ZipFile(RECORDING) as archive:
             archive.extractall(place)
         yield sorted(Path(place).iterdir())
-
-
-def _scan(path: Path, version: tuple[int, int]) -> FileIndex:
-    ranges, summaries, start = [], [], 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # still written
-            try:
-                summaries.append(summarise(parse(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
-            ranges.append((start, len(line)))
-            start += len(line)
-    return FileIndex(version, ranges, summaries)
 
 
 def summarise(tree: JsonObject) -> JsonObject:
@@ -367,15 +380,6 @@ def _place(data: bytes, offset: int) -> str:
     return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
 
 
-def _contains(path: Path, text: bytes) -> bool:
-    """Return whether a text is in a file, which is not read into memory."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return view.find(text) >= 0
-
-
 def _is_own(path: Path) -> bool:
     """Return whether a file is there, and part of the run folder: no link to another place."""
     return path.is_file() and not path.is_symlink()
@@ -397,11 +401,6 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
             counted[0] += 1
             counted[1] += not name or said(message).casefold().startswith("error")
     return counts
-
-
-def _texts(tree: JsonObject) -> Iterator[str]:
-    for messages in (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"])):
-        yield from map(said, messages)
 
 
 def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -434,16 +433,3 @@ def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
             if isinstance(cached, str):
                 return Path(cached)
     return None
-
-
-def _of_byte_level(token: str) -> bytes:
-    """Return the bytes that a byte-level token stands for: one printable character each."""
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token)
-    return token.encode()
-
-
-def _of_pieces(token: str) -> bytes:
-    if found := _BYTE.fullmatch(token):
-        return bytes([int(found[1], 16)])
-    return token.replace("\u2581", " ").encode()

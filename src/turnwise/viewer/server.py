@@ -18,14 +18,15 @@ from contextlib import ExitStack, contextmanager
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 import uvicorn
-from fastapi import FastAPI, Query, Response
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.json_types import JsonObject
@@ -60,119 +61,79 @@ _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
+Answer = Callable[[RunFiles, Mapping[str, Any], Mapping[str, str]], object]
+"""Returns the answer to a request from its run, the parts of its path, and its query."""
+_ANSWERS: dict[str, Answer] = {
+    "metrics": lambda run, at, query: run.rows(query.get("offset", "")),
+    "alarms": lambda run, at, query: run.alarms(),
+    "config": lambda run, at, query: run.config(),
+    "problem": lambda run, at, query: {"files": run.files_with(query["name"])},
+    "files/{file}": lambda run, at, query: {"trajectories": run.index(at["file"]).summaries},
+    "files/{file}/search": lambda run, at, query: {"found": run.search(at["file"], query["q"])},
+    "files/{file}/timeline": lambda run, at, query: run.timeline(at["file"]),
+    "files/{file}/{index:int}": lambda run, at, query: run.line(at["file"], at["index"]),
+    "files/{file}/{index:int}/tokens": (
+        lambda run, at, query: run.vocabulary(at["file"], [at["index"]])
+    ),
+    "files/{file}/{index:int}/audit": lambda run, at, query: run.audit(at["file"], at["index"]),
+    "files/{file}/{index:int}/values": (
+        lambda run, at, query: run.token_values(at["file"], at["index"])
+    ),
+    "files/{file}/{index:int}/template/{leaf:int}": (
+        lambda run, at, query: run.compare_with_template(at["file"], at["index"], at["leaf"])
+    ),
+}
+"""The answers below /api/runs/RUN; bytes are JSON already."""
+
+
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     """Return the application that shows runs to those who know the token; the port names its
     cookie."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     pages = static_files()
-    in_run = "/api/runs/{run}"
 
-    @app.exception_handler(InputError)
-    async def explain(_: object, error: InputError) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 422)
-
-    @app.exception_handler(LookupError)
-    async def not_found(_: object, error: LookupError) -> JSONResponse:
-        return JSONResponse({"detail": f"there is no {error}"}, 404)
-
-    @app.get("/")
-    def page() -> Response:
-        return Response(pages["index.html"], media_type="text/html")
-
-    @app.get("/static/{name}")
-    def static(name: str) -> Response:
+    def page(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
         return Response(pages[name], media_type=_TYPES[name.rpartition(".")[2]])
 
-    @app.get("/api/runs")
-    def list_runs() -> JsonObject:
-        return {"runs": [run.describe() for run in runs.values()]}
+    def list_runs(_: Request) -> Response:
+        return JSONResponse({"runs": [run.describe() for run in runs.values()]})
 
-    @app.get(f"{in_run}/metrics")
-    def metrics(
-        run: str, offset: Annotated[str, Query(pattern=r"^(0|\d{1,18}-[0-9a-f]{16})?$")] = ""
-    ) -> JsonObject:
-        return runs[run].rows(offset)
+    def route(path: str, read: Answer) -> Route:
+        def answer(request: Request) -> Response:  # in a thread
+            at = request.path_params
+            found = read(runs[at["run"]], at, request.query_params)
+            if isinstance(found, bytes) and (b"NaN" in found or b"Infinity" in found):
+                found = parse(found)  # JSON has no such numbers
+            text = found if isinstance(found, bytes) else json.dumps(found, default=str)
+            return Response(text, media_type="application/json")
 
-    @app.get(f"{in_run}/alarms")
-    def alarms(run: str) -> JsonObject:
-        return runs[run].alarms()
+        return Route(f"/api/runs/{{run}}/{path}", answer)
 
-    @app.get(f"{in_run}/config")
-    def config(run: str) -> dict[str, object]:
-        return runs[run].config()
+    def explain(_: Request, error: Exception) -> Response:
+        missing = isinstance(error, LookupError)
+        detail = f"there is no {error}" if missing else str(error)
+        return JSONResponse({"detail": detail}, 404 if missing else 422)
 
-    @app.get(f"{in_run}/problem")
-    def files_with(run: str, name: str) -> JsonObject:
-        return {"files": runs[run].files_with(name)}
-
-    _add_files(app, runs)
-    return _Guard(app, token, port)
-
-
-def _add_files(app: FastAPI, runs: Mapping[str, RunFiles]) -> None:
-    in_file = "/api/runs/{run}/files/{file}"
-
-    @app.get(in_file)
-    def summaries(run: str, file: str) -> JsonObject:
-        return {"trajectories": runs[run].index(file).summaries}
-
-    @app.get(f"{in_file}/search")
-    def search(run: str, file: str, q: Annotated[str, Query(min_length=1)]) -> JsonObject:
-        return {"found": runs[run].search(file, q)}
-
-    @app.get(f"{in_file}/timeline")
-    def timeline(run: str, file: str) -> JsonObject:
-        return runs[run].timeline(file)
-
-    @app.get(f"{in_file}/{{index}}")
-    def trajectory(run: str, file: str, index: int) -> Response:
-        line = runs[run].line(file, index)
-        if b"NaN" in line or b"Infinity" in line:  # which JSON does not have
-            line = json.dumps(parse(line)).encode()
-        return Response(line, media_type="application/json")
-
-    @app.get(f"{in_file}/{{index}}/tokens")
-    def tokens(run: str, file: str, index: int) -> JsonObject:
-        return runs[run].vocabulary(file, [index])
-
-    @app.get(f"{in_file}/{{index}}/audit")
-    def exactness(run: str, file: str, index: int) -> JsonObject:
-        return runs[run].audit(file, index)
-
-    @app.get(f"{in_file}/{{index}}/values")
-    def values(run: str, file: str, index: int) -> JsonObject:
-        return runs[run].token_values(file, index)
-
-    @app.get(f"{in_file}/{{index}}/template/{{leaf}}")
-    def template(run: str, file: str, index: int, leaf: int) -> JsonObject:
-        return runs[run].compare_with_template(file, index, leaf)
+    routes = [Route("/", page), Route("/static/{name}", page), Route("/api/runs", list_runs)]
+    routes += [route(path, read) for path, read in _ANSWERS.items()]
+    handlers = {InputError: explain, LookupError: explain}
+    return _guarded(Starlette(routes=routes, exception_handlers=handlers), token, port)
 
 
-class _Guard:
-    """ASGI middleware that answers only who has the token: one host, reading only, and headers
-    that trust no text.
+def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
+    """Return an application that answers only who has the token: one host, reading only, and
+    headers that trust no text.
 
     The token comes once in the query; it is then kept in a cookie, and the address no longer
     contains it. A host name other than this machine's is refused, so that no other site's name can
     be pointed here.
     """
+    cookie = f"turnwise-view-{port}"
 
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        self._app, self._token = app, token
-        self._cookie = f"turnwise-view-{port}"
+    def matches(given: str) -> bool:
+        return hmac.compare_digest(given.encode(), token.encode())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        await self._answer(scope)(scope, receive, send_guarded)
-
-    def _answer(self, scope: Scope) -> ASGIApp:
+    def chosen(scope: Scope) -> ASGIApp:
         headers = Headers(scope=scope)
         if headers.get("host", "").rpartition(":")[0] not in _HOSTS:
             return PlainTextResponse("unknown host", 403)
@@ -180,24 +141,32 @@ class _Guard:
             return PlainTextResponse("read only", 405)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = dict(query).get("token")
-        if given is not None and self._matches(given):
+        if given is not None and matches(given):
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             target = "/" + scope["path"].lstrip("/\\") + (f"?{rest}" if rest else "")
             response = RedirectResponse(target, 303)
-            response.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+            response.set_cookie(cookie, token, httponly=True, samesite="lax")
             return response
         try:
-            kept = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+            kept = SimpleCookie(headers.get("cookie", "")).get(cookie)
         except CookieError:
             kept = None
-        if given is None and kept is not None and self._matches(kept.value):
-            return self._app
+        if given is None and kept is not None and matches(kept.value):
+            return app
         return PlainTextResponse(
             "open the address that `turnwise view` printed: it contains the token", 403
         )
 
-    def _matches(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http":
+            await chosen(scope)(scope, receive, send_guarded)
+
+    return guarded
 
 
 def static_files() -> dict[str, str]:

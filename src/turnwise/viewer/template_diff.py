@@ -9,8 +9,8 @@ is run, and nothing is downloaded.
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 
 from turnwise.config.data import template_text
@@ -32,60 +32,60 @@ _MOST_COMPARED = 250_000
 """Largest product of two lengths that are compared id by id."""
 
 
-@dataclass(slots=True)
-class Renderer:
-    """The chat template of a run, loaded from its `tokenizer.json` and the section `model` of its
-    configuration when it is first needed; threads may share it."""
+Comparison = Callable[[Trajectory, int], JsonObject]
 
-    tokenizer: Path | None
-    model: JsonObject = field(default_factory=dict)
-    _template: ChatTemplate | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def compare(self, trajectory: Trajectory, leaf: int) -> JsonObject:
-        """Compare the branch that ends with a turn with the rendering of its messages.
+def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
+    """Return a function that compares the branch that ends with a turn with the rendering of its
+    messages; threads may share it.
 
-        Returns:
-            `error`, a sentence, if it cannot be rendered; otherwise null, and `identical`, the
-            numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered ids,
-            whether the texts are equal]`, the ids that the template adds at the end (`closing`),
-            and a `note`.
-        """
+    It returns `error`, a sentence, if the branch cannot be rendered; otherwise null, and
+    `identical`, the numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered
+    ids, whether the texts are equal]`, the ids that the template adds at the end (`closing`), and a
+    `note`.
+
+    Args:
+        tokenizer: The run's `tokenizer.json`, loaded when it is first needed.
+        model: The section `model` of the run's configuration.
+    """
+    own, lock = model or {}, threading.Lock()
+
+    @cache
+    def load() -> ChatTemplate:
+        if tokenizer is None:
+            raise InputError(
+                "the run's tokenizer was not found in its checkpoints, model.tokenizer or "
+                "model.path"
+            )
+        try:
+            from transformers import AutoTokenizer  # seconds to import
+
+            template = own.get("chat_template")
+            return ChatTemplate(
+                AutoTokenizer.from_pretrained(
+                    tokenizer.parent, local_files_only=True, trust_remote_code=False
+                ),
+                chat_template=template_text(template) if template else None,
+                escape_special_tokens=bool(own.get("escape_special_tokens")),
+                **(own.get("template_args") or {}),
+            )
+        except InputError:
+            raise
+        except Exception as error:  # transformers raises anything
+            raise InputError(
+                f"the tokenizer in {tokenizer.parent} cannot be loaded: {first_line(error)}"
+            ) from error
+
+    def compare(trajectory: Trajectory, leaf: int) -> JsonObject:
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
-        with self._lock:
+        with lock:
             try:
-                if self._template is None:
-                    self._template = _load(self.tokenizer, self.model)
-                return _compare(self._template, trajectory, leaf)
+                return _compare(load(), trajectory, leaf)
             except InputError as error:
                 return {"error": str(error)}
 
-
-def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
-    if path is None:
-        raise InputError(
-            "the run's tokenizer was not found in its checkpoints, model.tokenizer or model.path"
-        )
-    try:
-        from transformers import AutoTokenizer  # seconds to import
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            path.parent, local_files_only=True, trust_remote_code=False
-        )
-        own = model.get("chat_template")
-        return ChatTemplate(
-            tokenizer,
-            chat_template=template_text(own) if own else None,
-            escape_special_tokens=bool(model.get("escape_special_tokens")),
-            **(model.get("template_args") or {}),
-        )
-    except InputError:
-        raise
-    except Exception as error:  # transformers raises anything
-        raise InputError(
-            f"the tokenizer in {path.parent} cannot be loaded: {first_line(error)}"
-        ) from error
+    return compare
 
 
 def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -156,8 +156,8 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
         return template.decode_all(ids[:-1] if ids and ids[-1] in stops else ids)
 
     first = _chain(trajectory, leaf)[0]
-    opening = _messages_before(trajectory, first, decode)
-    whole = _conversation_of(trajectory, leaf, decode)
+    opening = _messages(trajectory, first, decode, answered=False)
+    whole = _messages(trajectory, leaf, decode, answered=True)
     if opening is None or whole is None:
         raise InputError("the messages of this branch are not recorded one by one")
     text = template.render_text(whole, add_generation_prompt=False)
@@ -185,39 +185,32 @@ def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
     return chain
 
 
-def _conversation_of(
-    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
+def _messages(
+    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str], *, answered: bool
 ) -> list[Message] | None:
-    """Return the messages up to the answer of a turn; None if they are not known."""
-    if not _by_turn(trajectory):
-        messages, answers = trajectory.messages, _answers(trajectory)
-        if index == len(trajectory.turns) - 1 and answers:
-            return messages[: answers[-1] + 1]
-        return messages[: answers[index] + 1] if len(answers) == len(trajectory.turns) else None
-    before = _messages_before(trajectory, index, decode)
-    assert before is not None
-    return [*before, _answer(trajectory, index, before, decode)]
-
-
-def _messages_before(
-    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
-) -> list[Message] | None:
-    """Return the messages that led to a turn; None if they are not known."""
-    if not _by_turn(trajectory):
-        answers = _answers(trajectory)
-        if len(answers) == len(trajectory.turns):
-            return trajectory.messages[: answers[index]]
-        return trajectory.messages[: answers[0]] if answers and index == 0 else None
+    """Return the messages that led to a turn, or also its answer; None if they are not known."""
+    turns = trajectory.turns
+    if not any(turn.messages for turn in turns):
+        messages = trajectory.messages
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = answers[-len(turns) :]  # those of an opening conversation are left out
+        if len(answers) == len(turns):
+            at = answers[index]
+        elif answers and index == (len(turns) - 1 if answered else 0):
+            at = answers[-1 if answered else 0]
+        else:
+            return None
+        return messages[: at + answered]
     before: list[Message] = []
     earlier = index
     for at in _chain(trajectory, index):
-        own = trajectory.turns[at].messages
+        own = turns[at].messages
         if not before or own[: len(before)] == before:
             before = list(own)
         else:  # the messages since the turn before
             before = [*before, _answer(trajectory, earlier, before, decode), *own]
         earlier = at
-    return before
+    return [*before, _answer(trajectory, index, before, decode)] if answered else before
 
 
 def _answer(
@@ -240,28 +233,14 @@ def _says(message: Message, text: str) -> bool:
     wanted = [str(message.get("content") or "").strip()]
     for call in message.get("tool_calls") or ():
         called = call.get("function") or call
-        wanted += [str(called["name"]), *_values(called.get("arguments"))]
+        wanted.append(str(called["name"]))
+        arguments = called.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                wanted.append(arguments)
+        values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
+        flat = (each for each in values if not isinstance(each, dict | list))
+        wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
     return message["role"] == "assistant" and all(each in text for each in wanted)
-
-
-def _values(arguments: object) -> list[str]:
-    """Return the values of a call's arguments as JSON has them; nested ones are left out."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return [str(arguments)]
-    values = arguments.values() if isinstance(arguments, dict) else ()
-    flat = (each for each in values if not isinstance(each, dict | list))
-    return [json.dumps(each, ensure_ascii=False) for each in flat]
-
-
-def _answers(trajectory: Trajectory) -> list[int]:
-    """Return the places of the answers; those of an opening conversation are left out."""
-    roles = [message["role"] for message in trajectory.messages]
-    answers = [at for at, role in enumerate(roles) if role == "assistant"]
-    return answers[-len(trajectory.turns) :]
-
-
-def _by_turn(trajectory: Trajectory) -> bool:
-    return any(turn.messages for turn in trajectory.turns)
