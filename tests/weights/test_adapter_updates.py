@@ -21,7 +21,7 @@ from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.manifest import Canary, Publication
+from turnwise.weights.manifest import Publication
 from turnwise.weights.process_group import free_address
 from turnwise.weights.sync import WeightSync, check_canary
 from turnwise.weights.transport import make_sender
@@ -58,7 +58,7 @@ class AdapterTrainer:
         canary = self.model.canary
         expected = self.at(self.version).logprobs(canary, 1)
         manifest = self.sender.publish(self.version, self.tensors(self.version))
-        return Publication(manifest, Canary(canary, expected))
+        return Publication(manifest, canary, expected)
 
     async def send(self, devices: Sequence[str]) -> None:
         tensors = self.tensors(self.version)

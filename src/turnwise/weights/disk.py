@@ -97,7 +97,15 @@ class DiskSender(WeightSender):
         self._folder = shared / secrets.token_hex(4)
         try:
             self._folder.mkdir(parents=True)
-            self._lock = _locked(self._folder / _LOCK)
+            self._lock: int | None = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR)
+            """Descriptor of a file that is locked while this process lives."""
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # there are no locks here
+                os.close(self._lock)
+                self._lock = None
+            else:
+                os.write(self._lock, _boot_id())
             _remove_dead(shared)
         except OSError as error:
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
@@ -136,18 +144,6 @@ class DiskSender(WeightSender):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _locked(path: Path) -> int | None:
-    """Create a lock file that this process holds for its life; None if there are no locks here."""
-    lock = os.open(path, os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    os.write(lock, _boot_id())
-    return lock
 
 
 def _remove_dead(shared: Path) -> None:
