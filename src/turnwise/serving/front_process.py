@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,7 +25,7 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, InputError
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import both_urls, listen
-from turnwise.serving.routing import Worker
+from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -146,11 +147,22 @@ class FrontProcess:
 
     def add(self, name: str, worker: RayActor) -> None:
         self.remove(name)
-        added = self.scheduler.add(name, self._attach(name, worker), _Remote(self, name))
+        supervisor = Supervisor(
+            partial(self._report_failure, name), partial(self._excuse_death, name)
+        )
+        added = self.scheduler.add(name, self._attach(name, worker), supervisor)
         self._counted[added] = Counter()
 
     def _attach(self, name: str, worker: RayActor) -> Engine:
         return WorkerHandle.attach(worker, name, self.config)
+
+    def _report_failure(self, name: str, why: str) -> None:
+        self.failures.append((name, why))
+        self.urgent.set()
+
+    def _excuse_death(self, name: str) -> None:
+        self.excused.append(name)
+        self.urgent.set()
 
     def restore(self, name: str) -> None:
         if (worker := self.scheduler.workers.get(name)) is not None:
@@ -169,7 +181,7 @@ class FrontProcess:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.suspend(name)
                 await asyncio.sleep(_REACH_SECONDS)
-                _Remote(self, name).report_failure(str(error) or why)
+                self._report_failure(name, str(error) or why)
         else:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.restore(name)
@@ -231,22 +243,6 @@ class FrontProcess:
             else:
                 del self._counted[worker]
         return report
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """The supervisor of a worker, which is in the driver."""
-
-    process: FrontProcess
-    name: str
-
-    def report_failure(self, why: str) -> None:
-        self.process.failures.append((self.name, why))
-        self.process.urgent.set()
-
-    def excuse_death(self) -> None:
-        self.process.excused.append(self.name)
-        self.process.urgent.set()
 
 
 async def _free_port(host: str, port: int) -> int:

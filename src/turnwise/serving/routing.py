@@ -15,8 +15,9 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,18 +54,14 @@ _TIE = 1e-9
 """Weight of each served turn; decides only between workers with equal load."""
 
 
-class Supervisor(Protocol):
+class Supervisor(NamedTuple):
     """The owner of a worker's process, which can restart it."""
 
-    def report_failure(self, why: str) -> None:
-        """Handle a failed request: check whether the worker is alive, then restore, suspend or
-        remove it.
-
-        Not called again before one of these methods of `Scheduler` is called in return.
-        """
-
-    def excuse_death(self) -> None:
-        """Do not count the worker's last death: it was caused by a single request."""
+    report_failure: Callable[[str], None]
+    """Handles a failed request: checks whether the worker is alive, then restores, suspends or
+    removes it. Not called again before one of these methods of `Scheduler` is called in return."""
+    excuse_death: Callable[[], None]
+    """Does not count the worker's last death: it was caused by a single request."""
 
 
 @dataclass(slots=True, eq=False)

@@ -203,22 +203,18 @@ class WorkerHandle:
         if packed or cancelled:
             self._channel.send((packed, cancelled))
 
-    async def _open(self) -> Channel:
-        seconds = self._timeout + _GRACE_SECONDS
-        what = "open a channel"
-        address = Address(*await self._process.call("address", what=what, seconds=seconds))
-        try:
-            async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
-                return await connect(address)
-        except (OSError, DeadlineError) as error:
-            where = f"{address.host}:{address.port}"
-            raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
-
     async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
         """Open a channel and pass on what comes, until it is lost, and all requests on it."""
         lost: TurnwiseError
+        seconds, what = self._timeout + _GRACE_SECONDS, "open a channel"
         try:
-            self._channel = channel = await self._open()
+            address = Address(*await self._process.call("address", what=what, seconds=seconds))
+            try:
+                async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
+                    self._channel = channel = await connect(address)
+            except (OSError, DeadlineError) as error:
+                where = f"{address.host}:{address.port}"
+                raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
             opened.set_result(None)
             channel.received = self._receive
             self._flush()

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from turnwise.internals import vllm
 
 
-def _cuda_random() -> list[torch.Tensor]:
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if initialized else []
-
-
-def _set_cuda_random(states: list[torch.Tensor]) -> None:
-    if states:
-        torch.cuda.set_rng_state_all(states)
-
-
 _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "set_num_threads": (
@@ -54,7 +44,10 @@ _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "python_random": (random.getstate, random.setstate),
     "numpy_random": (np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator),
     "torch_random": (torch.get_rng_state, torch.set_rng_state),
-    "cuda_random": (_cuda_random, _set_cuda_random),
+    "cuda_random": (
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        lambda states: torch.cuda.set_rng_state_all(states) if states else None,
+    ),
 }
 """The global state that each of the two programs changes: how its parts are read and set."""
 
