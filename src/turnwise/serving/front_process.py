@@ -30,7 +30,7 @@ from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 
 if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
+    from turnwise.serving.openai import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
@@ -165,26 +165,28 @@ class FrontProcess:
         self.urgent.set()
 
     def restore(self, name: str) -> None:
-        if (worker := self.scheduler.workers.get(name)) is not None:
-            task = asyncio.create_task(self._restore(worker))
-            self._reaching.add(task)
-            task.add_done_callback(self._reaching.discard)
+        """Use a worker again, once this process can reach it; report it as long as it cannot."""
+        if (worker := self.scheduler.workers.get(name)) is None:
+            return
+        seconds = self.config.serving.health_timeout
 
-    async def _restore(self, worker: Worker) -> None:
-        """Use a worker again, if this process can reach it; else report that it cannot."""
-        name, seconds = worker.name, self.config.serving.health_timeout
-        why = f"{name} did not answer within {seconds:g} s"
-        try:
-            async with asyncio.timeout(seconds):
-                await worker.engine.check_health()
-        except (EngineError, DeadlineError, TimeoutError) as error:
-            if self.scheduler.workers.get(name) is worker:
-                self.scheduler.suspend(name)
-                await asyncio.sleep(_REACH_SECONDS)
-                self._report_failure(name, str(error) or why)
-        else:
-            if self.scheduler.workers.get(name) is worker:
-                self.scheduler.restore(name)
+        async def reach() -> None:
+            try:
+                async with asyncio.timeout(seconds):
+                    await worker.engine.check_health()
+            except (EngineError, DeadlineError, TimeoutError) as error:
+                if self.scheduler.workers.get(name) is worker:
+                    self.scheduler.suspend(name)
+                    await asyncio.sleep(_REACH_SECONDS)
+                    why = str(error) or f"{name} did not answer within {seconds:g} s"
+                    self._report_failure(name, why)
+            else:
+                if self.scheduler.workers.get(name) is worker:
+                    self.scheduler.restore(name)
+
+        task = asyncio.create_task(reach())
+        self._reaching.add(task)
+        task.add_done_callback(self._reaching.discard)
 
     def remove(self, name: str) -> None:
         if name in self.scheduler.workers:

@@ -110,7 +110,14 @@ class WorkerSupervisor:
 
     def watch(self) -> None:
         """Start checking the worker's health, until `stop`."""
-        self._watching = asyncio.create_task(self._watch())
+
+        async def check_often() -> None:
+            while True:
+                await asyncio.sleep(self._serving.health_every)
+                if not self._fleet.is_busy:
+                    await self._check()
+
+        self._watching = asyncio.create_task(check_often())
 
     async def stop(self) -> None:
         """Stop health checks and restarts; the worker's process keeps running."""
@@ -140,12 +147,6 @@ class WorkerSupervisor:
             engine.kill()
         except Exception:
             logger.exception("%s could not be ended", self.name)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._serving.health_every)
-            if not self._fleet.is_busy:
-                await self._check()
 
     async def _check(self) -> None:
         engine, scheduler = self.engine, self._fleet.scheduler

@@ -228,7 +228,23 @@ class WorkerHandle:
         logger.debug("%s", lost)
         was_open = opened.done()
         inboxes = self._take_requests(lost)
-        explaining = asyncio.create_task(self._explain(lost, inboxes, was_open))
+
+        async def explain() -> None:
+            """End the requests with the reason: perhaps their worker died."""
+            why = lost
+            if inboxes and was_open and isinstance(why, ChannelError):
+                ask = self._process.call
+                try:
+                    await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
+                except DeadlineError:
+                    pass  # whether it is alive is the supervisor's question
+                except TurnwiseError as error:
+                    if not may_be_alive(error):
+                        why = EngineError(str(error))
+            for inbox in inboxes:
+                inbox.put_nowait(type(why)(str(why)))
+
+        explaining = asyncio.create_task(explain())
         self._explaining.add(explaining)
         explaining.add_done_callback(self._explaining.discard)
 
@@ -245,20 +261,6 @@ class WorkerHandle:
         if opened is not None and not opened.done():
             opened.set_result(lost)
         return inboxes
-
-    async def _explain(self, lost: TurnwiseError, inboxes: list[_Inbox], was_open: bool) -> None:
-        """End requests with the reason why their channel was lost: perhaps their worker died."""
-        if inboxes and was_open and isinstance(lost, ChannelError):
-            ask = self._process.call
-            try:
-                await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
-            except DeadlineError:
-                pass  # whether it is alive is the supervisor's question
-            except TurnwiseError as error:
-                if not may_be_alive(error):
-                    lost = EngineError(str(error))
-        for inbox in inboxes:
-            inbox.put_nowait(type(lost)(str(lost)))
 
     def _receive(self, events: list[Event]) -> None:
         made_progress()

@@ -1,7 +1,7 @@
 """The server's own routes: index, sessions, stored responses and Prometheus metrics."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -11,12 +11,14 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from turnwise.chat.session import NAME_PATTERN, Session
 from turnwise.chat.session_store import Place, SessionStore
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.errors import answer_error
-from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionProcesses
+from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME
 from turnwise.trajectory import MAX_REWARD
+
+if TYPE_CHECKING:
+    from turnwise.serving.front_processes import FrontProcesses
 
 
 class _OpeningUnder(BaseModel):
@@ -49,7 +51,7 @@ def add_routes(
     model: str,
     url: Callable[[str | None], str],
     workers: Callable[[], Mapping[str, str]],
-    processes: SessionProcesses | None,
+    processes: "FrontProcesses | None",
 ) -> None:
     """Add the routes to vLLM's application, and remove its own middleware and metrics.
 
@@ -121,7 +123,7 @@ def _add_sessions(
     router: APIRouter,
     store: SessionStore,
     url: Callable[[str | None], str],
-    processes: SessionProcesses | None,
+    processes: "FrontProcesses | None",
 ) -> None:
     @router.get("/sessions")
     async def list_sessions(
@@ -237,7 +239,13 @@ def _add_responses(router: APIRouter, store: SessionStore) -> None:
     ) -> JsonObject:
         """List the input items of a response, with the conversation that it continues."""
         given = keeping(response_id, request).responses[response_id].given
-        items = [_input_item(item, f"{response_id}-{index}") for index, item in enumerate(given)]
+        items: list[JsonObject] = []
+        for index, item in enumerate(given):
+            tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+            if isinstance(tree.get("content"), str):
+                tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+            name = tree.get("id") or f"{response_id}-{index}"
+            items.append({"type": "message", **tree, "id": name})
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -262,10 +270,3 @@ def _add_responses(router: APIRouter, store: SessionStore) -> None:
             f"the response {response_id} is complete: only background responses, which are not "
             "served, can be cancelled",
         )
-
-
-def _input_item(item: Foreign, name: str) -> JsonObject:
-    tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
-    if isinstance(tree.get("content"), str):
-        tree["content"] = [{"type": "input_text", "text": tree["content"]}]
-    return {"type": "message", **tree, "id": tree.get("id") or name}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,11 +25,14 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
 from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
-from turnwise.serving.openai.middleware import SessionMiddleware, SessionProcesses
+from turnwise.serving.openai.middleware import SessionMiddleware
 from turnwise.serving.openai.protection import Connection, guarded, most_connections
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.vllm_app import build
 from turnwise.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from turnwise.serving.front_processes import FrontProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class OpenAIServer:
         config: Config,
         generator: Generator,
         port: int | None = None,
-        processes: SessionProcesses | None = None,
+        processes: "FrontProcesses | None" = None,
     ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config) if processes is None else processes.store
