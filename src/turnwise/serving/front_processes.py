@@ -182,20 +182,22 @@ class FrontProcesses:
             process.actor = None
             actor.kill()
             raise
-        process.watching = asyncio.create_task(self._watch(process, actor))
-        self.changed.set()
 
-    async def _watch(self, process: Process, actor: ActorHandle) -> None:
-        """Receive a process's reports; restart it when it dies or hangs."""
-        seconds = REPORT_SECONDS + self.config.serving.health_timeout
-        try:
-            while True:
-                what = "report its health"
-                messages, process.messages = process.messages, []
-                report = await actor.call("report", messages, what=what, seconds=seconds)
-                self._take(process, report)
-        except Exception as error:  # none may end the watch without a restart
-            await self._restart(process, actor, text_of(error))
+        async def watch() -> None:
+            """Receive the process's reports; restart it when it dies or hangs."""
+            seconds = REPORT_SECONDS + self.config.serving.health_timeout
+            try:
+                while True:
+                    messages, process.messages = process.messages, []
+                    what = "report its health"
+                    self._take(
+                        process, await actor.call("report", messages, what=what, seconds=seconds)
+                    )
+            except Exception as error:  # none may end the watch without a restart
+                await self._restart(process, actor, text_of(error))
+
+        process.watching = asyncio.create_task(watch())
+        self.changed.set()
 
     def _take(self, process: Process, report: Report) -> None:
         """Add what a process reports to the driver's counts."""

@@ -349,26 +349,25 @@ class AsyncLLMServerManager:
                 weights, or when one's canary differs from the trainer's.
             TurnwiseError: when no worker loaded it.
         """
+
+        def settle(results: Mapping[Engine, object]) -> None:
+            """Restart the workers whose result is an error; raise it if all failed."""
+            failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
+            all_failed = len(failed) == len(results)
+            for supervisor, engine in self._up():
+                error = failed.get(engine)
+                if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
+                    supervisor.lose(f"in a weight update: {error}", engine)
+            if failed and all_failed:
+                raise next(iter(failed.values()))
+
         async with self._occupied():
             try:
-                results = await sync.update(
-                    self.engines, self._weights.in_flight, self._restart_failed
-                )
+                results = await sync.update(self.engines, self._weights.in_flight, settle)
             finally:
                 if sync.current is not None:  # no worker has refused it
                     self._sync = sync
         return [result for result in results.values() if isinstance(result, Updated)]
-
-    def _restart_failed(self, results: Mapping[Engine, object]) -> None:
-        """Restart the workers whose result is an error; raise it if all failed."""
-        failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
-        all_failed = len(failed) == len(results)
-        for supervisor, engine in self._up():
-            error = failed.get(engine)
-            if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
-                supervisor.lose(f"in a weight update: {error}", engine)
-        if failed and all_failed:
-            raise next(iter(failed.values()))
 
     @asynccontextmanager
     async def _occupied(self) -> AsyncIterator[None]:

@@ -206,6 +206,14 @@ class WorkerHandle:
     async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
         """Open a channel and pass on what comes, until it is lost, and all requests on it."""
         lost: TurnwiseError
+
+        def receive(events: list[Event]) -> None:
+            made_progress()
+            self._clock.moved()
+            for request_id, event in events:
+                if (inbox := self._inboxes.get(request_id)) is not None:
+                    inbox.put_nowait(event)
+
         seconds, what = self._timeout + _GRACE_SECONDS, "open a channel"
         try:
             address = Address(*await self._process.call("address", what=what, seconds=seconds))
@@ -216,7 +224,7 @@ class WorkerHandle:
                 where = f"{address.host}:{address.port}"
                 raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
             opened.set_result(None)
-            channel.received = self._receive
+            channel.received = receive
             self._flush()
             async with self._clock.watching(f"{self.name} did not answer"):
                 why = await channel.closed
@@ -261,13 +269,6 @@ class WorkerHandle:
         if opened is not None and not opened.done():
             opened.set_result(lost)
         return inboxes
-
-    def _receive(self, events: list[Event]) -> None:
-        made_progress()
-        self._clock.moved()
-        for request_id, event in events:
-            if (inbox := self._inboxes.get(request_id)) is not None:
-                inbox.put_nowait(event)
 
     def fail(self, why: str) -> None:
         """Raise `EngineError` from every running request, and from every later one."""

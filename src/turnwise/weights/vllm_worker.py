@@ -52,24 +52,23 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
         assert self.receiver is not None
-        for tensors in self.receiver.chunks():
-            if self.receiver.reuses_buffers:
-                self._load_copies(tensors)
-            else:
-                self.model.load_weights(tensors)
-
-    def _load_copies(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         name = ""
 
-        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+        def copied(
+            tensors: Iterable[tuple[str, torch.Tensor]],
+        ) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal name
             for name, tensor in tensors:
                 yield name, tensor.clone()
 
-        try:
-            self.model.load_weights(copies())
-        except Exception as error:
-            raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
+        for tensors in self.receiver.chunks():
+            if not self.receiver.reuses_buffers:
+                self.model.load_weights(tensors)
+                continue
+            try:
+                self.model.load_weights(copied(tensors))
+            except Exception as error:
+                raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
 
     def finish_weight_update(self) -> None:
         vllm.finalize_layerwise_reload(self.model, self.model_config)

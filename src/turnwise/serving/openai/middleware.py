@@ -23,7 +23,7 @@ from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
-from turnwise.serving.openai.errors import refuse, send_json
+from turnwise.serving.openai.errors import error_body, refuse, send_json
 from turnwise.serving.openai.protection import TICKET, ticket
 from turnwise.serving.openai.requests import MAX_COMPLETIONS, serving
 
@@ -233,15 +233,24 @@ class SessionMiddleware:
                 await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
             else:
                 await self._handle(_at(scope, api), body, receive, send)
-        elif (wrong := _wrong_batch(tree)) is not None:
-            await refuse(send, 400, wrong)
-        else:
-            answered = await _unless_gone(self._ask_all(tree, scope), receive)
-            if answered is not None:
-                await send_json(send, *answered)
+        elif (answered := await _unless_gone(self._ask_all(tree, scope), receive)) is not None:
+            await send_json(send, *answered)
 
     async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
         """Ask for each chat of a batch; return the status and the body of the answer."""
+        conversations, wrong = tree.get("messages"), ""
+        if not isinstance(conversations, list) or not conversations:
+            wrong = "messages: a batch needs a list of conversations, each a list of messages"
+        elif not all(isinstance(messages, list) for messages in conversations):
+            wrong = "messages: each conversation of a batch is a list of messages"
+        elif len(conversations) > MAX_COMPLETIONS:
+            wrong = f"messages: a batch has at most {MAX_COMPLETIONS:,} conversations"
+        elif tree.get("stream"):
+            wrong = "stream: a batch is not streamed"
+        elif tree.get("n") not in (None, 1):
+            wrong = "n: a batch has one completion of each conversation"
+        if wrong:
+            return 400, error_body(400, wrong)
         scope = _at(scope, scope["path"].removesuffix("/batch"))
 
         async def ask(messages: object) -> tuple[int, bytes]:
@@ -263,7 +272,7 @@ class SessionMiddleware:
             return status, b"".join(pieces)
 
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(messages)) for messages in tree["messages"]]
+            asked = [group.create_task(ask(messages)) for messages in conversations]
         answers = [task.result() for task in asked]
         for status, body in answers:
             if status >= 400:
@@ -389,19 +398,3 @@ async def _unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | 
         raise
     finally:
         gone.cancel()
-
-
-def _wrong_batch(tree: JsonObject) -> str | None:
-    """Return what is wrong with a batch as a whole; None if nothing is."""
-    conversations = tree.get("messages")
-    if not isinstance(conversations, list) or not conversations:
-        return "messages: a batch needs a list of conversations, each a list of messages"
-    if not all(isinstance(messages, list) for messages in conversations):
-        return "messages: each conversation of a batch is a list of messages"
-    if len(conversations) > MAX_COMPLETIONS:
-        return f"messages: a batch has at most {MAX_COMPLETIONS:,} conversations"
-    if tree.get("stream"):
-        return "stream: a batch is not streamed"
-    if tree.get("n") not in (None, 1):
-        return "n: a batch has one completion of each conversation"
-    return None
