@@ -173,7 +173,6 @@ class EngineWorker:
         return True
 
     async def call(self, method: str, *args: object) -> Any:
-        """Call any method of the engine."""
         return await getattr(self._engine, method)(*args)
 
     async def address(self) -> Address:

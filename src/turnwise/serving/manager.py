@@ -275,7 +275,6 @@ class AsyncLLMServerManager:
         callback_additional_info: dict[str, object],
         **chat_complete_request: object,
     ) -> None:
-        """Call `ChatCompletionScheduler.submit_chat_completions`."""
         await self.chat_scheduler.submit_chat_completions(
             callback, callback_additional_info, **chat_complete_request
         )
@@ -283,7 +282,6 @@ class AsyncLLMServerManager:
     async def generate_sequences(
         self, prompts: "DataProto | Sequence[Sequence[Message]]", **sampling_params: object
     ) -> "DataProto":
-        """Call `ChatBackend.generate_sequences`."""
         return await self._opened_chats().generate_sequences(prompts, **sampling_params)
 
     def _opened_chats(self) -> "ChatBackend":
@@ -293,7 +291,6 @@ class AsyncLLMServerManager:
 
     @property
     def engines(self) -> "list[WorkerHandle]":
-        """Engines of the workers that are up."""
         return [engine for _, engine in self._up()]
 
     @property
@@ -410,7 +407,6 @@ class AsyncLLMServerManager:
             await self.shutdown()
 
     async def shutdown(self) -> None:
-        """Shut down all workers."""
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
         self.scheduler.close("the fleet was shut down")
         for name in list(self.scheduler.workers):

@@ -122,17 +122,12 @@ class Worker:
     """Turns that were running when the worker failed, and during which another one had died."""
     lost: "asyncio.Future[bool] | None" = None
     """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
-    _changed: float = field(default_factory=time.monotonic)
+    changed: float = field(default_factory=time.monotonic)
+    """Time of the last change of `load`, of the event loop's clock."""
     _measured: tuple[float, float] = (0.0, 0.0)
     """Seconds and tokens of `time_per_token`."""
     _seen: tuple[float, int] = (0.0, 0)
     """`load_seconds` and `tokens` at the last measurement."""
-
-    def add(self, weight: float, now: float) -> None:
-        """Change the load; `now` is the event loop's time."""
-        self.load_seconds += self.load * (now - self._changed)
-        self._changed = now
-        self.load += weight
 
     def time_per_token(self) -> float:
         """Return the seconds that a turn takes for a token; not a number before it is known.
@@ -207,7 +202,9 @@ class Router:
 
     def add_load(self, worker: Worker, weight: float, now: float) -> None:
         """Change a worker's load; `now` is the event loop's time."""
-        worker.add(weight, now)
+        worker.load_seconds += worker.load * (now - worker.changed)
+        worker.changed = now
+        worker.load += weight
         if worker.index >= 0:
             self._loads_W[worker.index] = worker.load
 

@@ -103,7 +103,7 @@ class Scheduler:
         if name in self.workers:
             self.remove(name)
         now = asyncio.get_running_loop().time()
-        worker = self.workers[name] = Worker(name, engine, supervisor, _changed=now)
+        worker = self.workers[name] = Worker(name, engine, supervisor, changed=now)
         self._router.rebuild()
         self._closed = ""
         self._changed.set()

@@ -142,8 +142,6 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker."""
-
     def __init__(
         self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:

@@ -139,7 +139,6 @@ class DiskSender(WeightSender):
         return Manifest(version, self.transport, str(final), nbytes, entries)
 
     def close(self) -> None:
-        """Remove the sender's subfolder."""
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)

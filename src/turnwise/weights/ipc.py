@@ -306,8 +306,6 @@ class IpcSender(StreamSender):
 
 
 class IpcReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker."""
-
     def __init__(
         self, address: str, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:

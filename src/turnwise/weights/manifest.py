@@ -164,7 +164,6 @@ def _split(entries: tuple[TensorEntry, ...], buffer_bytes: int) -> tuple[Chunk, 
 
 
 def chunk_bytes(chunk: Chunk) -> int:
-    """Return the size of a chunk in bytes."""
     return chunk[-1].offset + chunk[-1].nbytes
 
 

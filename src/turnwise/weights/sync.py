@@ -205,7 +205,6 @@ class WeightSync:
         return results
 
     async def _compare(self, published: Publication, engines: Iterable[Engine]) -> UpdateResults:
-        """Check the canaries of engines that were just updated."""
         results: UpdateResults = {}
         if not published.prompt or (tolerance := self._tolerance) is None:
             return results

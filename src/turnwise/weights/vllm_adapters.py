@@ -8,11 +8,9 @@ owner, `VllmEngine`, so vLLM never looks for a folder.
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from safetensors.torch import load_file
 
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.adapters import WEIGHTS, read_adapter
-from turnwise.errors import InputError, WeightUpdateError
+from turnwise.errors import WeightUpdateError
 from turnwise.internals import vllm
 
 Modules = Mapping[str, vllm.BaseLayerWithLoRA]
@@ -31,16 +29,6 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
             parent, _, own = name.rpartition(".")
             setattr(slots.model.get_submodule(parent), own, module.base_layer)
             slots.modules = {n: one for n, one in slots.modules.items() if one is not module}
-
-
-def put_folder(manager: vllm.LRUCacheWorkerLoRAManager, number: int, path: str, key: str) -> None:
-    """Read an adapter's folder, and put it into a slot under `number`; `key` names it in errors."""
-    adapter = read_adapter(path, key)
-    tensors = load_file(adapter.folder / WEIGHTS)
-    try:
-        put(manager, number, tensors.items(), adapter.config)
-    except (WeightUpdateError, ValueError, RuntimeError) as error:
-        raise InputError(f"{key}: {path} does not fit the model: {error}") from error
 
 
 def put(

@@ -11,17 +11,19 @@ from functools import cached_property, wraps
 from typing import ParamSpec
 
 import torch
+from safetensors.torch import load_file
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.engine.logits_adapter import take_failure
 from turnwise.engine.protocol import WEIGHT_BACKEND
-from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
+from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
-from turnwise.weights.vllm_adapters import put, put_folder, spare_head
+from turnwise.weights.vllm_adapters import put, spare_head
 
 _P = ParamSpec("_P")
 logs.register_stacks()  # vLLM may start a worker's process without forking
@@ -195,7 +197,6 @@ class WorkerExtension:
 
     @_replying
     def remove_adapter(self, number: int) -> None:
-        """Remove an adapter that no request uses any more."""
         self.model_runner.lora_manager.remove_adapter(number)
 
     def _end_if_unreported(self) -> JsonObject:
@@ -218,7 +219,12 @@ class WorkerExtension:
     @_replying
     def put_adapter(self, number: int, path: str, key: str) -> None:
         """Load the adapter of a folder under `number`; `key` names it in errors."""
-        put_folder(self.model_runner.lora_manager, number, path, key)
+        adapter = read_adapter(path, key)
+        tensors = load_file(adapter.folder / WEIGHTS)
+        try:
+            put(self.model_runner.lora_manager, number, tensors.items(), adapter.config)
+        except (WeightUpdateError, ValueError, RuntimeError) as error:
+            raise InputError(f"{key}: {path} does not fit the model: {error}") from error
 
     @_replying
     def end_update(self, error: str) -> None:
