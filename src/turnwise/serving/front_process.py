@@ -147,9 +147,12 @@ class FrontProcess:
 
     def add(self, name: str, worker: RayActor) -> None:
         self.remove(name)
-        supervisor = Supervisor(
-            partial(self._report_failure, name), partial(self._excuse_death, name)
-        )
+
+        def excuse_death() -> None:
+            self.excused.append(name)
+            self.urgent.set()
+
+        supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
         added = self.scheduler.add(name, self._attach(name, worker), supervisor)
         self._counted[added] = Counter()
 
@@ -158,10 +161,6 @@ class FrontProcess:
 
     def _report_failure(self, name: str, why: str) -> None:
         self.failures.append((name, why))
-        self.urgent.set()
-
-    def _excuse_death(self, name: str) -> None:
-        self.excused.append(name)
         self.urgent.set()
 
     def restore(self, name: str) -> None:
