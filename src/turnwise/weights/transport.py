@@ -290,10 +290,6 @@ class StreamReceiver(Receiver):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    @abstractmethod
-    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the tensors of each chunk, valid until the next is requested."""
-
 
 def find_transport(name: str) -> Transport:
     """Return the transport of a short name, or of `package.module:Class`."""

@@ -13,6 +13,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.errors import answer_error
+from turnwise.serving.openai.metrics import metrics_text
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME
 from turnwise.trajectory import MAX_REWARD
 
@@ -128,7 +129,10 @@ async def get_model(name: str, request: Request) -> JsonObject:
 @router.get("/metrics")
 async def get_metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    text = await _server(request).metrics()
+    server = _server(request)
+    elsewhere = 0 if server.processes is None else server.processes.count
+    count = len(server.sessions) + elsewhere
+    text = await metrics_text(server.engines, count, server.requests)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -24,7 +24,7 @@ from turnwise.core.aio import freeze_gc
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
-from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
+from turnwise.serving.openai.metrics import EngineMetrics
 from turnwise.serving.openai.middleware import SessionMiddleware
 from turnwise.serving.openai.protection import Connection, guarded, most_connections
 from turnwise.serving.openai.routes import add_routes
@@ -76,7 +76,7 @@ class OpenAIServer:
         self.processes = processes
         self._config = config
         self._generator = generator
-        self._engines = EngineMetrics(generator)
+        self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -124,11 +124,6 @@ class OpenAIServer:
 
     def session_url(self, session_id: str) -> str:
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
-
-    async def metrics(self) -> bytes:
-        """Return Prometheus' text: the metrics of the server, its sessions and the engines."""
-        elsewhere = 0 if self.processes is None else self.processes.count
-        return await metrics_text(self._engines, len(self.sessions) + elsewhere, self.requests)
 
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
