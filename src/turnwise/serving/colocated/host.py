@@ -46,7 +46,7 @@ _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "torch_random": (torch.get_rng_state, torch.set_rng_state),
     "cuda_random": (
         lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-        lambda states: torch.cuda.set_rng_state_all(states) if states else None,
+        torch.cuda.set_rng_state_all,  # of no GPU, without an effect
     ),
 }
 """The global state that each of the two programs changes: how its parts are read and set."""
