@@ -124,7 +124,7 @@ class Worker:
     """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
     changed: float = field(default_factory=time.monotonic)
     """Time of the last change of `load`, of the event loop's clock."""
-    _measured: tuple[float, float] = (0.0, 0.0)
+    measured: tuple[float, float] = (0.0, 0.0)
     """Seconds and tokens of `time_per_token`."""
     _seen: tuple[float, int] = (0.0, 0)
     """`load_seconds` and `tokens` at the last measurement."""
@@ -134,18 +134,13 @@ class Worker:
 
         By Little's law they are the load's seconds by the tokens.
         """
-        seconds, tokens = self._measured
+        seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
         tokens += self.tokens - self._seen[1]
         self._seen = (self.load_seconds, self.tokens)
         recent = tokens <= _RECENT_TOKENS
-        self._measured = (seconds, tokens) if recent else (seconds / 2, tokens / 2)
+        self.measured = (seconds, tokens) if recent else (seconds / 2, tokens / 2)
         return seconds / tokens if tokens > _ENOUGH_TOKENS else math.nan
-
-    def forget_slowness(self, median: float) -> None:
-        """Take the time per token to be nearer to the median than it was measured."""
-        seconds, tokens = self._measured
-        self._measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
 
     def note_suspects(self) -> None:
         """Remember which of the running turns may have killed the worker."""
@@ -273,7 +268,9 @@ class Router:
             slow_W = known_W & (times_W > _SLOW * median)
             self._slowness_W[slow_W] = times_W[slow_W] / median
             for index in np.flatnonzero(slow_W):
-                self.usable[index].forget_slowness(median)
+                worker = self.usable[index]
+                seconds, tokens = worker.measured
+                worker.measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
         self._any_slow = bool((self._slowness_W > 1.0).any())
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
