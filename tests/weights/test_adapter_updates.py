@@ -141,11 +141,7 @@ async def test_an_adapter_arrives_by_every_transport_and_is_what_samples(
     updates = Updates(engine, AdapterTrainer(model_path, transport, tmp_path))
     for version in (1, 2, 3):
         published = await updates.to(version)
-        canary = published.canary
-        assert canary is not None
-        _, worst = await check_canary(
-            engine, canary.prompt_token_ids, canary.logprobs, 1e-4, version
-        )
+        _, worst = await check_canary(engine, published.prompt, published.logprobs, 1e-4, version)
         assert worst < 1e-4
         sampled = await generate(engine, Request(PROMPT, SHORT, f"{transport}-{version}"))
         greedy = await generate(engine, Request(PROMPT, GREEDY, f"{transport}-{version}-greedy"))
@@ -208,9 +204,9 @@ async def test_an_update_pauses_no_request(engine: WorkerHandle, updates: Update
         for index in range(8)
     ]
     for version in (2, 3):
-        canary = (await updates.to(version)).canary
-        assert canary is not None  # scored in a batch with other requests, of other versions
-        await check_canary(engine, canary.prompt_token_ids, canary.logprobs, 1e-4, version)
+        published = await updates.to(version)
+        # Scored in a batch with other requests, of other versions.
+        await check_canary(engine, published.prompt, published.logprobs, 1e-4, version)
     for completion in await asyncio.gather(*requests):
         assert completion.finish_reason == "length"
         (version,) = set(completion.weight_versions)
@@ -359,13 +355,11 @@ async def test_the_canary_finds_an_adapter_that_is_not_applied(
     try:
         trainer = AdapterTrainer(model_path)
         published = await trainer.publish()
-        canary = published.canary
-        assert canary is not None
         await engine.update_weights(published.manifest)
         with pytest.raises(WeightUpdateError, match="its weights are not the trainer's"):
-            await check_canary(engine, canary.prompt_token_ids, canary.logprobs, 1e-3, 1)
-        base = Model(model_path).logprobs(canary.prompt_token_ids, 1)
-        assert (await check_canary(engine, canary.prompt_token_ids, base, 1e-3, 1))[1] < 1e-4
+            await check_canary(engine, published.prompt, published.logprobs, 1e-3, 1)
+        base = Model(model_path).logprobs(published.prompt, 1)
+        assert (await check_canary(engine, published.prompt, base, 1e-3, 1))[1] < 1e-4
         trainer.sender.close()
     finally:
         await engine.shutdown()
