@@ -132,10 +132,8 @@ async def _update(place: Place, llm: Any, rank: TrainerRank, transport: str) -> 
         devices = await llm.check_update(published.manifest)
         sending = asyncio.to_thread(rank.send, devices)
         await asyncio.gather(sending, llm.update_weights(published.manifest, "keep", 60.0))
-        canary = published.canary
-        assert canary is not None
         mean, largest = await check_canary(
-            llm, canary.prompt_token_ids, canary.logprobs, 0.2, published.version
+            llm, published.prompt, published.logprobs, 0.2, published.version
         )
     finally:
         rank._sender.close()

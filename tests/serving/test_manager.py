@@ -16,7 +16,7 @@ from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.manifest import Canary, Manifest, Publication
+from turnwise.weights.manifest import Manifest, Publication
 from turnwise.weights.sync import WeightSync
 
 SAMPLING = SamplingConfig(max_tokens=64)
@@ -32,19 +32,20 @@ class Managed(SimulatedEngine):
         self.die()
 
 
-CANARY = Canary([5, 6, 7], [-0.006, -0.007])
-"""The log-probs that simulated engines give to a prompt."""
+CANARY = [5, 6, 7]
+LOGPROBS = (-0.006, -0.007)
+"""The log-probs that simulated engines give to the canary."""
 
 
 class Published:
     """A trainer whose weights are a number."""
 
-    def __init__(self, canary: Canary = CANARY) -> None:
+    def __init__(self, logprobs: tuple[float, float] = LOGPROBS) -> None:
         self.version = 0
-        self.canary = canary
+        self.logprobs = logprobs
 
     async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, "shm", "", 0, ()), self.canary)
+        return Publication(Manifest(self.version, "shm", "", 0, ()), CANARY, self.logprobs)
 
     async def send(self, devices: Any) -> None: ...
 
@@ -55,10 +56,10 @@ class Published:
 
 
 async def update(
-    manager: AsyncLLMServerManager, version: int, canary: Canary = CANARY
+    manager: AsyncLLMServerManager, version: int, logprobs: tuple[float, float] = LOGPROBS
 ) -> list[int]:
     """Update a fleet to a version; return the versions of the engines that serve it."""
-    trainer = Published(canary)
+    trainer = Published(logprobs)
     trainer.version = version
     sync = WeightSync(trainer, timeout=120, patience=300, tolerance=1e-6)
     await sync.publish()
@@ -278,7 +279,7 @@ def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor(
             assert [engine.version for engine in manager.engines] == [1, 1, 1]
 
             with pytest.raises(WeightUpdateError, match="its weights are not the trainer's"):
-                await update(manager, 2, Canary([5, 6, 7], [-0.006, -0.5]))
+                await update(manager, 2, (-0.006, -0.5))
 
     run_virtually(work())
 

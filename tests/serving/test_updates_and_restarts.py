@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.test_manager import Managed, Published, simulated
+from tests.serving.test_manager import CANARY, Managed, Published, simulated
 from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig
 from turnwise.engine import Request, generate
@@ -29,7 +29,7 @@ class Sending(Published):
         self.transport, self.version = transport, version
 
     async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, self.transport, "", 0, ()), self.canary)
+        return Publication(Manifest(self.version, self.transport, "", 0, ()), CANARY, self.logprobs)
 
     async def send(self, devices: Any) -> None:
         await asyncio.sleep(SEND_SECONDS)

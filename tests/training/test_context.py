@@ -123,7 +123,7 @@ async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
             names = ("policy", "reference", "value") if algorithm else ("policy",)
             scored.append([await policy.score(name, *tokens) for name in names])
             metrics.append([await policy.train(batch) for _ in range(3)])
-            canaries.append((await policy.publish()).canary.logprobs)
+            canaries.append((await policy.publish()).logprobs)
             trained = sum(values.shape[1] for _, values in policy.trained_tokens)
             assert trained == sum(sample.trained for sample in batch)
     for one, shared in zip(*metrics, strict=True):

@@ -146,9 +146,9 @@ def test_a_text_model_inside_of_another_trains_and_is_published_and_saved(
         folder=tmp_path,
     )
     plain = AutoModelForCausalLM.from_pretrained(path).eval()
-    canary = policy.publish().canary
-    expected = logprobs_of(plain, torch.tensor(canary.prompt_token_ids))
-    assert canary.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    published = policy.publish()
+    expected = logprobs_of(plain, torch.tensor(published.prompt))
+    assert published.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
     policy.save(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     for name, parameter in plain.named_parameters():

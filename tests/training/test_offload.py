@@ -127,7 +127,7 @@ def test_a_policy_that_lends_its_memory_learns_the_same(
         for _ in range(3):
             policy.offload()
             metrics = train(policy, samples)
-            seen.append([metrics["loss"], metrics["grad_norm"], policy.publish().canary.logprobs])
+            seen.append([metrics["loss"], metrics["grad_norm"], policy.publish().logprobs])
         return policy, seen
 
     plain, expected = run("plain")

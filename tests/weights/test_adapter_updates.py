@@ -21,7 +21,7 @@ from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.manifest import Canary, Publication
+from turnwise.weights.manifest import Publication
 from turnwise.weights.process_group import free_address
 from turnwise.weights.sync import WeightSync, check_canary
 from turnwise.weights.transport import make_sender
@@ -58,7 +58,7 @@ class AdapterTrainer:
         canary = self.model.canary
         expected = self.at(self.version).logprobs(canary, 1)
         manifest = self.sender.publish(self.version, self.tensors(self.version))
-        return Publication(manifest, Canary(canary, expected))
+        return Publication(manifest, canary, expected)
 
     async def send(self, devices: Sequence[str]) -> None:
         tensors = self.tensors(self.version)
@@ -141,11 +141,7 @@ async def test_an_adapter_arrives_by_every_transport_and_is_what_samples(
     updates = Updates(engine, AdapterTrainer(model_path, transport, tmp_path))
     for version in (1, 2, 3):
         published = await updates.to(version)
-        canary = published.canary
-        assert canary is not None
-        _, worst = await check_canary(
-            engine, canary.prompt_token_ids, canary.logprobs, 1e-4, version
-        )
+        _, worst = await check_canary(engine, published.prompt, published.logprobs, 1e-4, version)
         assert worst < 1e-4
         sampled = await generate(engine, Request(PROMPT, SHORT, f"{transport}-{version}"))
         greedy = await generate(engine, Request(PROMPT, GREEDY, f"{transport}-{version}-greedy"))
@@ -208,9 +204,9 @@ async def test_an_update_pauses_no_request(engine: WorkerHandle, updates: Update
         for index in range(8)
     ]
     for version in (2, 3):
-        canary = (await updates.to(version)).canary
-        assert canary is not None  # scored in a batch with other requests, of other versions
-        await check_canary(engine, canary.prompt_token_ids, canary.logprobs, 1e-4, version)
+        published = await updates.to(version)
+        # Scored in a batch with other requests, of other versions.
+        await check_canary(engine, published.prompt, published.logprobs, 1e-4, version)
     for completion in await asyncio.gather(*requests):
         assert completion.finish_reason == "length"
         (version,) = set(completion.weight_versions)
@@ -359,13 +355,11 @@ async def test_the_canary_finds_an_adapter_that_is_not_applied(
     try:
         trainer = AdapterTrainer(model_path)
         published = await trainer.publish()
-        canary = published.canary
-        assert canary is not None
         await engine.update_weights(published.manifest)
         with pytest.raises(WeightUpdateError, match="its weights are not the trainer's"):
-            await check_canary(engine, canary.prompt_token_ids, canary.logprobs, 1e-3, 1)
-        base = Model(model_path).logprobs(canary.prompt_token_ids, 1)
-        assert (await check_canary(engine, canary.prompt_token_ids, base, 1e-3, 1))[1] < 1e-4
+            await check_canary(engine, published.prompt, published.logprobs, 1e-3, 1)
+        base = Model(model_path).logprobs(published.prompt, 1)
+        assert (await check_canary(engine, published.prompt, base, 1e-3, 1))[1] < 1e-4
         trainer.sender.close()
     finally:
         await engine.shutdown()

@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weights.links import assert_same, some_tensors
+from tests.weights.links import CPU, assert_same, some_tensors
 from tests.weights.trainer import Named
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.disk import DiskSender, load, validate
+from turnwise.weights.disk import DiskSender, DiskTransport, load
 from turnwise.weights.manifest import Manifest
+from turnwise.weights.transport import ReceiverOptions
+
+
+def validate(manifest: Manifest) -> None:
+    DiskTransport().validate(manifest, ReceiverOptions(CPU, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,11 +18,17 @@ from turnwise.config import parse_config
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.weights import disk
+from turnwise.weights.disk import DiskTransport
 from turnwise.weights.ipc import IpcReceiver
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import Updated, WeightSync, check_canary
-from turnwise.weights.transport import TRANSPORTS, Receiver, find_transport, make_sender
+from turnwise.weights.transport import (
+    TRANSPORTS,
+    Receiver,
+    ReceiverOptions,
+    find_transport,
+    make_sender,
+)
 
 LAYERS, WIDTH = 15, 2000
 FULL = 4 * LAYERS * WIDTH**2
@@ -158,5 +164,5 @@ async def test_no_rank_holds_the_model_and_all_go_on_when_rank_0_fails(
         await ranks.all("train", 0.1)
         manifest = (await ranks.all("publish"))[0]
         assert [entry.name for entry in manifest.tensors][7] == "7.weight"
-    disk.validate(manifest)
+    DiskTransport().validate(manifest, ReceiverOptions(CPU, 0))
     ranks.kill()

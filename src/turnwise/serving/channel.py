@@ -102,7 +102,15 @@ class Channel(asyncio.Protocol):
                     self._expiry.cancel()
                 self._opened(self)
         try:
-            self._read_messages()
+            start, end = _LENGTH_BYTES, len(self._buffer)
+            while start <= end:
+                length = int.from_bytes(self._buffer[start - _LENGTH_BYTES : start], "big")
+                if start + length > end:
+                    break
+                message = self._buffer[start : start + length]
+                start += length + _LENGTH_BYTES
+                self.received(pickle.loads(message))
+            del self._buffer[: start - _LENGTH_BYTES]
         except Exception as error:  # nothing after it can be trusted to be a message
             self._buffer.clear()
             self.close(f"a message cannot be read: {error!r}")
@@ -112,17 +120,6 @@ class Channel(asyncio.Protocol):
             self._expiry.cancel()
         if not self.closed.done():
             self.closed.set_result(self._why or str(error or ""))
-
-    def _read_messages(self) -> None:
-        start, end = _LENGTH_BYTES, len(self._buffer)
-        while start <= end:
-            length = int.from_bytes(self._buffer[start - _LENGTH_BYTES : start], "big")
-            if start + length > end:
-                break
-            message = self._buffer[start : start + length]
-            start += length + _LENGTH_BYTES
-            self.received(pickle.loads(message))
-        del self._buffer[: start - _LENGTH_BYTES]
 
     def _shake_hands(self) -> Generator[None, bytes, bool]:
         """Exchange challenges, then proofs, the client's first; return whether theirs is right."""

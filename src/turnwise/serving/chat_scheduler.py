@@ -192,7 +192,6 @@ class ChatBackend:
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
-        """Answer one request; see `ChatCompletionScheduler.chat_completion`."""
         replies: asyncio.Queue[Reply] = asyncio.Queue()
         try:
             tree, headers = _read(request)  # here: its objects may be the user's own

@@ -9,7 +9,6 @@ import os
 import pickle
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise import errors
@@ -48,7 +47,7 @@ class Mailbox:
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
         channel.received = lambda message: self._receive(*message)
-        channel.closed.add_done_callback(lambda _: self._close())
+        channel.closed.add_done_callback(self._cancel_all)
 
     def add(self, request_id: str, event: Chunk | Exception) -> None:
         """Send an event of a request, together with all of this iteration of the event loop."""
@@ -68,21 +67,17 @@ class Mailbox:
             except Exception as error:
                 self.add(name, EngineError(f"the request {name} cannot be read: {error!r}"))
                 continue
-            task = asyncio.create_task(self._run(self, request))
-            self._requests[name] = task
-            task.add_done_callback(partial(self._ended, name))
+            task = self._requests[name] = asyncio.create_task(self._run(self, request))
+            task.add_done_callback(lambda _, ended=name: self._requests.pop(ended, None))
         for request_id in cancelled:
             if (running := self._requests.get(request_id)) is not None:
                 running.cancel()
-
-    def _ended(self, request_id: str, task: "asyncio.Task[None]") -> None:
-        self._requests.pop(request_id, None)
 
     def _beat(self) -> None:
         self._channel.send([])
         self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
 
-    def _close(self) -> None:
+    def _cancel_all(self, _: object) -> None:
         self._heartbeat.cancel()
         for task in self._requests.values():
             task.cancel()
@@ -178,7 +173,6 @@ class EngineWorker:
         return True
 
     async def call(self, method: str, *args: object) -> Any:
-        """Call any method of the engine."""
         return await getattr(self._engine, method)(*args)
 
     async def address(self) -> Address:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,12 +25,12 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, InputError
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import both_urls, listen
-from turnwise.serving.routing import Worker
+from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 
 if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
+    from turnwise.serving.openai import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
@@ -146,33 +147,45 @@ class FrontProcess:
 
     def add(self, name: str, worker: RayActor) -> None:
         self.remove(name)
-        added = self.scheduler.add(name, self._attach(name, worker), _Remote(self, name))
+
+        def excuse_death() -> None:
+            self.excused.append(name)
+            self.urgent.set()
+
+        supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
+        added = self.scheduler.add(name, self._attach(name, worker), supervisor)
         self._counted[added] = Counter()
 
     def _attach(self, name: str, worker: RayActor) -> Engine:
         return WorkerHandle.attach(worker, name, self.config)
 
-    def restore(self, name: str) -> None:
-        if (worker := self.scheduler.workers.get(name)) is not None:
-            task = asyncio.create_task(self._restore(worker))
-            self._reaching.add(task)
-            task.add_done_callback(self._reaching.discard)
+    def _report_failure(self, name: str, why: str) -> None:
+        self.failures.append((name, why))
+        self.urgent.set()
 
-    async def _restore(self, worker: Worker) -> None:
-        """Use a worker again, if this process can reach it; else report that it cannot."""
-        name, seconds = worker.name, self.config.serving.health_timeout
-        why = f"{name} did not answer within {seconds:g} s"
-        try:
-            async with asyncio.timeout(seconds):
-                await worker.engine.check_health()
-        except (EngineError, DeadlineError, TimeoutError) as error:
-            if self.scheduler.workers.get(name) is worker:
-                self.scheduler.suspend(name)
-                await asyncio.sleep(_REACH_SECONDS)
-                _Remote(self, name).report_failure(str(error) or why)
-        else:
-            if self.scheduler.workers.get(name) is worker:
-                self.scheduler.restore(name)
+    def restore(self, name: str) -> None:
+        """Use a worker again, once this process can reach it; report it as long as it cannot."""
+        if (worker := self.scheduler.workers.get(name)) is None:
+            return
+        seconds = self.config.serving.health_timeout
+
+        async def reach() -> None:
+            try:
+                async with asyncio.timeout(seconds):
+                    await worker.engine.check_health()
+            except (EngineError, DeadlineError, TimeoutError) as error:
+                if self.scheduler.workers.get(name) is worker:
+                    self.scheduler.suspend(name)
+                    await asyncio.sleep(_REACH_SECONDS)
+                    why = str(error) or f"{name} did not answer within {seconds:g} s"
+                    self._report_failure(name, why)
+            else:
+                if self.scheduler.workers.get(name) is worker:
+                    self.scheduler.restore(name)
+
+        task = asyncio.create_task(reach())
+        self._reaching.add(task)
+        task.add_done_callback(self._reaching.discard)
 
     def remove(self, name: str) -> None:
         if name in self.scheduler.workers:
@@ -231,22 +244,6 @@ class FrontProcess:
             else:
                 del self._counted[worker]
         return report
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """The supervisor of a worker, which is in the driver."""
-
-    process: FrontProcess
-    name: str
-
-    def report_failure(self, why: str) -> None:
-        self.process.failures.append((self.name, why))
-        self.process.urgent.set()
-
-    def excuse_death(self) -> None:
-        self.process.excused.append(self.name)
-        self.process.urgent.set()
 
 
 async def _free_port(host: str, port: int) -> int:

@@ -84,7 +84,7 @@ class Process:
 
 
 class FrontProcesses:
-    """The owner of such actors, which knows who has each session; a `Follower` of the scheduler.
+    """The owner of such actors, which knows who has each session.
 
     A process that dies is restarted at the same address. Its sessions are lost: requests to them
     are answered with 410.
@@ -137,7 +137,7 @@ class FrontProcesses:
 
     async def start(self) -> None:
         """Start all processes; if one fails or does not start in time, end them all."""
-        self._scheduler.lead(self)
+        self._scheduler.lead(self.follow)
         try:
             async with task_group() as starting:
                 for process in self.processes:
@@ -182,20 +182,22 @@ class FrontProcesses:
             process.actor = None
             actor.kill()
             raise
-        process.watching = asyncio.create_task(self._watch(process, actor))
-        self.changed.set()
 
-    async def _watch(self, process: Process, actor: ActorHandle) -> None:
-        """Receive a process's reports; restart it when it dies or hangs."""
-        seconds = REPORT_SECONDS + self.config.serving.health_timeout
-        try:
-            while True:
-                what = "report its health"
-                messages, process.messages = process.messages, []
-                report = await actor.call("report", messages, what=what, seconds=seconds)
-                self._take(process, report)
-        except Exception as error:  # none may end the watch without a restart
-            await self._restart(process, actor, text_of(error))
+        async def watch() -> None:
+            """Receive the process's reports; restart it when it dies or hangs."""
+            seconds = REPORT_SECONDS + self.config.serving.health_timeout
+            try:
+                while True:
+                    messages, process.messages = process.messages, []
+                    what = "report its health"
+                    self._take(
+                        process, await actor.call("report", messages, what=what, seconds=seconds)
+                    )
+            except Exception as error:  # none may end the watch without a restart
+                await self._restart(process, actor, text_of(error))
+
+        process.watching = asyncio.create_task(watch())
+        self.changed.set()
 
     def _take(self, process: Process, report: Report) -> None:
         """Add what a process reports to the driver's counts."""
@@ -284,31 +286,20 @@ class FrontProcesses:
             few = [names[place % len(names)]] if names else []
             self._tell(process, "prefer", names[place :: len(up)] or few)
 
-    # What the scheduler reports; see `Follower`.
-
-    def add(self, name: str, engine: Engine) -> None:
-        self._workers[name] = self._scheduler.workers[name]
+    def follow(self, change: str, name: str, engine: Engine | None = None) -> None:
+        """Pass on a change of the scheduler's workers to all processes; see `Follower`."""
+        if change == "add":
+            self._workers[name] = self._scheduler.workers[name]
+        arguments = (name,) if engine is None else (name, getattr(engine, "actor", None))
         for process in self.processes:
+            if change == "restore" and name not in process.suspects:
+                continue
             process.suspects.discard(name)
-            self._tell(process, "add", name, getattr(engine, "actor", None))
-        self._assign()
-
-    def restore(self, name: str) -> None:
-        for process in self.processes:
-            if name in process.suspects:
-                process.suspects.discard(name)
-                self._tell(process, "restore", name)
-
-    def remove(self, name: str) -> None:
-        for process in self.processes:
-            process.suspects.discard(name)
-            process.loads.pop(name, None)
-            self._tell(process, "remove", name)
-        self._assign()
-
-    def close(self, why: str) -> None:
-        for process in self.processes:
-            self._tell(process, "close", why)
+            if change == "remove":
+                process.loads.pop(name, None)
+            self._tell(process, change, *arguments)
+        if change in ("add", "remove"):
+            self._assign()
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
         """Open a session in the process with the fewest, and describe it; None if none is up.
@@ -379,7 +370,7 @@ class FrontProcesses:
 
     async def stop(self) -> None:
         with suppress(ValueError):
-            self._scheduler.leave(self)
+            self._scheduler.leave(self.follow)
         actors = [p.actor for p in self.processes if p.actor is not None]
         for process in self.processes:
             process.actor = None

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from turnwise.config import ServingConfig, WeightsConfig
 from turnwise.core.aio import task_group, together
@@ -27,13 +27,14 @@ from turnwise.errors import (
     text_of,
 )
 from turnwise.serving.channel import ChannelError
-from turnwise.serving.routing import Worker
+from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
     from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
     from turnwise.serving.data_proto import DataProto
+    from turnwise.serving.worker_handle import WorkerHandle
     from turnwise.trajectory import Message
 
 logger = logging.getLogger(__name__)
@@ -47,18 +48,6 @@ _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
 _SETTLED_CHECKS = 10
 """Number of successful health checks in a row after which earlier restarts no longer count."""
-
-
-class ManagedEngine(Engine, Protocol):
-    """An engine whose process can be ended."""
-
-    name: str
-
-    def fail(self, why: str) -> None:
-        """End every request with `EngineError`."""
-
-    def kill(self) -> None:
-        """End the engine's process."""
 
 
 @dataclass(slots=True)
@@ -92,7 +81,7 @@ class WorkerSupervisor:
     def __init__(self, index: int, serving: ServingConfig, fleet: "AsyncLLMServerManager") -> None:
         self.index = index
         self.name = f"worker-{index}"
-        self.engine: ManagedEngine | None = None
+        self.engine: WorkerHandle | None = None
         """Engine of the running process; None while there is none."""
         self.given_up = ""
         """Reason why the worker could not be restarted; "" unless it was given up."""
@@ -113,14 +102,22 @@ class WorkerSupervisor:
         self._checking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
 
-    def admit(self, engine: ManagedEngine) -> None:
+    def admit(self, engine: "WorkerHandle") -> None:
         """Add a new process, which has the fleet's weights and state, to the scheduler."""
         self.engine = engine
-        self._fleet.scheduler.add(self.name, engine, self)
+        own = Supervisor(self.report_failure, self.excuse_death)
+        self._fleet.scheduler.add(self.name, engine, own)
 
     def watch(self) -> None:
         """Start checking the worker's health, until `stop`."""
-        self._watching = asyncio.create_task(self._watch())
+
+        async def check_often() -> None:
+            while True:
+                await asyncio.sleep(self._serving.health_every)
+                if not self._fleet.is_busy:
+                    await self._check()
+
+        self._watching = asyncio.create_task(check_often())
 
     async def stop(self) -> None:
         """Stop health checks and restarts; the worker's process keeps running."""
@@ -137,7 +134,7 @@ class WorkerSupervisor:
     def excuse_death(self) -> None:
         self.restarts -= 1
 
-    def lose(self, why: str, engine: ManagedEngine) -> None:
+    def lose(self, why: str, engine: "WorkerHandle") -> None:
         """Kill a failed process and start another; without effect if it is already replaced."""
         if self.engine is not engine:
             return
@@ -150,12 +147,6 @@ class WorkerSupervisor:
             engine.kill()
         except Exception:
             logger.exception("%s could not be ended", self.name)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._serving.health_every)
-            if not self._fleet.is_busy:
-                await self._check()
 
     async def _check(self) -> None:
         engine, scheduler = self.engine, self._fleet.scheduler
@@ -187,7 +178,7 @@ class WorkerSupervisor:
                     self.restarts = 0
                 scheduler.restore(self.name)
 
-    async def _check_twice(self, engine: ManagedEngine) -> None:
+    async def _check_twice(self, engine: "WorkerHandle") -> None:
         """Check the health, twice if the first deadline passes: this process may have been
         suspended, so the answer may have arrived in time."""
         seconds = self._serving.health_timeout / 2
@@ -205,9 +196,11 @@ class WorkerSupervisor:
             async with asyncio.timeout(_CAUSE_SECONDS):
                 while dead.running:  # noqa: ASYNC110 (one of the turns may be the cause)
                     await asyncio.sleep(_CAUSE_SECONDS / 100)
-        last = ""
-        for pause in self._pauses():
+        last, longer = "", _GIVEN_UP_SECONDS
+        while True:
+            pause = _RETRY_SECONDS * max(0, self.restarts)
             if self.restarts >= self._serving.max_restarts:
+                pause, longer = longer, min(2 * longer, _GIVEN_UP_MOST_SECONDS)
                 logger.error(
                     "%s failed (%s) and could not be restarted: %s; the next attempt is in %g s",
                     *(self.name, why, last or "it has no restarts left", pause),
@@ -227,15 +220,6 @@ class WorkerSupervisor:
         logger.warning("%s", failure)
         self._fleet.failures.append(failure)
 
-    def _pauses(self) -> Iterator[float]:
-        """Yield the seconds before each attempt to start the worker."""
-        while self.restarts < self._serving.max_restarts:
-            yield _RETRY_SECONDS * max(0, self.restarts)
-        pause = _GIVEN_UP_SECONDS
-        while True:
-            yield pause
-            pause = min(2 * pause, _GIVEN_UP_MOST_SECONDS)
-
 
 class AsyncLLMServerManager:
     """The workers behind one scheduler.
@@ -252,7 +236,7 @@ class AsyncLLMServerManager:
 
     def __init__(
         self,
-        start: Callable[[str, int], Awaitable[ManagedEngine]],
+        start: "Callable[[str, int], Awaitable[WorkerHandle]]",
         serving: ServingConfig,
         weights: WeightsConfig,
         turn_timeout: float,
@@ -291,7 +275,6 @@ class AsyncLLMServerManager:
         callback_additional_info: dict[str, object],
         **chat_complete_request: object,
     ) -> None:
-        """Call `ChatCompletionScheduler.submit_chat_completions`."""
         await self.chat_scheduler.submit_chat_completions(
             callback, callback_additional_info, **chat_complete_request
         )
@@ -299,7 +282,6 @@ class AsyncLLMServerManager:
     async def generate_sequences(
         self, prompts: "DataProto | Sequence[Sequence[Message]]", **sampling_params: object
     ) -> "DataProto":
-        """Call `ChatBackend.generate_sequences`."""
         return await self._opened_chats().generate_sequences(prompts, **sampling_params)
 
     def _opened_chats(self) -> "ChatBackend":
@@ -308,8 +290,7 @@ class AsyncLLMServerManager:
         return self.chats
 
     @property
-    def engines(self) -> list[ManagedEngine]:
-        """Engines of the workers that are up."""
+    def engines(self) -> "list[WorkerHandle]":
         return [engine for _, engine in self._up()]
 
     @property
@@ -365,26 +346,25 @@ class AsyncLLMServerManager:
                 weights, or when one's canary differs from the trainer's.
             TurnwiseError: when no worker loaded it.
         """
+
+        def settle(results: Mapping[Engine, object]) -> None:
+            """Restart the workers whose result is an error; raise it if all failed."""
+            failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
+            all_failed = len(failed) == len(results)
+            for supervisor, engine in self._up():
+                error = failed.get(engine)
+                if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
+                    supervisor.lose(f"in a weight update: {error}", engine)
+            if failed and all_failed:
+                raise next(iter(failed.values()))
+
         async with self._occupied():
             try:
-                results = await sync.update(
-                    self.engines, self._weights.in_flight, self._restart_failed
-                )
+                results = await sync.update(self.engines, self._weights.in_flight, settle)
             finally:
                 if sync.current is not None:  # no worker has refused it
                     self._sync = sync
         return [result for result in results.values() if isinstance(result, Updated)]
-
-    def _restart_failed(self, results: Mapping[Engine, object]) -> None:
-        """Restart the workers whose result is an error; raise it if all failed."""
-        failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
-        all_failed = len(failed) == len(results)
-        for supervisor, engine in self._up():
-            error = failed.get(engine)
-            if error is not None and not (all_failed and isinstance(error, WeightUpdateError)):
-                supervisor.lose(f"in a weight update: {error}", engine)
-        if failed and all_failed:
-            raise next(iter(failed.values()))
 
     @asynccontextmanager
     async def _occupied(self) -> AsyncIterator[None]:
@@ -405,9 +385,9 @@ class AsyncLLMServerManager:
         await self._all("wake_up", lambda engine: engine.wake_up(tags or None), asleep=asleep)
 
     async def _all(
-        self, what: str, call: Callable[[ManagedEngine], Awaitable[None]], *, asleep: bool
+        self, what: str, call: "Callable[[WorkerHandle], Awaitable[None]]", *, asleep: bool
     ) -> None:
-        async def one(supervisor: WorkerSupervisor, engine: ManagedEngine) -> None:
+        async def one(supervisor: WorkerSupervisor, engine: "WorkerHandle") -> None:
             try:
                 await call(engine)
             except TurnwiseError as error:
@@ -427,7 +407,6 @@ class AsyncLLMServerManager:
             await self.shutdown()
 
     async def shutdown(self) -> None:
-        """Shut down all workers."""
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
         self.scheduler.close("the fleet was shut down")
         for name in list(self.scheduler.workers):
@@ -436,7 +415,7 @@ class AsyncLLMServerManager:
         for supervisor in self._supervisors:
             supervisor.engine = None
 
-    def _up(self) -> list[tuple[WorkerSupervisor, ManagedEngine]]:
+    def _up(self) -> "list[tuple[WorkerSupervisor, WorkerHandle]]":
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]
 
     def close_if_empty(self, why: str) -> None:

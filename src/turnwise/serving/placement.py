@@ -71,15 +71,29 @@ class WorkerStarter:
                     self._config.engine.start_timeout,
                 )
         bundles = range(index * self._bundles, (index + 1) * self._bundles)
-        await self._wait_for_place(name, bundles)
-        config = self._config
+
+        def has_place() -> bool:
+            """Return whether the bundles are on live nodes."""
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            return all(nodes.get(bundle) in alive for bundle in bundles)
+
+        config, warned = self._config, False
+        seconds = config.engine.start_timeout
+        lacking = f"the cluster has no room for {name}, whose node is gone"
+        async with deadline(seconds, f"{lacking}, and none turned up", "serving.resources, GPUs"):
+            while not await run_in_thread(has_place):
+                if not warned:
+                    warned = True
+                    logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
+                await asyncio.sleep(_POLL_SECONDS)
         seed = config.seed + index + self._starts[index] * config.serving.workers
         self._starts[index] += 1
         if self._hosts is not None:
             size = config.engine.tensor_parallel_size
             own = dict(islice(self._hosts.items(), index * size, (index + 1) * size))
-            seconds = config.training.step_timeout  # the hosts may be training
-            engine = on_actors(config.engine, own, seconds)
+            # The hosts may be training.
+            engine = on_actors(config.engine, own, config.training.step_timeout)
             config = config.model_copy(update={"engine": engine})
         spread = len(bundles) > 1
         return await WorkerHandle.start(
@@ -91,24 +105,6 @@ class WorkerStarter:
             placement=PlacementGroupSchedulingStrategy(self._group, bundles[0]),
             bundle_indices=bundles if spread else None,
         )
-
-    async def _wait_for_place(self, name: str, bundles: range) -> None:
-        """Wait until the worker's bundles are on live nodes."""
-
-        def has_place() -> bool:
-            nodes = placement_group_table(self._group)["bundles_to_node_id"]
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            return all(nodes.get(bundle) in alive for bundle in bundles)
-
-        seconds = self._config.engine.start_timeout
-        lacking = f"the cluster has no room for {name}, whose node is gone"
-        warned = False
-        async with deadline(seconds, f"{lacking}, and none turned up", "serving.resources, GPUs"):
-            while not await run_in_thread(has_place):
-                if not warned:
-                    warned = True
-                    logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
-                await asyncio.sleep(_POLL_SECONDS)
 
 
 def gpu_share(config: Config, gpus: float, training: bool) -> float:

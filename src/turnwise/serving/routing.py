@@ -15,8 +15,9 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,18 +54,14 @@ _TIE = 1e-9
 """Weight of each served turn; decides only between workers with equal load."""
 
 
-class Supervisor(Protocol):
+class Supervisor(NamedTuple):
     """The owner of a worker's process, which can restart it."""
 
-    def report_failure(self, why: str) -> None:
-        """Handle a failed request: check whether the worker is alive, then restore, suspend or
-        remove it.
-
-        Not called again before one of these methods of `Scheduler` is called in return.
-        """
-
-    def excuse_death(self) -> None:
-        """Do not count the worker's last death: it was caused by a single request."""
+    report_failure: Callable[[str], None]
+    """Handles a failed request: checks whether the worker is alive, then restores, suspends or
+    removes it. Not called again before one of these methods of `Scheduler` is called in return."""
+    excuse_death: Callable[[], None]
+    """Does not count the worker's last death: it was caused by a single request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,35 +122,25 @@ class Worker:
     """Turns that were running when the worker failed, and during which another one had died."""
     lost: "asyncio.Future[bool] | None" = None
     """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
-    _changed: float = field(default_factory=time.monotonic)
-    _measured: tuple[float, float] = (0.0, 0.0)
+    changed: float = field(default_factory=time.monotonic)
+    """Time of the last change of `load`, of the event loop's clock."""
+    measured: tuple[float, float] = (0.0, 0.0)
     """Seconds and tokens of `time_per_token`."""
     _seen: tuple[float, int] = (0.0, 0)
     """`load_seconds` and `tokens` at the last measurement."""
-
-    def add(self, weight: float, now: float) -> None:
-        """Change the load; `now` is the event loop's time."""
-        self.load_seconds += self.load * (now - self._changed)
-        self._changed = now
-        self.load += weight
 
     def time_per_token(self) -> float:
         """Return the seconds that a turn takes for a token; not a number before it is known.
 
         By Little's law they are the load's seconds by the tokens.
         """
-        seconds, tokens = self._measured
+        seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
         tokens += self.tokens - self._seen[1]
         self._seen = (self.load_seconds, self.tokens)
         recent = tokens <= _RECENT_TOKENS
-        self._measured = (seconds, tokens) if recent else (seconds / 2, tokens / 2)
+        self.measured = (seconds, tokens) if recent else (seconds / 2, tokens / 2)
         return seconds / tokens if tokens > _ENOUGH_TOKENS else math.nan
-
-    def forget_slowness(self, median: float) -> None:
-        """Take the time per token to be nearer to the median than it was measured."""
-        seconds, tokens = self._measured
-        self._measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
 
     def note_suspects(self) -> None:
         """Remember which of the running turns may have killed the worker."""
@@ -210,7 +197,9 @@ class Router:
 
     def add_load(self, worker: Worker, weight: float, now: float) -> None:
         """Change a worker's load; `now` is the event loop's time."""
-        worker.add(weight, now)
+        worker.load_seconds += worker.load * (now - worker.changed)
+        worker.changed = now
+        worker.load += weight
         if worker.index >= 0:
             self._loads_W[worker.index] = worker.load
 
@@ -279,7 +268,9 @@ class Router:
             slow_W = known_W & (times_W > _SLOW * median)
             self._slowness_W[slow_W] = times_W[slow_W] / median
             for index in np.flatnonzero(slow_W):
-                self.usable[index].forget_slowness(median)
+                worker = self.usable[index]
+                seconds, tokens = worker.measured
+                worker.measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
         self._any_slow = bool((self._slowness_W > 1.0).any())
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:

@@ -17,10 +17,9 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
 
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.deadlines import StallClock, deadline
@@ -50,27 +49,16 @@ _PER_REQUEST = (
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
 
-class Follower(Protocol):
-    """Another scheduler over the same workers, in another process."""
+Follower = Callable[..., None]
+"""Another scheduler over the same workers, in another process, called with each change:
 
-    def add(self, name: str, engine: Engine) -> None:
-        """Use a worker, which has the fleet's weights; one of the same name is replaced."""
-
-    def restore(self, name: str) -> None:
-        """Use a worker again on which a request failed: it is alive.
-
-        A follower that cannot reach it does not use it until it can.
-        """
-
-    def remove(self, name: str) -> None:
-        """Use a worker no longer: it is lost."""
-
-    def close(self, why: str) -> None:
-        """Expect no further worker until one is added."""
-
-
-class _MustRestart(Exception):
-    """A turn cannot be continued: the chunks yielded so far are invalid."""
+- `("add", name, engine)`: use a worker, which has the fleet's weights; one of the same name is
+  replaced;
+- `("restore", name)`: use a worker again on which a request failed, and which is alive; a follower
+  that cannot reach it does not use it until it can;
+- `("remove", name)`: use a worker no longer, which is lost;
+- `("close", why)`: expect no further worker until one is added.
+"""
 
 
 class Scheduler:
@@ -115,18 +103,18 @@ class Scheduler:
         if name in self.workers:
             self.remove(name)
         now = asyncio.get_running_loop().time()
-        worker = self.workers[name] = Worker(name, engine, supervisor, _changed=now)
+        worker = self.workers[name] = Worker(name, engine, supervisor, changed=now)
         self._router.rebuild()
         self._closed = ""
         self._changed.set()
         for follower in self._followers:
-            follower.add(name, engine)
+            follower("add", name, engine)
         return worker
 
     def lead(self, follower: Follower) -> None:
         """Report all workers to a follower, and every change from now on."""
         for worker in self.workers.values():
-            follower.add(worker.name, worker.engine)
+            follower("add", worker.name, worker.engine)
         self._followers.append(follower)
 
     def leave(self, follower: Follower) -> None:
@@ -150,7 +138,7 @@ class Scheduler:
     def restore(self, name: str) -> None:
         """Use a worker again: it is alive, so only the request failed."""
         for follower in self._followers:
-            follower.restore(name)
+            follower("restore", name)
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
             worker.settle(lost=False)
@@ -163,7 +151,7 @@ class Scheduler:
         Turns that failed on it continue on others.
         """
         for follower in self._followers:  # which may reach it, and wait for an answer
-            follower.restore(name)
+            follower("restore", name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
                 worker.usable = False
@@ -178,7 +166,7 @@ class Scheduler:
         worker.settle(lost=True)
         self._router.rebuild()
         for follower in self._followers:
-            follower.remove(name)
+            follower("remove", name)
         return worker
 
     def close(self, why: str) -> None:
@@ -186,7 +174,7 @@ class Scheduler:
         self._closed = why
         self._changed.set()
         for follower in self._followers:
-            follower.close(why)
+            follower("close", why)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion; see `Generator.stream`.
@@ -196,57 +184,51 @@ class Scheduler:
         turn = ScheduledTurn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
         self.events["turns"] += 1
         self._check_quarantine(request)
-        held = request.whole and remaining(request, 1) is None
-        while True:
-            chunks: list[Chunk] = []
-            try:
-                async with aclosing(self._run(turn)) as pieces:
-                    async for chunk in pieces:
-                        if held:
-                            chunks.append(chunk)
-                        else:
-                            yield chunk
-            except _MustRestart:
-                if held:
-                    continue
-                raise EngineError(
-                    f"the worker of {request.id} failed, and a streamed answer with a seed, "
-                    "stop strings, penalties or a grammar cannot be continued elsewhere"
-                ) from None
-            for chunk in chunks:
-                yield chunk
-            return
-
-    async def _run(self, turn: ScheduledTurn) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a turn, from one worker or several, or raise `_MustRestart`."""
-        rest: Sampling | None = turn.request.sampling
+        holds, held = request.whole and remaining(request, 1) is None, list[Chunk]()
+        rest, ended = request.sampling, False
         while True:
             async with self._placed(turn) as worker:
                 try:
                     async with aclosing(worker.engine.stream(_attempt(turn, rest))) as chunks:
                         async for chunk in chunks:
                             self._note(turn, worker, chunk)
-                            if chunk.finish_reason is None:
-                                yield chunk
-                            elif chunk.finish_reason != "abort":
-                                yield _with_times(chunk, turn, worker)
-                                return
-                            elif chunk.token_ids:  # the turn continues elsewhere
-                                yield replace(
+                            if chunk.finish_reason == "abort":  # the turn continues elsewhere
+                                if not chunk.token_ids:
+                                    continue
+                                chunk = replace(
                                     chunk, finish_reason=None, stop_reason=None, experts=b""
                                 )
-                    turn.aborts += 1  # aborted by a weight update: the tokens are kept
-                    self.events["aborted_by_update"] += 1
+                            elif chunk.finish_reason is not None:
+                                chunk, ended = _with_times(chunk, turn, worker), True
+                            if holds:
+                                held.append(chunk)
+                            else:
+                                yield chunk
+                            if ended:
+                                break
+                    if not ended:
+                        turn.aborts += 1  # aborted by a weight update: the tokens are kept
+                        self.events["aborted_by_update"] += 1
                 except (EngineError, DeadlineError) as error:
                     await self._handle_failure(turn, worker, error)
-            rest = remaining(turn.request, len(turn.sampled))
-            if rest is None:
+            if ended:
+                break
+            left = remaining(request, len(turn.sampled))
+            if left is None:
+                if not holds:
+                    raise EngineError(
+                        f"the worker of {request.id} failed, and a streamed answer with a seed, "
+                        "stop strings, penalties or a grammar cannot be continued elsewhere"
+                    )
                 turn.sampled.clear()
-                turn.first_token_at = None
-                raise _MustRestart
-            if rest.max_tokens == 0:
-                yield _with_times(Chunk([], [], [], "length"), turn, worker)
-                return
+                held.clear()
+                turn.first_token_at, left = None, request.sampling
+            elif left.max_tokens == 0:
+                held.append(_with_times(Chunk([], [], [], "length"), turn, worker))
+                break
+            rest = left
+        for chunk in held:
+            yield chunk
 
     def _note(self, turn: ScheduledTurn, worker: Worker, chunk: Chunk) -> None:
         turn.sampled += chunk.token_ids
@@ -301,13 +283,24 @@ class Scheduler:
         self, turn: ScheduledTurn, worker: Worker, error: EngineError | DeadlineError
     ) -> None:
         """Find out whether the turn or the worker caused a failure; raise if the turn has failed
-        too often, or crashed the worker."""
+        too often, or crashed the worker: then equal requests are refused for a while."""
         name = turn.request.id
         if await self._is_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]
             turn.deaths.append(worker)
             if is_cause:
-                raise self._quarantine(turn)
+                names = ", ".join(each.name for each in turn.deaths)
+                ended = f"{name} crashed {len(turn.deaths)} workers ({names})"
+                logger.warning("%s and is refused for %g s", ended, _QUARANTINE_SECONDS)
+                until = asyncio.get_running_loop().time() + _QUARANTINE_SECONDS
+                self._quarantined[_digest(turn.request)] = until
+                if len(self._quarantined) > _MOST_QUARANTINED:
+                    self._quarantined.popitem(last=False)
+                self.events["quarantined"] += 1
+                for each in turn.deaths:
+                    if each.supervisor is not None:
+                        each.supervisor.excuse_death()
+                raise EngineError(f"{ended} and is not retried")
         elif isinstance(error, ChannelError):
             turn.cuts += 1  # of which no request is the cause
         else:
@@ -324,21 +317,6 @@ class Scheduler:
             outcome = "restarted" if rest is None else "continued"
         worker.failed_turns[outcome] += 1
         self.events[outcome] += 1
-
-    def _quarantine(self, turn: ScheduledTurn) -> EngineError:
-        """Refuse a request that crashed its workers from now on; return the error of its turn."""
-        until = asyncio.get_running_loop().time() + _QUARANTINE_SECONDS
-        self._quarantined[_digest(turn.request)] = until
-        if len(self._quarantined) > _MOST_QUARANTINED:
-            self._quarantined.popitem(last=False)
-        names = ", ".join(worker.name for worker in turn.deaths)
-        ended = f"{turn.request.id} crashed {len(turn.deaths)} workers ({names})"
-        logger.warning("%s and is refused for %g s", ended, _QUARANTINE_SECONDS)
-        self.events["quarantined"] += 1
-        for worker in turn.deaths:
-            if worker.supervisor is not None:
-                worker.supervisor.excuse_death()
-        return EngineError(f"{ended} and is not retried")
 
     def _check_quarantine(self, request: Request) -> None:
         """Raise `EngineError`, with the remaining time, when a request is quarantined."""

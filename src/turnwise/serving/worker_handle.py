@@ -203,24 +203,28 @@ class WorkerHandle:
         if packed or cancelled:
             self._channel.send((packed, cancelled))
 
-    async def _open(self) -> Channel:
-        seconds = self._timeout + _GRACE_SECONDS
-        what = "open a channel"
-        address = Address(*await self._process.call("address", what=what, seconds=seconds))
-        try:
-            async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
-                return await connect(address)
-        except (OSError, DeadlineError) as error:
-            where = f"{address.host}:{address.port}"
-            raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
-
     async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
         """Open a channel and pass on what comes, until it is lost, and all requests on it."""
         lost: TurnwiseError
+
+        def receive(events: list[Event]) -> None:
+            made_progress()
+            self._clock.moved()
+            for request_id, event in events:
+                if (inbox := self._inboxes.get(request_id)) is not None:
+                    inbox.put_nowait(event)
+
+        seconds, what = self._timeout + _GRACE_SECONDS, "open a channel"
         try:
-            self._channel = channel = await self._open()
+            address = Address(*await self._process.call("address", what=what, seconds=seconds))
+            try:
+                async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
+                    self._channel = channel = await connect(address)
+            except (OSError, DeadlineError) as error:
+                where = f"{address.host}:{address.port}"
+                raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
             opened.set_result(None)
-            channel.received = self._receive
+            channel.received = receive
             self._flush()
             async with self._clock.watching(f"{self.name} did not answer"):
                 why = await channel.closed
@@ -232,7 +236,23 @@ class WorkerHandle:
         logger.debug("%s", lost)
         was_open = opened.done()
         inboxes = self._take_requests(lost)
-        explaining = asyncio.create_task(self._explain(lost, inboxes, was_open))
+
+        async def explain() -> None:
+            """End the requests with the reason: perhaps their worker died."""
+            why = lost
+            if inboxes and was_open and isinstance(why, ChannelError):
+                ask = self._process.call
+                try:
+                    await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
+                except DeadlineError:
+                    pass  # whether it is alive is the supervisor's question
+                except TurnwiseError as error:
+                    if not may_be_alive(error):
+                        why = EngineError(str(error))
+            for inbox in inboxes:
+                inbox.put_nowait(type(why)(str(why)))
+
+        explaining = asyncio.create_task(explain())
         self._explaining.add(explaining)
         explaining.add_done_callback(self._explaining.discard)
 
@@ -249,27 +269,6 @@ class WorkerHandle:
         if opened is not None and not opened.done():
             opened.set_result(lost)
         return inboxes
-
-    async def _explain(self, lost: TurnwiseError, inboxes: list[_Inbox], was_open: bool) -> None:
-        """End requests with the reason why their channel was lost: perhaps their worker died."""
-        if inboxes and was_open and isinstance(lost, ChannelError):
-            ask = self._process.call
-            try:
-                await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
-            except DeadlineError:
-                pass  # whether it is alive is the supervisor's question
-            except TurnwiseError as error:
-                if not may_be_alive(error):
-                    lost = EngineError(str(error))
-        for inbox in inboxes:
-            inbox.put_nowait(type(lost)(str(lost)))
-
-    def _receive(self, events: list[Event]) -> None:
-        made_progress()
-        self._clock.moved()
-        for request_id, event in events:
-            if (inbox := self._inboxes.get(request_id)) is not None:
-                inbox.put_nowait(event)
 
     def fail(self, why: str) -> None:
         """Raise `EngineError` from every running request, and from every later one."""

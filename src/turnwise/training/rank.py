@@ -44,7 +44,7 @@ from turnwise.training.optimizer import TrainableModule
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
-from turnwise.weights.manifest import Canary, NamedTensors, Publication, canary_prompt
+from turnwise.weights.manifest import NamedTensors, Publication, canary_prompt
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import make_sender
 
@@ -234,7 +234,7 @@ class TrainerRank:
         columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)
-        return Publication(manifest, Canary(self._canary, expected.tolist()))
+        return Publication(manifest, self._canary, expected.tolist())
 
     def _tensors(self) -> NamedTensors:
         """Yield the tensors of an update, each whole."""

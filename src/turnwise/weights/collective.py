@@ -54,7 +54,7 @@ class CollectiveTransport(Transport):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        return CollectiveSender(options.for_answers())
+        return CollectiveSender(options)
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
@@ -142,8 +142,6 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker."""
-
     def __init__(
         self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:
@@ -156,40 +154,29 @@ class CollectiveReceiver(StreamReceiver):
         self._index = 0
 
     def poll(self) -> int | None:
-        while self._step():
-            pass
-        if self._work is not None and self._work.is_completed():
-            self._wait()
-            return self._version
+        group = self._group
+        if self.manifest is None:
+            number, text = group.get("offer")
+            if number > group.last_round and text:
+                self._round = group.last_round = number
+                self._accept(Manifest.from_dict(json.loads(text)))
+                group.put(f"answer/{group.rank}", number, "")
+        if self.manifest is not None and self._work is None:
+            number, text = group.get("go")
+            if number == self._round:
+                if text:
+                    raise WeightUpdateError(f"the trainer cancelled the update: {text}")
+                self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
+                self._begin()
         if self._work is not None:
-            self._group.check_not_aborted(self._round)
+            if self._work.is_completed():
+                self._wait()
+                return self._version
+            group.check_not_aborted(self._round)
         if not self._seconds_left:
             what = "offer a version" if self.manifest is None else f"send {self._chunk_name(0)}"
-            raise deadline_error(
-                self._seconds, f"the trainer at {self._group.where} did not {what}"
-            )
+            raise deadline_error(self._seconds, f"the trainer at {group.where} did not {what}")
         return None
-
-    def _step(self) -> bool:
-        """Advance by one step towards the first chunk, if the trainer has advanced."""
-        if self.manifest is None:
-            number, text = self._group.get("offer")
-            if number <= self._group.last_round or not text:
-                return False
-            self._round = self._group.last_round = number
-            self._accept(Manifest.from_dict(json.loads(text)))
-            self._group.put(f"answer/{self._group.rank}", self._round, "")
-            return True
-        if self._work is None:
-            number, text = self._group.get("go")
-            if number != self._round:
-                return False
-            if text:
-                raise WeightUpdateError(f"the trainer cancelled the update: {text}")
-            self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
-            self._begin()
-            return True
-        return False
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         for index, chunk in enumerate(self._chunks):

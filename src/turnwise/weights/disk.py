@@ -72,7 +72,28 @@ class DiskTransport(Transport):
         return DiskSender(options.tensors, options.dtype, options.folder)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        validate(manifest)
+        """Check that the files of a version are complete and hold its tensors."""
+        wanted = {entry.name: entry for entry in manifest.tensors}
+        where = f"{manifest.path} of version {manifest.version}"
+        if not (shards := _shards(manifest)):
+            raise WeightUpdateError(
+                f"{where} cannot be read here: trainer and engine must see the same folder"
+            )
+        for path in shards:
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                        entry, found = wanted.pop(name, None), file.get_slice(name)
+                        if entry is None:
+                            raise WeightUpdateError(f"{name} was not expected in {where}")
+                        if (shape := tuple(found.get_shape())) != entry.shape:
+                            raise WeightUpdateError(f"{name} is {shape} in {where}")
+                        if found.get_dtype() != _TYPES[entry.dtype]:
+                            raise WeightUpdateError(f"{name} is {found.get_dtype()} in {where}")
+            except (OSError, SafetensorError) as error:
+                raise WeightUpdateError(f"{path.name} in {where} is incomplete: {error}") from error
+        if wanted:
+            raise WeightUpdateError(f"{next(iter(wanted))} is missing from {where}")
 
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         return StoredReceiver(manifest.version, load(manifest))
@@ -97,7 +118,15 @@ class DiskSender(WeightSender):
         self._folder = shared / secrets.token_hex(4)
         try:
             self._folder.mkdir(parents=True)
-            self._lock = _locked(self._folder / _LOCK)
+            self._lock: int | None = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR)
+            """Descriptor of a file that is locked while this process lives."""
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # there are no locks here
+                os.close(self._lock)
+                self._lock = None
+            else:
+                os.write(self._lock, _boot_id())
             _remove_dead(shared)
         except OSError as error:
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
@@ -131,23 +160,10 @@ class DiskSender(WeightSender):
         return Manifest(version, self.transport, str(final), nbytes, entries)
 
     def close(self) -> None:
-        """Remove the sender's subfolder."""
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _locked(path: Path) -> int | None:
-    """Create a lock file that this process holds for its life; None if there are no locks here."""
-    lock = os.open(path, os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    os.write(lock, _boot_id())
-    return lock
 
 
 def _remove_dead(shared: Path) -> None:
@@ -199,31 +215,6 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
             for part in torch.split(values, _PART_BYTES):
                 file.write(part.clone().numpy().data)
             del tensor  # before the next one is gathered
-
-
-def validate(manifest: Manifest) -> None:
-    """Check that the files of a version are complete and hold its tensors."""
-    wanted = {entry.name: entry for entry in manifest.tensors}
-    where = f"{manifest.path} of version {manifest.version}"
-    if not (shards := _shards(manifest)):
-        raise WeightUpdateError(
-            f"{where} cannot be read here: trainer and engine must see the same folder"
-        )
-    for path in shards:
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                    entry, found = wanted.pop(name, None), file.get_slice(name)
-                    if entry is None:
-                        raise WeightUpdateError(f"{name} was not expected in {where}")
-                    if (shape := tuple(found.get_shape())) != entry.shape:
-                        raise WeightUpdateError(f"{name} is {shape} in {where}")
-                    if found.get_dtype() != _TYPES[entry.dtype]:
-                        raise WeightUpdateError(f"{name} is {found.get_dtype()} in {where}")
-        except (OSError, SafetensorError) as error:
-            raise WeightUpdateError(f"{path.name} in {where} is incomplete: {error}") from error
-    if wanted:
-        raise WeightUpdateError(f"{next(iter(wanted))} is missing from {where}")
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

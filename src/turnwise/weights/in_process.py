@@ -5,7 +5,6 @@ between their publication and the end of the update; an update that finds a chan
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -22,16 +21,8 @@ from turnwise.weights.transport import (
     WeightSender,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Published:
-    version: int
-    tensors: Mapping[str, torch.Tensor]
-    changes: Mapping[str, int]
-    """torch's count of in-place changes of each tensor when it was published."""
-
-
-_published: _Published | None = None
+_published: tuple[int, dict[str, tuple[torch.Tensor, int]]] | None = None
+"""The last version, and by name its tensors, each with torch's count of in-place changes then."""
 
 
 class InProcessTransport(Transport):
@@ -47,16 +38,14 @@ class InProcessTransport(Transport):
         published(manifest.version)
 
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
-        return _InProcessReceiver(manifest.version, iter(published(manifest.version).items()))
+        tensors = published(manifest.version)
 
+        def loaded() -> None:  # tensors that were made for the update are freed
+            global _published
+            if _published is not None and _published[0] == manifest.version:
+                _published = None
 
-class _InProcessReceiver(StoredReceiver):
-    """Forgets the tensors that it has read: those that were made for the update are freed."""
-
-    def end(self, error: str = "") -> None:
-        global _published
-        if not error and _published is not None and _published.version == self._version:
-            _published = None
+        return StoredReceiver(manifest.version, iter(tensors.items()), loaded)
 
 
 class InProcessSender(WeightSender):
@@ -72,8 +61,7 @@ class InProcessSender(WeightSender):
         """Keep references to the tensors, without a copy."""
         global _published
         named = {name: tensor.detach() for name, tensor in tensors}
-        changes = {name: changes_of(tensor) for name, tensor in named.items()}
-        _published = _Published(version, named, changes)
+        _published = version, {name: (t, changes_of(t)) for name, t in named.items()}
         entries = tuple(
             TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), 0, t.nbytes)
             for name, t in named.items()
@@ -87,9 +75,9 @@ class InProcessSender(WeightSender):
 
 def published(version: int) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a version, by name, unless they have changed since."""
-    if _published is None or _published.version != version:
+    if _published is None or _published[0] != version:
         raise WeightUpdateError(f"version {version} is not published in the process of the worker")
-    for name, tensor in _published.tensors.items():
-        if changes_of(tensor) != _published.changes[name]:
+    for name, (tensor, changes) in _published[1].items():
+        if changes_of(tensor) != changes:
             raise WeightUpdateError(f"{name} has changed since version {version} was published")
-    return _published.tensors
+    return {name: tensor for name, (tensor, _) in _published[1].items()}

@@ -84,7 +84,7 @@ class IpcTransport(Transport):
 
     def make_sender(self, options: SenderOptions) -> "IpcSender":
         address = private_address() if options.device.type == "cpu" else ""
-        return IpcSender(options.for_answers(), address)
+        return IpcSender(options, address)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         address = manifest.path or device_address(options.device, options.rank)
@@ -100,52 +100,27 @@ class IpcTransport(Transport):
         return IpcReceiver(address, options.expected_of(manifest), options.device, seconds)
 
 
-class _CpuBuffer:
-    """A flat tensor of bytes in nameless shared memory, which another process opens by a handle."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._file = open_nameless(nbytes)
-        self.bytes = map_whole(self._file, nbytes)
-
-    def handle(self) -> JsonObject:
-        return {"address": address_of(self._file)}
-
-    def synchronize(self) -> None:
-        pass
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    @staticmethod
-    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
-        file = open_address(handle["address"], "the trainer's buffer")
-        try:
-            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-        finally:
-            os.close(file)
+def _new_buffer(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return a flat tensor of bytes for other processes, and on CPUs its file; -1 on GPUs."""
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device), -1
+    file = open_nameless(nbytes)
+    return map_whole(file, nbytes), file
 
 
-class _CudaBuffer:
-    """The same in memory of a GPU, opened by its CUDA IPC handle."""
+def _handle_of(buffer: torch.Tensor, file: int) -> JsonObject:
+    """Return the handle by which another process opens a buffer; on GPUs that of CUDA IPC."""
+    if file >= 0:
+        return {"address": address_of(file)}
+    fields = share_gpu_memory(buffer)
+    return {
+        name: value.hex() if isinstance(value, bytes) else value
+        for name, value in zip(_CUDA_HANDLE, fields, strict=True)
+    }
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def handle(self) -> JsonObject:
-        fields = share_gpu_memory(self.bytes)
-        return {
-            name: value.hex() if isinstance(value, bytes) else value
-            for name, value in zip(_CUDA_HANDLE, fields, strict=True)
-        }
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self.bytes.device).synchronize()
-
-    def close(self) -> None:
-        pass
-
-    @staticmethod
-    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
+def _open_buffer(handle: JsonObject, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
         fields = [
             bytes.fromhex(value) if isinstance(value, str) else value
             for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
@@ -153,6 +128,11 @@ class _CudaBuffer:
         index = torch.cuda.current_device() if device.index is None else device.index
         storage = open_gpu_memory(index, fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    file = open_address(handle["address"], "the trainer's buffer")
+    try:
+        return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    finally:
+        os.close(file)
 
 
 class IpcSender(StreamSender):
@@ -167,16 +147,23 @@ class IpcSender(StreamSender):
         super().__init__(options)
         self.address = address or device_address(self._device)
         self._path = self.address if self._device.type == "cpu" else ""
-        self._socket = _bind(self.address)
+        if (path := _socket_path(self.address)) and _is_answering(path):
+            raise InputError(f"another trainer uses {self.address}: give each its own address")
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._callers: deque[bytes] = deque()
         self._due = 1
         self._peers: set[bytes] = set()
         """Workers that are being served, and have not failed."""
         self._failures: list[TurnwiseError] = []
-        self._buffers: list[_CpuBuffer | _CudaBuffer] = []
-        make = _CudaBuffer if self._device.type == "cuda" else _CpuBuffer
+        self._buffers: list[tuple[torch.Tensor, int]] = []
         try:
-            self._buffers += [make(self._buffer_bytes, self._device) for _ in range(2)]
+            self._socket.bind(self.address)
+            for _ in range(2):
+                self._buffers.append(_new_buffer(self._buffer_bytes, self._device))
+        except zmq.ZMQError as error:
+            self.close()
+            raise InputError(f"{self.address} cannot be bound: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -195,13 +182,14 @@ class IpcSender(StreamSender):
         try:
             handles: list[JsonObject] = []
             for index, chunk in enumerate(chunks):
-                buffer = self._buffers[index % 2]  # its last use was acknowledged a round ago
-                pack(chunk, buffer.bytes, source)
-                buffer.synchronize()
+                buffer, file = self._buffers[index % 2]  # its last use was acknowledged before
+                pack(chunk, buffer, source)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
                 if index:
                     self._await(use.format(index))
                 if index < 2:
-                    handles.append(buffer.handle())
+                    handles.append(_handle_of(buffer, file))
                 self._post_to_all({"chunk": index, "handle": handles[index % 2]})
             check_exhausted(source)
             self._await(use.format(len(chunks)))
@@ -311,14 +299,13 @@ class IpcSender(StreamSender):
 
     def close(self) -> None:
         self._socket.close(_LINGER_MS)
-        for buffer in self._buffers:
-            buffer.close()
+        for _, file in self._buffers:
+            if file >= 0:
+                os.close(file)
         self._buffers = []
 
 
 class IpcReceiver(StreamReceiver):
-    """Receiver of one update in an engine's worker."""
-
     def __init__(
         self, address: str, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:
@@ -397,22 +384,8 @@ class IpcReceiver(StreamReceiver):
             )
         key = json.dumps(message["handle"])
         if key not in self._opened:
-            kind = _CudaBuffer if self._device.type == "cuda" else _CpuBuffer
-            self._opened[key] = kind.open(message["handle"], self._device)
+            self._opened[key] = _open_buffer(message["handle"], self._device)
         return self._opened[key]
-
-
-def _bind(address: str) -> "zmq.Socket[bytes]":
-    if (path := _socket_path(address)) and _is_answering(path):
-        raise InputError(f"another trainer uses {address}: give each its own address")
-    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        router.close()
-        raise InputError(f"{address} cannot be bound: {error}") from error
-    return router
 
 
 def _milliseconds(seconds: float) -> int:

@@ -9,7 +9,7 @@ iterates over all tensors in the same order, and none holds more than one whole 
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -105,16 +105,6 @@ class Manifest:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """The log-probs that a version of the weights gives to a fixed prompt."""
-
-    prompt_token_ids: list[int]
-    """T token ids."""
-    logprobs: list[float]
-    """The trainer's log-probs of tokens 1..T-1, in nats."""
-
-
 def canary_prompt(vocab_size: int) -> list[int]:
     """Return 32 token ids, the same in every run with this size of vocabulary."""
     generator = random.Random(vocab_size)
@@ -126,8 +116,10 @@ class Publication:
     """A version that a trainer has prepared for engines."""
 
     manifest: Manifest
-    canary: Canary | None = None
-    """None if the trainer computes none."""
+    prompt: Sequence[int] = ()
+    """Token ids of the canary, a fixed prompt; empty if the trainer scores none."""
+    logprobs: Sequence[float] = ()
+    """The log-probs that the trainer gives to its tokens 1..T-1, in nats."""
 
     @property
     def version(self) -> int:
@@ -172,7 +164,6 @@ def _split(entries: tuple[TensorEntry, ...], buffer_bytes: int) -> tuple[Chunk, 
 
 
 def chunk_bytes(chunk: Chunk) -> int:
-    """Return the size of a chunk in bytes."""
     return chunk[-1].offset + chunk[-1].nbytes
 
 

@@ -51,7 +51,6 @@ def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) 
 
 
 def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
-    """Connect to a store that another process opened."""
     return TCPStore(host, port, None, False, limit, wait_for_workers=False)
 
 
@@ -147,14 +146,12 @@ class ProcessGroup:
         return f"{'engine' if rank in self.engine_ranks else 'trainer'} rank {rank}"
 
     def check_usable(self) -> None:
-        """Raise `WeightUpdateError` when the group is broken."""
         if self.broken:
             raise WeightUpdateError(
                 f"the process group at {self.where} broke ({self.broken}): make a new one"
             )
 
     def put(self, key: str, round_number: int, text: str) -> None:
-        """Write a round's text under a key."""
         self._guarded(lambda: self._store.set(key, json.dumps([round_number, text])))
 
     def get(self, key: str) -> tuple[int, str]:
@@ -165,7 +162,6 @@ class ProcessGroup:
         return round_number, text
 
     def wait_text(self, key: str, round_number: int, what: str, seconds: float) -> str:
-        """Wait for a text of the trainer in a round."""
         late = f"the trainer at {self.where} did not {what}"
         _wait_until(lambda: self.get(key)[0] == round_number, seconds, lambda: late)
         return self.get(key)[1]

@@ -205,11 +205,10 @@ class WeightSync:
         return results
 
     async def _compare(self, published: Publication, engines: Iterable[Engine]) -> UpdateResults:
-        """Check the canaries of engines that were just updated."""
         results: UpdateResults = {}
-        if (canary := published.canary) is None or (tolerance := self._tolerance) is None:
+        if not published.prompt or (tolerance := self._tolerance) is None:
             return results
-        expected = (canary.prompt_token_ids, canary.logprobs, tolerance, published.version)
+        expected = (published.prompt, published.logprobs, tolerance, published.version)
 
         async def compare(engine: Engine) -> None:
             try:

@@ -13,8 +13,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -71,10 +71,6 @@ class SenderOptions:
     timeout: float = WAIT_SECONDS
     """Seconds for an update; in the sender of a stream, for each answer of an engine."""
 
-    def for_answers(self) -> "SenderOptions":
-        """Return the options of a stream's sender, whose `timeout` is that of an answer."""
-        return replace(self, timeout=self.timeout * ANSWER_SHARE)
-
 
 @dataclass(slots=True)
 class ReceiverOptions:
@@ -97,8 +93,8 @@ class ReceiverOptions:
         return {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
 
 
-class WeightSender(ABC):
-    """Sender on one rank of the trainer.
+class WeightSender:
+    """Sender on one rank of the trainer; this base class only helps to gather tensors.
 
     It consumes tensors one at a time and to the end, so a generator may gather each when needed.
     Its methods raise `WeightUpdateError` when tensors cannot be written, have changed, or a worker
@@ -107,14 +103,19 @@ class WeightSender(ABC):
 
     transport = ""
     """Name under which engines find the transport; `make_sender` sets it."""
+    streamed = False
+    """`Transport.streamed`; `make_sender` sets it."""
 
-    @abstractmethod
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
+        if not self.streamed:
+            deque(tensors, maxlen=0)
+        return Manifest(version, self.transport, "", 0, ())
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
         """Send the tensors to workers on these devices (`Engine.check_update`) while they load."""
-        return
+        if self.streamed:
+            deque(tensors, maxlen=0)
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """Create a process group of rank 0 and the engines' workers; replaces an earlier one."""
@@ -156,15 +157,26 @@ class StoredReceiver(Receiver):
 
     reports = False
 
-    def __init__(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
         self._version = version
         self._tensors = tensors
+        self._loaded = loaded
+        """Called once the engine has loaded the tensors."""
 
     def poll(self) -> int | None:
         return self._version
 
     def chunks(self) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
         yield self._tensors
+
+    def end(self, error: str = "") -> None:
+        if not error:
+            self._loaded()
 
 
 class Transport(Protocol):
@@ -278,27 +290,6 @@ class StreamReceiver(Receiver):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    @abstractmethod
-    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the tensors of each chunk, valid until the next is requested."""
-
-
-class _GatheringSender(WeightSender):
-    """The sender of a rank that only helps to gather tensors."""
-
-    def __init__(self, streamed: bool) -> None:
-        self._streamed = streamed
-
-    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Return a manifest without tensors."""
-        if not self._streamed:
-            deque(tensors, maxlen=0)
-        return Manifest(version, self.transport, "", 0, ())
-
-    def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        if self._streamed:
-            deque(tensors, maxlen=0)
-
 
 def find_transport(name: str) -> Transport:
     """Return the transport of a short name, or of `package.module:Class`."""
@@ -339,9 +330,9 @@ def make_sender(
     device = device or _CPU
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
+    timeout *= ANSWER_SHARE if chosen.streamed else 1.0
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)
-    sender: WeightSender = _GatheringSender(chosen.streamed)
-    if chosen.sends_from(rank, device):
-        sender = chosen.make_sender(options)
-    sender.transport = transport
+    sends = chosen.sends_from(rank, device)
+    sender = chosen.make_sender(options) if sends else WeightSender()
+    sender.transport, sender.streamed = transport, chosen.streamed
     return sender

@@ -3,6 +3,11 @@
 vLLM imports this module because `worker_extension_cls` names its class; importing registers the
 backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps those of a layer
 until the layer is complete, so tensors in a buffer that is reused are copied first.
+
+LoRA adapters are made of tensors in memory, checked, and put into a slot. vLLM loads an adapter
+from a folder when a request names one that it does not hold, and removes the one used longest ago
+when it holds too many. Here adapters are put in and removed only by their owner, `VllmEngine`, so
+vLLM never looks for a folder.
 """
 
 import os
@@ -11,19 +16,22 @@ from functools import cached_property, wraps
 from typing import ParamSpec
 
 import torch
+from safetensors.torch import load_file
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.engine.logits_adapter import take_failure
 from turnwise.engine.protocol import WEIGHT_BACKEND
-from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
+from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
-from turnwise.weights.vllm_adapters import put, put_folder, spare_head
 
 _P = ParamSpec("_P")
+_Modules = Mapping[str, vllm.BaseLayerWithLoRA]
+"""vLLM's layers that may have an adapter, by name."""
 logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
@@ -52,24 +60,23 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
         assert self.receiver is not None
-        for tensors in self.receiver.chunks():
-            if self.receiver.reuses_buffers:
-                self._load_copies(tensors)
-            else:
-                self.model.load_weights(tensors)
-
-    def _load_copies(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         name = ""
 
-        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+        def copied(
+            tensors: Iterable[tuple[str, torch.Tensor]],
+        ) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal name
             for name, tensor in tensors:
                 yield name, tensor.clone()
 
-        try:
-            self.model.load_weights(copies())
-        except Exception as error:
-            raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
+        for tensors in self.receiver.chunks():
+            if not self.receiver.reuses_buffers:
+                self.model.load_weights(tensors)
+                continue
+            try:
+                self.model.load_weights(copied(tensors))
+            except Exception as error:
+                raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
 
     def finish_weight_update(self) -> None:
         vllm.finalize_layerwise_reload(self.model, self.model_config)
@@ -191,12 +198,11 @@ class WorkerExtension:
         receiver = self.weight_transfer_engine.receiver
         assert receiver is not None
         tensors = (pair for chunk in receiver.chunks() for pair in chunk)
-        put(self.model_runner.lora_manager, number, tensors, config)
+        _put(self.model_runner.lora_manager, number, tensors, config)
         return self._end_if_unreported()
 
     @_replying
     def remove_adapter(self, number: int) -> None:
-        """Remove an adapter that no request uses any more."""
         self.model_runner.lora_manager.remove_adapter(number)
 
     def _end_if_unreported(self) -> JsonObject:
@@ -213,13 +219,27 @@ class WorkerExtension:
 
     @_replying
     def prepare_adapters(self) -> None:
-        """Prepare the model for adapters, before the first request."""
-        spare_head(self.model_runner.lora_manager)
+        """Let no adapter change the output head; called before the first request.
+
+        vLLM 0.32 cannot compute log-probs of a prompt, which the canary needs, in a batch with
+        other requests if one may.
+        """
+        slots = vllm.adapter_slots(self.model_runner.lora_manager)
+        for name, module in list(slots.model.named_modules()):
+            if isinstance(module, vllm.LogitsProcessorWithLoRA):
+                parent, _, own = name.rpartition(".")
+                setattr(slots.model.get_submodule(parent), own, module.base_layer)
+                slots.modules = {n: one for n, one in slots.modules.items() if one is not module}
 
     @_replying
     def put_adapter(self, number: int, path: str, key: str) -> None:
         """Load the adapter of a folder under `number`; `key` names it in errors."""
-        put_folder(self.model_runner.lora_manager, number, path, key)
+        folder, config = read_adapter(path, key)
+        tensors = load_file(folder / WEIGHTS)
+        try:
+            _put(self.model_runner.lora_manager, number, tensors.items(), config)
+        except (WeightUpdateError, ValueError, RuntimeError) as error:
+            raise InputError(f"{key}: {path} does not fit the model: {error}") from error
 
     @_replying
     def end_update(self, error: str) -> None:
@@ -239,6 +259,92 @@ class WorkerExtension:
         except TurnwiseError as error:
             raise WeightUpdateError(f"refused a weight update: {error}") from error
         self._validated = manifest
+
+
+def _put(
+    manager: vllm.LRUCacheWorkerLoRAManager,
+    number: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: JsonObject,
+) -> None:
+    """Put an adapter into a slot under `number`; requests name it by that.
+
+    Args:
+        tensors: Tensors by their names in PEFT's format; they are copied.
+        config: PEFT's configuration: r, lora_alpha, target_modules ...
+    """
+    slots = vllm.adapter_slots(manager)
+    helper = vllm.PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
+    lora = vllm.LoRAModel.from_lora_tensors(
+        number,
+        # vLLM scales B in place, and a sender may reuse its memory.
+        {name: tensor.detach().clone() for name, tensor in tensors},
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        skip_prefixes=getattr(slots.model, "lora_skip_prefixes", None),
+    )
+    vllm.check_experts_of(slots, lora)
+    most = slots.capacity
+    if vllm.current_platform.is_cpu():  # the last slot stays empty: see EngineAdapters.arguments
+        most = slots.lora_slots - 1
+    if len(slots) >= most:
+        raise WeightUpdateError(f"the engine already holds {most} adapters (max_loras)")
+    slots.add_adapter(lora)  # packs the layers that vLLM has fused
+    try:
+        _check_layers(slots.modules, lora)
+        slots.activate_adapter(number)
+        _check_slot(slots.modules, lora, slots.lora_index_to_id.index(number))
+    except BaseException:
+        slots.remove_adapter(number)
+        raise
+
+
+def _shards(
+    module: vllm.BaseLayerWithLoRA, layer: vllm.LoRALayerWeights
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield this worker's A and B of a layer, each with the slots that hold it: one pair, or one
+    for each layer that vLLM has fused. Embeddings and experts have other slots, and yield none."""
+    if not isinstance(module.lora_a_stacked, tuple):
+        return
+    a, b = layer.lora_a, layer.lora_b
+    if isinstance(b, list) and len(b) != len(module.lora_b_stacked):
+        return
+    if module.tp_size > 1:
+        a, b = module.slice_lora_a(a), module.slice_lora_b(b)
+    pairs = zip(a, b, strict=True) if isinstance(b, list) else [(a, b)]
+    slots = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+    for (own_a, own_b), (slots_a, slots_b) in zip(pairs, slots, strict=True):
+        if own_a is not None and own_b is not None:
+            yield own_a, own_b, slots_a, slots_b
+
+
+def _check_layers(modules: _Modules, lora: vllm.LoRAModel) -> None:
+    """Check that every layer of the adapter is one of the model, of the same size."""
+    for name, layer in lora.loras.items():
+        if name not in modules:
+            raise WeightUpdateError(f"vLLM applies no adapter to {name} of this model")
+        for a, b, slots_a, slots_b in _shards(modules[name], layer):
+            own, wanted = (a.shape[1], b.shape[0]), (slots_a.shape[-1], slots_b.shape[-2])
+            if own != wanted:
+                raise WeightUpdateError(
+                    f"{name} is {wanted[0]} -> {wanted[1]} in the model, and {own[0]} -> {own[1]} "
+                    "in the adapter"
+                )
+
+
+def _check_slot(modules: _Modules, lora: vllm.LoRAModel, slot: int) -> None:
+    """Check that a slot contains the adapter, bit for bit."""
+    for name, layer in lora.loras.items():
+        for a, b, slots_a, slots_b in _shards(modules[name], layer):
+            for tensor, slots in ((a, slots_a), (b, slots_b)):
+                arrived = slots[slot, 0, : tensor.shape[0], : tensor.shape[1]]
+                if not torch.equal(arrived.cpu(), tensor.to(slots.dtype).cpu()):
+                    raise WeightUpdateError(f"{name} of the adapter did not arrive in its slot")
 
 
 # An update of some layers is complete: the manifest says so, and the canary checks it.

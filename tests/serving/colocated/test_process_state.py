@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from turnwise.internals.torch import default_group_apart
-from turnwise.serving.colocated.host import ProcessState
+from turnwise.serving.colocated.host import inside, own_state
 
 
 def draw() -> list[float]:
@@ -30,14 +30,14 @@ def test_each_tenant_draws_its_own_random_numbers() -> None:
     seed(2)
     guests = [draw() for _ in range(3)]
 
-    guest = ProcessState(threads=1)
+    guest = own_state(threads=1)
     seed(1)
-    with guest.inside():
+    with inside(guest):
         seed(2)
     drawn: dict[str, list[Any]] = {"host": [], "guest": []}
     for _ in range(3):
         drawn["host"].append(draw())
-        with guest.inside():
+        with inside(guest):
             drawn["guest"].append(draw())
     assert drawn == {"host": host, "guest": guests}
 
@@ -55,14 +55,14 @@ def test_each_tenant_keeps_its_own_settings() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         before = settings()
-        guest = ProcessState(threads=1)
-        with guest.inside():
+        guest = own_state(threads=1)
+        with inside(guest):
             assert settings() == (1, before[1], torch.float32, "highest", False)
             torch.set_num_threads = str
             torch.set_default_dtype(torch.bfloat16)
             torch.set_float32_matmul_precision("medium")
         assert settings() == before
-        with guest.inside():
+        with inside(guest):
             assert settings() == (1, str, torch.bfloat16, "medium", False)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -70,7 +70,7 @@ def test_each_tenant_keeps_its_own_settings() -> None:
 
 def test_a_failure_inside_still_leaves_the_hosts_state() -> None:
     def fail() -> None:
-        with ProcessState(threads=1).inside():
+        with inside(own_state(threads=1)):
             torch.set_default_dtype(torch.float64)
             raise RuntimeError("inside")
 
@@ -88,14 +88,14 @@ def group() -> Iterator[Any]:
 
 
 def test_each_tenant_has_its_own_default_group(group: Any) -> None:
-    guest = ProcessState(threads=1)
-    with guest.inside():
+    guest = own_state(threads=1)
+    with inside(guest):
         assert not dist.is_initialized()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.new_group([0])
         assert dist.group.WORLD is not group
     assert dist.group.WORLD is group
-    with guest.inside(), default_group_apart():
+    with inside(guest), default_group_apart():
         assert not dist.is_initialized()
     one = torch.ones(1)
     dist.all_reduce(one)

@@ -52,19 +52,14 @@ async def counted(
 
     server = OpenAIServer(make_config(serving={"port": 0}, sampling={"max_tokens": 24}), engine)
     counting = Counted(server)
-    around = vllm_app._around_answer
+    answer = vllm_app._answer_chat
 
-    def counted_answer(create: Any, service: Any, **options: Any) -> Any:
-        create = around(create, service, **options)
-
-        async def noting(*request: Any) -> Any:
-            counting.chats += 1
-            return await create(*request)
-
-        return noting
+    async def counted_answer(*arguments: Any) -> Any:
+        counting.chats += 1
+        return await answer(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vllm_app, "_around_answer", counted_answer)
+        patched.setattr(vllm_app, "_answer_chat", counted_answer)
         await server.start()
     yield counting
     await server.stop()

@@ -39,36 +39,35 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
         self._call_seconds = placement.call_timeout
         self._scheduled: object = None
         try:
-            self._start_workers(placement.threads)
+            environment = {
+                key: value
+                for key, value in os.environ.items()
+                if key.startswith("VLLM_") and key != "VLLM_HOST_IP"
+            }
+            addresses = self._ask(
+                "open a vLLM worker",
+                lambda rank, actor: actor.open_worker.remote(
+                    self._engine, rank, placement.threads, environment
+                ),
+            )
+            arguments = [
+                {
+                    "vllm_config": self.vllm_config,
+                    # A GPU is the first, and the only one, that its actor sees.
+                    "local_rank": rank if vllm.current_platform.is_cpu() else 0,
+                    "rank": rank,
+                    "distributed_init_method": addresses[0],
+                    "is_driver_worker": rank == 0,
+                }
+                for rank in range(len(self._actors))
+            ]
+            self.collective_rpc("init_worker", args=(arguments,))
+            self.collective_rpc("init_device")
+            self.collective_rpc("load_model")
+            vllm.current_platform.update_block_size_for_backend(self.vllm_config)
         except BaseException:
             self.shutdown()
             raise
-
-    def _start_workers(self, threads: int) -> None:
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key.startswith("VLLM_") and key != "VLLM_HOST_IP"
-        }
-        addresses = self._ask(
-            "open a vLLM worker",
-            lambda rank, actor: actor.open_worker.remote(self._engine, rank, threads, environment),
-        )
-        arguments = [
-            {
-                "vllm_config": self.vllm_config,
-                # A GPU is the first, and the only one, that its actor sees.
-                "local_rank": rank if vllm.current_platform.is_cpu() else 0,
-                "rank": rank,
-                "distributed_init_method": addresses[0],
-                "is_driver_worker": rank == 0,
-            }
-            for rank in range(len(self._actors))
-        ]
-        self.collective_rpc("init_worker", args=(arguments,))
-        self.collective_rpc("init_device")
-        self.collective_rpc("load_model")
-        vllm.current_platform.update_block_size_for_backend(self.vllm_config)
 
     def compile_or_warm_up_model(self) -> None:
         """Finish vLLM's startup; later calls have the shorter deadline."""

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from turnwise.internals import vllm
 
 
-def _cuda_random() -> list[torch.Tensor]:
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if initialized else []
-
-
-def _set_cuda_random(states: list[torch.Tensor]) -> None:
-    if states:
-        torch.cuda.set_rng_state_all(states)
-
-
 _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "set_num_threads": (
@@ -54,7 +44,10 @@ _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "python_random": (random.getstate, random.setstate),
     "numpy_random": (np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator),
     "torch_random": (torch.get_rng_state, torch.set_rng_state),
-    "cuda_random": (_cuda_random, _set_cuda_random),
+    "cuda_random": (
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state_all,  # of no GPU, without an effect
+    ),
 }
 """The global state that each of the two programs changes: how its parts are read and set."""
 
@@ -68,32 +61,31 @@ def _install(state: dict[str, object]) -> None:
         install(state[name])
 
 
-class ProcessState:
-    """The global state of one program, active only inside `with state.inside():`.
+def own_state(threads: int) -> dict[str, object]:
+    """Return the global state of another program in this process, which is active only `inside`.
 
     It starts with torch's defaults, with `threads` threads and without process groups.
     """
+    return _read() | {
+        "threads": threads,
+        "dtype": torch.float32,
+        "matmul_precision": "highest",
+        "deterministic": 0,
+        "groups": OwnGroups(),
+        "numpy_random": np.random.MT19937(),
+    }
 
-    def __init__(self, threads: int) -> None:
-        self._state = _read() | {
-            "threads": threads,
-            "dtype": torch.float32,
-            "matmul_precision": "highest",
-            "deterministic": 0,
-            "groups": OwnGroups(),
-            "numpy_random": np.random.MT19937(),
-        }
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Install this state; at the end of the block, save it and restore the previous one."""
-        outside = _read()
-        _install(self._state)
-        try:
-            yield
-        finally:
-            self._state = _read()
-            _install(outside)
+@contextmanager
+def inside(state: dict[str, object]) -> Iterator[None]:
+    """Install a state; at the end of the block, save it and restore the previous one."""
+    outside = _read()
+    _install(state)
+    try:
+        yield
+    finally:
+        state |= _read()
+        _install(outside)
 
 
 class _Hosted(NamedTuple):
@@ -102,7 +94,7 @@ class _Hosted(NamedTuple):
     engine: str
     """Identifier of the worker's engine."""
     wrapper: "vllm.WorkerWrapperBase"
-    state: ProcessState
+    state: dict[str, object]
     thread: int
     """Identifier of the thread that opened the worker, in which all its calls must run."""
 
@@ -125,8 +117,8 @@ class WorkerHost:
         if self._colocated is not None:
             self.close_worker(self._colocated.engine)
         os.environ.update(environment)  # before vLLM is imported, which reads it
-        state = ProcessState(threads)
-        with state.inside():
+        state = own_state(threads)
+        with inside(state):
             from turnwise.internals import vllm
 
             wrapper = vllm.WorkerWrapperBase(rpc_rank=rank)
@@ -143,7 +135,7 @@ class WorkerHost:
             raise EngineError("an actor that hosts a worker must run its calls in one thread")
         from turnwise.internals import vllm
 
-        with worker.state.inside():
+        with inside(worker.state):
             method, args, kwargs = pickle.loads(call)
             return pickle.dumps(vllm.run_method(worker.wrapper, method, args, kwargs))
 
@@ -156,7 +148,7 @@ class WorkerHost:
         from turnwise.internals import vllm
 
         state, wrapper = worker.state, worker.wrapper
-        with state.inside(), default_group_apart():
+        with inside(state), default_group_apart():
             if "worker" in vars(wrapper):  # its startup may have failed earlier
                 wrapper.shutdown()
             del worker, wrapper

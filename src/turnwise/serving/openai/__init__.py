@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from turnwise.core.aio import run_in_thread
 
 if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
+    from turnwise.serving.openai.server import OpenAIServer as OpenAIServer
 
 
 async def import_server() -> "type[OpenAIServer]":

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from http import HTTPStatus
 
@@ -50,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 Complete = Callable[[], Awaitable[JsonObject]]
 """Samples a request whose prompt is known, and returns the answer."""
+_Offer = tuple[Conversation, vllm.ChatCompletionRequest, JsonObject, vllm.SamplingParams]
+"""A set of tools: as the template gets them; vLLM's request with them and no messages; variables of
+the chat template, for vLLM's parser; and parameters of the detokenizer."""
 _TEMPLATES = 16
 """Maximum number of cached templates, one for each set of template variables."""
 _TOOLS = 256
@@ -146,14 +148,15 @@ class ChatService:
         changes = request.sampling
         if own is not None and any(getattr(own, name) != changes[name] for name in changes):
             return None  # off-policy
-        context.request = offer.request
-        context.asked = Conversation(messages, offer.tools)
-        context.asked.tools_digest = offer.digest
+        offered, tools_request, _, _ = offer
+        context.request = tools_request
+        context.asked = Conversation(messages, offered.tools)
+        context.asked.tools_digest = offered.tools_digest
         try:
-            prompt = await self.exact_prompt(context, offer.request)
+            prompt = await self.exact_prompt(context, tools_request)
             if prompt is None and (shown := texts(messages)) is not None:
                 prompt = await in_thread_if_long(
-                    shown, lambda: self._prompts.render(shown, offer.tools)
+                    shown, lambda: self._prompts.render(shown, offered.tools)
                 )
         except Exception:  # a client's messages may be anything: vLLM's path reports the error
             return None
@@ -169,7 +172,7 @@ class ChatService:
         sampling = base.model_copy(update=changes)
         return partial(self._complete, context, request, messages, offer, prompt, sampling)
 
-    def _read_offer(self, encoded: bytes) -> "_Offer | None":
+    def _read_offer(self, encoded: bytes) -> _Offer | None:
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
         try:
             request = vllm.ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
@@ -192,8 +195,7 @@ class ChatService:
             params = vllm.SamplingParams(skip_special_tokens=request.skip_special_tokens)
         except Exception:  # a client's tools may be anything: vLLM's path reports the error
             return None
-        digest = Conversation(tools=dumped).tools_digest
-        return _Offer(dumped, digest, request, variables, params)
+        return Conversation(tools=dumped), request, variables, params
 
     async def respond(self, complete: Complete) -> tuple[int, bytes]:
         """Complete a planned request; return the status and the body for an HTTP client."""
@@ -210,11 +212,12 @@ class ChatService:
         context: RequestContext,
         request: PlainRequest,
         messages: list[JsonObject],
-        offer: "_Offer",
+        offer: _Offer,
         prompt: list[int],
         sampling: SamplingConfig,
     ) -> JsonObject:
         """Sample, and return the answer as vLLM writes it."""
+        _, tools_request, variables, params = offer
         name = f"chatcmpl-{secrets.token_hex(8)}"
         detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
@@ -222,7 +225,7 @@ class ChatService:
                 request_id=name,
                 prompt_token_ids=prompt,
                 mm_features=None,
-                sampling_params=offer.params,
+                sampling_params=params,
                 pooling_params=None,
                 arrival_time=0.0,
                 lora_request=None,
@@ -238,10 +241,9 @@ class ChatService:
                 stop_reason = chunk.stop_reason
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
-        parsing = offer.request.model_copy()
-        parsing.messages = messages
+        parsing = tools_request.model_copy(update={"messages": messages})
         text = detokenizer.get_next_output_text(True, False)
-        content, found = self._parse(parsing, text, token_ids, offer.variables)
+        content, found = self._parse(parsing, text, token_ids, variables)
         calls = [
             vllm.ToolCall(id=call.id or vllm.make_tool_call_id(), function=call) for call in found
         ]
@@ -418,19 +420,6 @@ class ChatService:
             events.update({"tool_call": readable} if readable else {})
             events.update({"tool_malformed": broken} if broken else {})
         return said
-
-
-@dataclass(slots=True)
-class _Offer:
-    tools: list[JsonObject] | None
-    """The tools as the template gets them."""
-    digest: bytes
-    request: vllm.ChatCompletionRequest
-    """vLLM's request with these tools and no messages."""
-    variables: JsonObject
-    """Variables of the chat template, for vLLM's parser."""
-    params: vllm.SamplingParams
-    """Parameters of the detokenizer."""
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:

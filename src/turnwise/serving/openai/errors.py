@@ -34,21 +34,21 @@ async def send_json(send: Send, status: int, body: bytes) -> None:
 
 
 async def refuse(send: Send, status: int, message: str) -> None:
-    await send_json(send, status, _body(status, message))
+    await send_json(send, status, error_body(status, message))
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
     """Answer an error of the framework: an unknown path, or a body that is not valid."""
     if isinstance(error, HTTPException):
-        content = _body(error.status_code, str(error.detail))
+        content = error_body(error.status_code, str(error.detail))
         return Response(content, error.status_code, error.headers, "application/json")
     assert isinstance(error, RequestValidationError | ValidationError)
     body = error.body if isinstance(error, RequestValidationError) else UNKNOWN
     message, path = explain(list(map(dict, error.errors())), body)
-    return Response(_body(400, message, path), 400, media_type="application/json")
+    return Response(error_body(400, message, path), 400, media_type="application/json")
 
 
-def _body(status: int, message: str, param: str | None = None) -> bytes:
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
     kind = HTTPStatus(status).phrase
     error = {"message": message, "type": kind, "param": param, "code": status}
     return json.dumps({"error": error}).encode()

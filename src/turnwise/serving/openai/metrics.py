@@ -6,7 +6,7 @@ Metrics of engines have the label `worker`.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
@@ -74,35 +74,30 @@ class EngineMetrics:
         self._asked = asked  # another call may replace it while this one waits
         if asked:
             await asyncio.wait(asked.values(), timeout=self._seconds)
-        collected: dict[str, Sequence[Metric]] = {}
+        families: dict[str, Metric] = {}  # one for each name, with the label `worker`
+        included = dict.fromkeys(engines, False)
         for name, task in asked.items():
-            if task.done() and not task.cancelled():
-                if (error := task.exception()) is None:
-                    collected[name] = task.result()
-                else:
-                    logger.debug("%s has no metrics: %s", name, error)
-        return [*merged(collected), answered({name: name in collected for name in engines})]
+            if not task.done() or task.cancelled():
+                continue
+            if (error := task.exception()) is not None:
+                logger.debug("%s has no metrics: %s", name, error)
+                continue
+            included[name] = True
+            for metric in task.result():
+                made = families.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                made.samples += [
+                    Sample(sample.name, {**sample.labels, "worker": name}, sample.value)
+                    for sample in metric.samples
+                ]
+        return [*families.values(), answered(included)]
 
 
 def answered(by_worker: Mapping[str, bool]) -> Metric:
     """Return `turnwise_worker_metrics`: 0 for each worker whose metrics are missing."""
     meaning = "1 if its engine's metrics are included"
     return family("turnwise_worker_metrics", meaning, by_worker, "worker")
-
-
-def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Return the workers' metrics as one family for each name, with the label `worker`."""
-    families: dict[str, Metric] = {}
-    for worker, metrics in by_worker.items():
-        for metric in metrics:
-            made = families.setdefault(
-                metric.name, Metric(metric.name, metric.documentation, metric.type)
-            )
-            made.samples += [
-                Sample(sample.name, {**sample.labels, "worker": worker}, sample.value)
-                for sample in metric.samples
-            ]
-    return list(families.values())
 
 
 def process_metrics() -> Iterator[Metric]:

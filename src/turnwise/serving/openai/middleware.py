@@ -14,20 +14,21 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.chat.session_store import Place, SessionStore
+from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
-from turnwise.serving.openai.errors import refuse, send_json
+from turnwise.serving.openai.errors import error_body, refuse, send_json
 from turnwise.serving.openai.protection import TICKET, ticket
 from turnwise.serving.openai.requests import MAX_COMPLETIONS, serving
 
 if TYPE_CHECKING:
+    from turnwise.serving.front_processes import FrontProcesses
     from turnwise.serving.openai.chat_service import ChatService
 
 _Result = TypeVar("_Result")
@@ -45,33 +46,6 @@ _OPENING = "/v1/sessions"
 """Path, below that of a session, that opens another under it."""
 _OWN_HEADERS = b"endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
-
-
-class SessionProcesses(Protocol):
-    """Processes that serve the sessions which clients open: `serving.front_processes`."""
-
-    requests: Counter[str]
-    """Counts of all processes' requests, by status or event."""
-    store: SessionStore
-    """The sessions of the server itself, which refuses the names of ended sessions."""
-
-    @property
-    def base_urls(self) -> dict[str, str]: ...
-
-    @property
-    def count(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None: ...
-
-    async def list_sessions(
-        self, after: Place | None, most: int
-    ) -> list[tuple[Place, JsonObject]]: ...
-
-    def base_url_of(self, name: str) -> str | None: ...
 
 
 class SessionMiddleware:
@@ -96,7 +70,7 @@ class SessionMiddleware:
         chats: "ChatService",
         store: SessionStore,
         counts: Counter[str],
-        processes: SessionProcesses | None,
+        processes: "FrontProcesses | None",
         key: str | None,
     ) -> None:
         self._app = app
@@ -136,27 +110,25 @@ class SessionMiddleware:
                 return
             parts = [scope["path"].encode(), conversation or b"", idempotent or b"", body]
             key = hashlib.sha256(b"\0".join(parts)).digest()
-            running = self._share(key, scope, body, idempotent is not None or count != b"0")
+            known = self._running.get(key)
+            if known is not None and known.abandoned.is_set():
+                known = None
+            is_retry = idempotent is not None or count != b"0"
+            if is_retry and known is not None and known.alone:
+                self._counts["joined"] += 1
+                running = known
+            else:
+                running = self._running[key] = _Running(alone=known is None)
+                if known is not None:
+                    known.alone = False
+
+                def forget() -> None:
+                    if self._running.get(key) is running:
+                        del self._running[key]
+
+                running.begin(self._handle(scope, body, running.receive, running.send), forget)
             del parts, body
             await running.relay(receive, send)
-
-    def _share(self, key: bytes, scope: Scope, body: bytes, is_retry: bool) -> "_Running":
-        known = self._running.get(key)
-        if known is not None and known.abandoned.is_set():
-            known = None
-        if is_retry and known is not None and known.alone:
-            self._counts["joined"] += 1
-            return known
-        running = self._running[key] = _Running(alone=known is None)
-        if known is not None:
-            known.alone = False
-
-        def forget() -> None:
-            if self._running.get(key) is running:
-                del self._running[key]
-
-        running.begin(self._handle(scope, body, running.receive, running.send), forget)
-        return running
 
     def _url_elsewhere(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes | None:
         """Return the URL of a request whose session another process serves; None for others."""
@@ -261,15 +233,24 @@ class SessionMiddleware:
                 await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
             else:
                 await self._handle(_at(scope, api), body, receive, send)
-        elif (wrong := _wrong_batch(tree)) is not None:
-            await refuse(send, 400, wrong)
-        else:
-            answered = await _unless_gone(self._ask_all(tree, scope), receive)
-            if answered is not None:
-                await send_json(send, *answered)
+        elif (answered := await _unless_gone(self._ask_all(tree, scope), receive)) is not None:
+            await send_json(send, *answered)
 
     async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
         """Ask for each chat of a batch; return the status and the body of the answer."""
+        conversations, wrong = tree.get("messages"), ""
+        if not isinstance(conversations, list) or not conversations:
+            wrong = "messages: a batch needs a list of conversations, each a list of messages"
+        elif not all(isinstance(messages, list) for messages in conversations):
+            wrong = "messages: each conversation of a batch is a list of messages"
+        elif len(conversations) > MAX_COMPLETIONS:
+            wrong = f"messages: a batch has at most {MAX_COMPLETIONS:,} conversations"
+        elif tree.get("stream"):
+            wrong = "stream: a batch is not streamed"
+        elif tree.get("n") not in (None, 1):
+            wrong = "n: a batch has one completion of each conversation"
+        if wrong:
+            return 400, error_body(400, wrong)
         scope = _at(scope, scope["path"].removesuffix("/batch"))
 
         async def ask(messages: object) -> tuple[int, bytes]:
@@ -291,7 +272,7 @@ class SessionMiddleware:
             return status, b"".join(pieces)
 
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(messages)) for messages in tree["messages"]]
+            asked = [group.create_task(ask(messages)) for messages in conversations]
         answers = [task.result() for task in asked]
         for status, body in answers:
             if status >= 400:
@@ -417,19 +398,3 @@ async def _unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | 
         raise
     finally:
         gone.cancel()
-
-
-def _wrong_batch(tree: JsonObject) -> str | None:
-    """Return what is wrong with a batch as a whole; None if nothing is."""
-    conversations = tree.get("messages")
-    if not isinstance(conversations, list) or not conversations:
-        return "messages: a batch needs a list of conversations, each a list of messages"
-    if not all(isinstance(messages, list) for messages in conversations):
-        return "messages: each conversation of a batch is a list of messages"
-    if len(conversations) > MAX_COMPLETIONS:
-        return f"messages: a batch has at most {MAX_COMPLETIONS:,} conversations"
-    if tree.get("stream"):
-        return "stream: a batch is not streamed"
-    if tree.get("n") not in (None, 1):
-        return "n: a batch has one completion of each conversation"
-    return None

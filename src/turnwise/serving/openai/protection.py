@@ -141,9 +141,15 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()  # close() would wait for a client that does not read
 
     def _wait(self, seconds: float) -> None:
+        def expire() -> None:
+            if self.flow.read_paused:  # the client waits for the server
+                self._wait(seconds)
+            else:
+                self._refuse(b"408 Request Timeout")
+
         self._stop_clock()
         self._waiting_since = self.loop.time()
-        self._deadline = self.loop.call_later(seconds, self._expire, seconds)
+        self._deadline = self.loop.call_later(seconds, expire)
 
     def _end_wait(self) -> None:
         self._stop_clock()
@@ -153,12 +159,6 @@ class Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _expire(self, seconds: float) -> None:
-        if self.flow.read_paused:  # the client waits for the server
-            self._wait(seconds)
-        else:
-            self._refuse(b"408 Request Timeout")
 
     def _refuse(self, status: bytes) -> None:
         """Close the connection, with an answer if none has begun."""

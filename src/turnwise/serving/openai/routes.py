@@ -1,7 +1,6 @@
 """The server's own routes: index, sessions, stored responses and Prometheus metrics."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -9,14 +8,17 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from turnwise.chat.session import NAME_PATTERN, Session
-from turnwise.chat.session_store import Place, SessionStore
+from turnwise.chat.session_store import Place
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.errors import answer_error
-from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionProcesses
+from turnwise.serving.openai.metrics import metrics_text
+from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME
 from turnwise.trajectory import MAX_REWARD
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai import OpenAIServer
 
 
 class _OpeningUnder(BaseModel):
@@ -41,55 +43,16 @@ class _Reward(BaseModel):
     reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
 
 
-def add_routes(
-    app: FastAPI,
-    store: SessionStore,
-    metrics: Callable[[], Awaitable[bytes]],
-    *,
-    model: str,
-    url: Callable[[str | None], str],
-    workers: Callable[[], Mapping[str, str]],
-    processes: SessionProcesses | None,
-) -> None:
+router = APIRouter()
+
+
+def add_routes(app: FastAPI) -> None:
     """Add the routes to vLLM's application, and remove its own middleware and metrics.
 
-    Args:
-        store: The server's sessions.
-        metrics: Returns Prometheus' text.
-        model: The model's name, for clients.
-        url: Returns the base URL of a session, or the server's for None.
-        workers: Returns the base URLs of workers' own servers, by name.
+    Its `state.server` is the `OpenAIServer`.
     """
-    router = APIRouter()
-    _add_sessions(router, store, url, processes)
-    _add_trajectories(router, store)
-    _add_responses(router, store)
-
-    @router.get("/")
-    async def get_index() -> JsonObject:
-        """Addresses and routes of the server."""
-        base_url = url(None)
-        return {
-            "server": "turnwise",
-            "model": model,
-            "openai_base_url": base_url,
-            "anthropic_base_url": base_url.removesuffix("/v1"),
-            "workers": workers(),
-            "session_processes": {} if processes is None else processes.base_urls,
-            "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
-            "reference": "/docs",
-        }
-
-    @router.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> JsonObject:
-        """Return one of the models that /v1/models lists."""
-        listed = await app.state.openai_serving_models.show_available_models()
-        for card in listed.data:
-            if card.id == name:
-                described: JsonObject = card.model_dump()
-                return described
-        raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
-
+    routes = app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path
     # The last is raised after the body was read.
@@ -99,16 +62,15 @@ def add_routes(
     # vLLM's middleware handles scaling, browsers and its own metrics.
     app.user_middleware.clear()
     app.middleware_stack = FastAPI.build_middleware_stack(app)
-    routes = app.router.routes
-    routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
-
-    @app.get("/metrics")
-    async def get_metrics() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(await metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _opened(store: SessionStore, session_id: str) -> Session:
+def _server(request: Request) -> "OpenAIServer":
+    server: OpenAIServer = request.app.state.server
+    return server
+
+
+def _opened(request: Request, session_id: str) -> Session:
+    store = _server(request).sessions
     session = store.get(session_id)
     if session is None:
         why = store.gone(session_id)
@@ -117,155 +79,197 @@ def _opened(store: SessionStore, session_id: str) -> Session:
     return session
 
 
-def _add_sessions(
-    router: APIRouter,
-    store: SessionStore,
-    url: Callable[[str | None], str],
-    processes: SessionProcesses | None,
-) -> None:
-    @router.get("/sessions")
-    async def list_sessions(
-        limit: Annotated[int, Query(ge=1, le=1_000)] = 500, after: str | None = None
-    ) -> JsonObject:
-        """List the sessions that clients opened, without their tokens, the oldest first; `next` is
-        the `after` of the next page, null on the last."""
-        place: Place | None = None
-        if after is not None:
-            created, _, name = after.partition(":")
-            try:
-                place = float(created), name
-            except ValueError:
-                raise HTTPException(400, "after must be the next of the page before") from None
-        listed = store.page(place, limit + 1)
-        if processes is not None:
-            listed += await processes.list_sessions(place, limit + 1)
-        listed.sort(key=lambda each: each[0])
-        shown = listed[:limit]
-        last = f"{shown[-1][0][0]!r}:{shown[-1][0][1]}" if len(listed) > limit else None
-        return {"sessions": [summary for _, summary in shown], "next": last}
-
-    @router.post("/sessions", status_code=201)
-    async def open_session(opening: _Opening | None = None) -> JsonObject:
-        """Open a session; the response contains its base URLs. The body is optional."""
-        opening = opening or _Opening()
-        name, training, group = opening.id, opening.training, opening.group
-        try:
-            if processes is not None and (name is None or store.get(name) is None):
-                elsewhere = await processes.open(name, training=training, group=group)
-                if elsewhere is not None:
-                    return elsewhere
-            session = store.open(name, training=training, group=group)
-        except InputError as error:
-            raise HTTPException(409, str(error)) from None
-        except TurnwiseError as error:
-            raise HTTPException(503, str(error)) from None
-        return {**session.describe(), **both_urls(url(session.id))}
-
-    @router.post("/sessions/{session_id}/v1/sessions", status_code=201)
-    async def open_session_under(
-        session_id: str, opening: _OpeningUnder | None = None
-    ) -> JsonObject:
-        """Open a session for a sub-agent, whose turns belong to the same trajectory; the response
-        contains its id and base URLs. The body is optional."""
-        parent = _opened(store, session_id)
-        try:
-            session = store.open_under(parent, opening.id if opening is not None else None)
-        except InputError as error:
-            raise HTTPException(409, str(error)) from None
-        return {"id": session.id, **both_urls(url(session.id))}
-
-
-def _add_trajectories(router: APIRouter, store: SessionStore) -> None:
-    def found(session_id: str) -> Session:
-        session = _opened(store, session_id)
-        if session.private and not session.agent_rewards:
-            raise HTTPException(
-                403,
-                "this session belongs to a rollout: its agent may read, reward or close it only "
-                "if rollout.agent_rewards is true",
-            )
-        return session
-
-    @router.get("/sessions/{session_id}")
-    async def get_session(session_id: str) -> JsonObject:
-        """Return the session's trajectory: every token, log-prob and weight version."""
-        session = found(session_id)
-        session.finish()
-        return session.describe()
-
-    @router.post("/sessions/{session_id}/reward")
-    async def give_reward(session_id: str, reward: _Reward) -> JsonObject:
-        """Set the session's reward."""
-        found(session_id).trajectory.reward = reward.reward
-        return {"id": session_id, "reward": reward.reward}
-
-    @router.delete("/sessions/{session_id}")
-    async def close_session(session_id: str) -> JsonObject:
-        """Close the session; the response describes it one last time."""
-        session = found(session_id)
-        store.close(session_id)
-        session.finish()
-        return session.describe()
-
-
-def _add_responses(router: APIRouter, store: SessionStore) -> None:
-    def keeping(response_id: str, request: Request) -> Session:
-        name: str | None = request.scope[SESSION_NAME]
-        named = None if name is None else _opened(store, name)
-        if (session := store.of_response(named, response_id)) is None:
-            raise HTTPException(404, f"there is no response {response_id} in this session")
-        return session
-
-    @router.get("/v1/responses/{response_id}")
-    async def get_response(response_id: str, request: Request) -> JsonObject:
-        """Return a response that its session keeps."""
-        return keeping(response_id, request).responses[response_id].body
-
-    @router.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str, request: Request) -> JsonObject:
-        """Delete a response that its session keeps; those that continue it stay."""
-        del keeping(response_id, request).responses[response_id]
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    @router.get("/v1/responses/{response_id}/input_items")
-    async def list_input_items(
-        response_id: str,
-        request: Request,
-        after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-    ) -> JsonObject:
-        """List the input items of a response, with the conversation that it continues."""
-        given = keeping(response_id, request).responses[response_id].given
-        items = [_input_item(item, f"{response_id}-{index}") for index, item in enumerate(given)]
-        if order == "desc":
-            items.reverse()
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise HTTPException(404, f"there is no item {after} in {response_id}")
-        begin = 0 if after is None else ids.index(after) + 1
-        page = items[begin : begin + limit]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > begin + limit,
-        }
-
-    @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel_response(response_id: str, request: Request) -> JsonObject:
-        """Refused: only background responses, which are not served, can be cancelled."""
-        keeping(response_id, request)
+def _managed(request: Request, session_id: str) -> Session:
+    session = _opened(request, session_id)
+    if session.private and not session.agent_rewards:
         raise HTTPException(
-            400,
-            f"the response {response_id} is complete: only background responses, which are not "
-            "served, can be cancelled",
+            403,
+            "this session belongs to a rollout: its agent may read, reward or close it only "
+            "if rollout.agent_rewards is true",
         )
+    return session
 
 
-def _input_item(item: Foreign, name: str) -> JsonObject:
-    tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
-    if isinstance(tree.get("content"), str):
-        tree["content"] = [{"type": "input_text", "text": tree["content"]}]
-    return {"type": "message", **tree, "id": tree.get("id") or name}
+def _keeping(request: Request, response_id: str) -> Session:
+    """Return the session that keeps a response."""
+    name: str | None = request.scope[SESSION_NAME]
+    named = None if name is None else _opened(request, name)
+    if (session := _server(request).sessions.of_response(named, response_id)) is None:
+        raise HTTPException(404, f"there is no response {response_id} in this session")
+    return session
+
+
+@router.get("/")
+async def get_index(request: Request) -> JsonObject:
+    """Addresses and routes of the server."""
+    server = _server(request)
+    return {
+        "server": "turnwise",
+        "model": server.model_name,
+        "openai_base_url": server.base_url,
+        "anthropic_base_url": server.base_url.removesuffix("/v1"),
+        "workers": server.workers(),
+        "session_processes": {} if server.processes is None else server.processes.base_urls,
+        "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
+        "reference": "/docs",
+    }
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> JsonObject:
+    """Return one of the models that /v1/models lists."""
+    listed = await request.app.state.openai_serving_models.show_available_models()
+    for card in listed.data:
+        if card.id == name:
+            described: JsonObject = card.model_dump()
+            return described
+    raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
+
+
+@router.get("/metrics")
+async def get_metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    server = _server(request)
+    elsewhere = 0 if server.processes is None else server.processes.count
+    count = len(server.sessions) + elsewhere
+    text = await metrics_text(server.engines, count, server.requests)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/sessions")
+async def list_sessions(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1_000)] = 500,
+    after: str | None = None,
+) -> JsonObject:
+    """List the sessions that clients opened, without their tokens, the oldest first; `next` is
+    the `after` of the next page, null on the last."""
+    server = _server(request)
+    place: Place | None = None
+    if after is not None:
+        created, _, name = after.partition(":")
+        try:
+            place = float(created), name
+        except ValueError:
+            raise HTTPException(400, "after must be the next of the page before") from None
+    listed = server.sessions.page(place, limit + 1)
+    if server.processes is not None:
+        listed += await server.processes.list_sessions(place, limit + 1)
+    listed.sort(key=lambda each: each[0])
+    shown = listed[:limit]
+    last = f"{shown[-1][0][0]!r}:{shown[-1][0][1]}" if len(listed) > limit else None
+    return {"sessions": [summary for _, summary in shown], "next": last}
+
+
+@router.post("/sessions", status_code=201)
+async def open_session(request: Request, opening: _Opening | None = None) -> JsonObject:
+    """Open a session; the response contains its base URLs. The body is optional."""
+    server, opening = _server(request), opening or _Opening()
+    name, training, group = opening.id, opening.training, opening.group
+    store, processes = server.sessions, server.processes
+    try:
+        if processes is not None and (name is None or store.get(name) is None):
+            elsewhere = await processes.open(name, training=training, group=group)
+            if elsewhere is not None:
+                return elsewhere
+        session = store.open(name, training=training, group=group)
+    except InputError as error:
+        raise HTTPException(409, str(error)) from None
+    except TurnwiseError as error:
+        raise HTTPException(503, str(error)) from None
+    return {**session.describe(), **both_urls(server.session_url(session.id))}
+
+
+@router.post("/sessions/{session_id}/v1/sessions", status_code=201)
+async def open_session_under(
+    session_id: str, request: Request, opening: _OpeningUnder | None = None
+) -> JsonObject:
+    """Open a session for a sub-agent, whose turns belong to the same trajectory; the response
+    contains its id and base URLs. The body is optional."""
+    server, parent = _server(request), _opened(request, session_id)
+    try:
+        name = opening.id if opening is not None else None
+        session = server.sessions.open_under(parent, name)
+    except InputError as error:
+        raise HTTPException(409, str(error)) from None
+    return {"id": session.id, **both_urls(server.session_url(session.id))}
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, request: Request) -> JsonObject:
+    """Return the session's trajectory: every token, log-prob and weight version."""
+    session = _managed(request, session_id)
+    session.finish()
+    return session.describe()
+
+
+@router.post("/sessions/{session_id}/reward")
+async def give_reward(session_id: str, request: Request, reward: _Reward) -> JsonObject:
+    """Set the session's reward."""
+    _managed(request, session_id).trajectory.reward = reward.reward
+    return {"id": session_id, "reward": reward.reward}
+
+
+@router.delete("/sessions/{session_id}")
+async def close_session(session_id: str, request: Request) -> JsonObject:
+    """Close the session; the response describes it one last time."""
+    session = _managed(request, session_id)
+    _server(request).sessions.close(session_id)
+    session.finish()
+    return session.describe()
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, request: Request) -> JsonObject:
+    """Return a response that its session keeps."""
+    return _keeping(request, response_id).responses[response_id].body
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, request: Request) -> JsonObject:
+    """Delete a response that its session keeps; those that continue it stay."""
+    del _keeping(request, response_id).responses[response_id]
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> JsonObject:
+    """List the input items of a response, with the conversation that it continues."""
+    items: list[JsonObject] = []
+    for index, item in enumerate(_keeping(request, response_id).responses[response_id].given):
+        tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+        if isinstance(tree.get("content"), str):
+            tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+        name = tree.get("id") or f"{response_id}-{index}"
+        items.append({"type": "message", **tree, "id": name})
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise HTTPException(404, f"there is no item {after} in {response_id}")
+    begin = 0 if after is None else ids.index(after) + 1
+    page = items[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > begin + limit,
+    }
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, request: Request) -> JsonObject:
+    """Refused: only background responses, which are not served, can be cancelled."""
+    _keeping(request, response_id)
+    raise HTTPException(
+        400,
+        f"the response {response_id} is complete: only background responses, which are not "
+        "served, can be cancelled",
+    )

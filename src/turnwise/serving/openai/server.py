@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,12 +24,15 @@ from turnwise.core.aio import freeze_gc
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
-from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
-from turnwise.serving.openai.middleware import SessionMiddleware, SessionProcesses
+from turnwise.serving.openai.metrics import EngineMetrics
+from turnwise.serving.openai.middleware import SessionMiddleware
 from turnwise.serving.openai.protection import Connection, guarded, most_connections
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.vllm_app import build
 from turnwise.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from turnwise.serving.front_processes import FrontProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class OpenAIServer:
         config: Config,
         generator: Generator,
         port: int | None = None,
-        processes: SessionProcesses | None = None,
+        processes: "FrontProcesses | None" = None,
     ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config) if processes is None else processes.store
@@ -69,9 +73,10 @@ class OpenAIServer:
         """Returns the base URLs of workers' own servers, by name; set by the owner of a fleet."""
         self.requests: Counter[str] = Counter() if processes is None else processes.requests
         """HTTP requests, by status or event; with those of `processes`."""
-        self._processes = processes
+        self.processes = processes
         self._config = config
         self._generator = generator
+        self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -93,8 +98,8 @@ class OpenAIServer:
         Connection.most = most_connections()
         try:
             app = await self.application()
-            if self._processes is not None:
-                await self._processes.start()
+            if self.processes is not None:
+                await self.processes.start()
         except BaseException:
             listening.close()
             raise
@@ -123,7 +128,7 @@ class OpenAIServer:
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
         serving, store, counts = self._config.serving, self.sessions, self.requests
-        processes, key, generator = self._processes, api_key(self._config), self._generator
+        processes, key, generator = self.processes, api_key(self._config), self._generator
         app = await build(
             self._config,
             generator,
@@ -135,26 +140,15 @@ class OpenAIServer:
             # model.path is also a name, unless another was configured
             [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
         )
-        engines = EngineMetrics(generator)
-        add_routes(
-            app,
-            store,
-            lambda: metrics_text(
-                engines, len(store) + (0 if processes is None else processes.count), counts
-            ),
-            model=self.model_name,
-            url=lambda name: self.base_url if name is None else self.session_url(name),
-            workers=lambda: self.workers(),
-            processes=processes,
-        )
-        app.state.server = self  # vLLM's error handler reads it
+        add_routes(app)
+        app.state.server = self  # for the routes, and vLLM's error handler
         sessions = SessionMiddleware(app, app.state.chats, store, counts, processes, key)
         return guarded(sessions, serving, key, store)
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
-        if self._processes is not None:
-            await self._processes.stop()
+        if self.processes is not None:
+            await self.processes.stop()
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True

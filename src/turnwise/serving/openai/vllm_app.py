@@ -18,6 +18,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -124,55 +125,52 @@ async def build(
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
-    renderer.preprocess_chat = _around_rendering(renderer.preprocess_chat, service, config)
-    renderer.render_completion = _around_completion(renderer.render_completion, config)
-    chat.create_chat_completion = _around_answer(chat.create_chat_completion, service)
-    responses.create_responses = _storing(responses.create_responses, store)
+    renderer.preprocess_chat = partial(_preprocess, renderer.preprocess_chat, service, config)
+    renderer.render_completion = partial(_render_completion, renderer.render_completion, config)
+    chat.create_chat_completion = partial(_answer_chat, chat.create_chat_completion, service, False)
+    responses.create_responses = partial(_store_response, responses.create_responses, store)
     messages = app.state.anthropic_serving_messages
     if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
-        messages.create_chat_completion = _around_answer(
-            messages.create_chat_completion, service, objects=True
-        )
+        create = messages.create_chat_completion
+        messages.create_chat_completion = partial(_answer_chat, create, service, True)
     return app
 
 
-def _around_rendering(preprocess_chat: Create, service: ChatService, config: Config) -> Create:
-    """Wrap the method that renders conversations: its ids are exact if the session knows them."""
+async def _preprocess(
+    preprocess_chat: Create,
+    service: ChatService,
+    config: Config,
+    request: vllm.SamplingRequest,
+    messages: list[JsonObject],
+    *args: object,
+    tool_dicts: list[JsonObject] | None = None,
+    **options: object,
+) -> object:
+    """Render a conversation by vLLM's method; its ids are exact if the session knows them."""
+    context = CURRENT.get()
+    if context is not None:
+        messages = [dict(message) for message in messages]
+        context.request, context.asked = request, Conversation(messages, tool_dicts)
+        with _refusing():
+            settle(request, context.session.sampling, config)
+            if not getattr(request, "tools", None) and request.tool_choice is None:
+                request.tool_choice = "none"  # or vLLM removes calls from the text
+            ids = await service.exact_prompt(context, request)
+        if ids is not None:
+            kept = getattr(request, "kv_transfer_params", None) or {}
+            request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+    return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
 
-    async def preprocess(
-        request: vllm.SamplingRequest,
-        messages: list[JsonObject],
-        *args: object,
-        tool_dicts: list[JsonObject] | None = None,
-        **options: object,
-    ) -> object:
-        context = CURRENT.get()
-        if context is not None:
-            messages = [dict(message) for message in messages]
-            context.request, context.asked = request, Conversation(messages, tool_dicts)
-            with _refusing():
-                settle(request, context.session.sampling, config)
-                if not getattr(request, "tools", None) and request.tool_choice is None:
-                    request.tool_choice = "none"  # or vLLM removes calls from the text
-                ids = await service.exact_prompt(context, request)
-            if ids is not None:
-                kept = getattr(request, "kv_transfer_params", None) or {}
-                request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
-        return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
 
-    return preprocess
-
-
-def _around_completion(render_completion: Create, config: Config) -> Create:
-    async def render(request: vllm.CompletionRequest, **options: object) -> object:
-        context = CURRENT.get()
-        if context is not None:
-            context.request = request
-            with _refusing():
-                settle(request, context.session.sampling, config)
-        return await render_completion(request, **options)
-
-    return render
+async def _render_completion(
+    render: Create, config: Config, request: vllm.CompletionRequest, **options: object
+) -> object:
+    context = CURRENT.get()
+    if context is not None:
+        context.request = request
+        with _refusing():
+            settle(request, context.session.sampling, config)
+    return await render(request, **options)
 
 
 @contextmanager
@@ -194,35 +192,37 @@ def _refusing() -> Iterator[None]:
         raise vllm.VLLMValidationError(message, parameter="messages") from error
 
 
-def _around_answer(create: Create, service: ChatService, *, objects: bool = False) -> Create:
-    """Wrap a method that answers chats, to note answers and add the ids that clients ask for.
+async def _answer_chat(
+    create: Create,
+    service: ChatService,
+    objects: bool,
+    request: vllm.ChatCompletionRequest,
+    raw_request: object = None,
+) -> object:
+    """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for.
 
     With `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
     arguments which are not JSON are none; other answers of theirs need no notes.
     """
-
-    async def noting(request: vllm.ChatCompletionRequest, raw_request: object = None) -> object:
-        response, context = await create(request, raw_request), CURRENT.get()
-        if context is None:
-            return response
-        if isinstance(response, AsyncGenerator):
-            if not objects:
-                service.remember(f"chatcmpl-{request.request_id}", context.session)
-            return _watched(response, context.answers, objects) if request.tools else response
-        if objects or not isinstance(response, vllm.ChatCompletionResponse):
-            return response
-        service.remember(response.id, context.session)
-        for choice in response.choices:
-            message = choice.message
-            calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
-            context.answers[choice.index] = answer(message.content, calls)
-            if request.return_token_ids:
-                completion = context.finished[response.id, choice.index]
-                for key, value in echo_of(response.prompt_token_ids, completion).items():
-                    setattr(message, key, value)
+    response, context = await create(request, raw_request), CURRENT.get()
+    if context is None:
         return response
-
-    return noting
+    if isinstance(response, AsyncGenerator):
+        if not objects:
+            service.remember(f"chatcmpl-{request.request_id}", context.session)
+        return _watched(response, context.answers, objects) if request.tools else response
+    if objects or not isinstance(response, vllm.ChatCompletionResponse):
+        return response
+    service.remember(response.id, context.session)
+    for choice in response.choices:
+        message = choice.message
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        context.answers[choice.index] = answer(message.content, calls)
+        if request.return_token_ids:
+            completion = context.finished[response.id, choice.index]
+            for key, value in echo_of(response.prompt_token_ids, completion).items():
+                setattr(message, key, value)
+    return response
 
 
 async def _watched(
@@ -300,66 +300,65 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
         vllm.choose_adapters(state.anthropic_serving_messages, choose)
 
 
-def _storing(create_responses: Create, store: SessionStore) -> Create:
-    """Wrap vLLM's method that answers Responses, so that they are kept and continued.
+async def _store_response(
+    create: Create,
+    store: SessionStore,
+    request: vllm.ResponsesRequest,
+    raw_request: object = None,
+) -> object:
+    """Answer one of Responses' requests by vLLM's method; keep the response, to be continued.
 
     A request whose `store` is false is not kept. An unknown id is answered by vLLM, with 404.
     """
-
-    async def create(request: vllm.ResponsesRequest, raw_request: object = None) -> object:
-        if request.background:
-            raise vllm.VLLMValidationError(
-                "background responses are not served: leave `background` out, and read the answer "
-                "from this request or, with `store`, later by its id",
-                parameter="background",
-            )
-        context = CURRENT.get()
-        if context is None:
-            return await create_responses(request, raw_request)
-        previous, kept, asked = request.previous_response_id, request.store, request.input
-        new: list[Foreign] = (
-            [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    if request.background:
+        raise vllm.VLLMValidationError(
+            "background responses are not served: leave `background` out, and read the answer "
+            "from this request or, with `store`, later by its id",
+            parameter="background",
         )
-        before: StoredResponse | None = None
-        if previous is not None and (found := store.of_response(context.session, previous)):
-            if found is not context.session:
-                context.session = context.held.enter_context(store.holding(found))
-            before = found.responses[previous]
-            request.input = [*before.given, *before.output, *new]
-            request.previous_response_id = None
-        session = context.session
+    context = CURRENT.get()
+    if context is None:
+        return await create(request, raw_request)
+    previous, kept, asked = request.previous_response_id, request.store, request.input
+    new: list[Foreign] = (
+        [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    )
+    before: StoredResponse | None = None
+    if previous is not None and (found := store.of_response(context.session, previous)):
+        if found is not context.session:
+            context.session = context.held.enter_context(store.holding(found))
+        before = found.responses[previous]
+        request.input = [*before.given, *before.output, *new]
+        request.previous_response_id = None
+    session = context.session
 
-        def finished(response: vllm.ResponsesResponse) -> None:
-            response.previous_response_id = previous
-            if kept and not session.closed:
-                output, body = list(response.output), response.model_dump_json(by_alias=True)
-                stored = StoredResponse(before, new, output, json.loads(body))
-                session.responses[response.id] = stored
-                session.size += 2 * len(body)
-                for item in [*new, *output]:
-                    is_model = isinstance(item, BaseModel)
-                    text = item.model_dump_json() if is_model else json.dumps(item, default=str)
-                    session.size += _ITEM_BYTES + len(text)
-                store.remember_completion(response.id, session)
+    def finished(response: vllm.ResponsesResponse) -> None:
+        response.previous_response_id = previous
+        if kept and not session.closed:
+            output, body = list(response.output), response.model_dump_json(by_alias=True)
+            stored = StoredResponse(before, new, output, json.loads(body))
+            session.responses[response.id] = stored
+            session.size += 2 * len(body)
+            for item in [*new, *output]:
+                is_model = isinstance(item, BaseModel)
+                text = item.model_dump_json() if is_model else json.dumps(item, default=str)
+                session.size += _ITEM_BYTES + len(text)
+            store.remember_completion(response.id, session)
 
-        async def watched(events: AsyncGenerator[Foreign, None]) -> AsyncGenerator[object, None]:
-            async for event in events:
-                response = getattr(event, "response", None)
-                if event.type == "response.completed" and isinstance(
-                    response, vllm.ResponsesResponse
-                ):
-                    finished(response)
-                yield event
+    async def watched(events: AsyncGenerator[Foreign, None]) -> AsyncGenerator[object, None]:
+        async for event in events:
+            response = getattr(event, "response", None)
+            if event.type == "response.completed" and isinstance(response, vllm.ResponsesResponse):
+                finished(response)
+            yield event
 
-        made = await create_responses(request, raw_request)
-        if isinstance(made, vllm.ResponsesResponse):
-            finished(made)
-        elif isinstance(made, AsyncGenerator):
-            request.previous_response_id = previous  # for the events
-            return watched(made)
-        return made
-
-    return create
+    made = await create(request, raw_request)
+    if isinstance(made, vllm.ResponsesResponse):
+        finished(made)
+    elif isinstance(made, AsyncGenerator):
+        request.previous_response_id = previous  # for the events
+        return watched(made)
+    return made
 
 
 class EngineClient:
