@@ -92,8 +92,8 @@ class Channel(asyncio.Protocol):
             del self._buffer[:_BLOCK_BYTES]
             try:
                 self._handshake.send(block)
-            except StopIteration as end:
-                if not end.value:
+            except StopIteration as answer:
+                if not answer.value:
                     self._buffer.clear()
                     self.close("the other end does not know the token")
                     return

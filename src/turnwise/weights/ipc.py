@@ -185,7 +185,7 @@ class IpcSender(StreamSender):
                 buffer, file = self._buffers[index % 2]  # its last use was acknowledged before
                 pack(chunk, buffer, source)
                 if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
+                    torch.cuda.current_stream(buffer.device).synchronize()
                 if index:
                     self._await(use.format(index))
                 if index < 2:
