@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise import errors
@@ -68,10 +69,13 @@ class Mailbox:
                 self.add(name, EngineError(f"the request {name} cannot be read: {error!r}"))
                 continue
             task = self._requests[name] = asyncio.create_task(self._run(self, request))
-            task.add_done_callback(lambda _, ended=name: self._requests.pop(ended, None))
+            task.add_done_callback(partial(self._ended, name))
         for request_id in cancelled:
             if (running := self._requests.get(request_id)) is not None:
                 running.cancel()
+
+    def _ended(self, name: str, _: object) -> None:
+        self._requests.pop(name, None)
 
     def _beat(self) -> None:
         self._channel.send([])
