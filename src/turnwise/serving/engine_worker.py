@@ -19,11 +19,12 @@ from turnwise.core.aio import freeze_gc
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
+from turnwise.serving.openai import import_server
 from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from turnwise.engine.vllm_engine import VllmEngine
-    from turnwise.serving.openai.server import OpenAIServer
+    from turnwise.serving.openai import OpenAIServer
 
 HEARTBEAT_SECONDS = 10.0
 """Time between messages without a chunk, which show that the worker is alive."""
@@ -135,9 +136,8 @@ class EngineWorker:
         self._engine = self._create_engine(engine.model_copy(update=changes))
         await self._engine.load_adapters()
         if config.serving.worker_servers:
-            from turnwise.serving.openai.server import OpenAIServer
-
-            self._server = OpenAIServer(config, self._engine, port=0)
+            make = await import_server()
+            self._server = make(config, self._engine, port=0)
             await self._server.start()
         freeze_gc()
         return os.getpid()
