@@ -127,7 +127,7 @@ class SessionMiddleware:
                         del self._running[key]
 
                 running.begin(self._handle(scope, body, running.receive, running.send), forget)
-            del parts, body
+            del parts, body, known
             await running.relay(receive, send)
 
     def _url_elsewhere(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes | None:
