@@ -252,6 +252,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self._in_time("resuming", self._llm.resume_generation())
+        self._clock.moved()  # a failed update pauses the engine without stopping the clock
         self._clock.stopped = False
 
     async def sleep(self) -> None:
@@ -263,6 +264,7 @@ class VllmEngine:
             raise InputError(f"wake_up takes the tags weights and kv_cache, not {min(unknown)}")
         await self._in_time("waking up", self._llm.wake_up(list(tags) if tags else None))
         if not await self._in_time("waking up", self._llm.is_sleeping()):
+            self._clock.moved()
             self._clock.stopped = False
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:

@@ -176,6 +176,20 @@ async def train(
             problems, heldout = await call_user_code(
                 all_problems, config, inputs, name="the data", seconds=_LOAD_SECONDS
             )
+
+        async def run(folder: RunDir, start: "Resume | None") -> ExactnessReport:
+            # A function, so that nothing of an attempt that failed lives on in the next one.
+            from turnwise.observe.prometheus import serving_metrics
+            from turnwise.run.trainer import TrainingLoop
+
+            async with _opened(config, inputs, problems, display, folder.path) as runtime:
+                loop = TrainingLoop(config, runtime, problems, heldout, folder, display, start)
+                host, port = config.serving.host, config.metrics.port
+                scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
+                async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
+                    await loop.run()
+                return loop.exactness
+
         for attempt in itertools.count():
             folder = await run_in_thread(RunDir, config, resume)
             if not attempt:
@@ -185,15 +199,7 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                from turnwise.observe.prometheus import serving_metrics
-                from turnwise.run.trainer import TrainingLoop
-
-                async with _opened(config, inputs, problems, display, folder.path) as runtime:
-                    loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
-                    host, port = config.serving.host, config.metrics.port
-                    scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
-                    async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
-                        await loop.run()
+                exactness = await run(folder, resume)
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -205,7 +211,7 @@ async def train(
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
                 await run_in_thread(folder.metrics.close)
-    return TrainingResult(folder.path, list(folder.metrics.rows), loop.exactness)
+    return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
 
 
 async def resume(

@@ -166,15 +166,17 @@ class TrainingLoop:
             await self._learn(step, batch, metrics)
             metrics.add(await self._update_weights())
             metrics.add_evaluation(await self._evaluate(step))
-            trajectories = [t for group in batch.groups for t in group.trajectories]
-            await run_in_thread(self._folder.write_trajectories, step, trajectories)
+            await run_in_thread(  # in no variable, which would keep them through the next step
+                self._folder.write_trajectories,
+                step,
+                [t for group in batch.groups for t in group.trajectories],
+            )
             await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
             waits = defaultdict[str, float](float)  # those of the step's trajectories
-            for group in batch.groups:
-                for phase, seconds in group.seconds.items():
-                    waits[phase] += seconds
+            for phase, seconds in (each for g in batch.groups for each in g.seconds.items()):
+                waits[phase] += seconds
             metrics.phase_seconds = {**self._seconds, **waits}
             await self._report(metrics)
             await self._show_samples(step, batch)

@@ -145,10 +145,11 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     # gloo would gather into a buffer of its own, and copy: the whole tensor twice. Pages that are
     # mapped for it go back to the system with it; the C library would keep them.
     local, number, count = tensor.to_local(), dist.get_rank(), tensor.shape.numel()
-    gathered = torch.empty(tensor.shape, dtype=tensor.dtype)
     if count:
         memory = mmap(-1, count * tensor.dtype.itemsize)
         gathered = torch.frombuffer(memory, dtype=tensor.dtype, count=count).view(tensor.shape)
+    else:
+        gathered = torch.empty(tensor.shape, dtype=tensor.dtype)
     for rank, part in enumerate(gathered.chunk(dist.get_world_size())):
         if rank == number:
             part.copy_(local)
