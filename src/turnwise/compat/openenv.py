@@ -127,8 +127,9 @@ class OpenEnv(Environment):
                 raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
             result = observation.get("result")
             if not isinstance(result, dict):
-                plain = isinstance(result, str)
-                return result if plain else json.dumps(result, ensure_ascii=False)
+                if isinstance(result, str):
+                    return result
+                return json.dumps(result, ensure_ascii=False)
             blocks = result.get("content")
             lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
             text = "\n".join(lines)

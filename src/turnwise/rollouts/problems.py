@@ -207,7 +207,8 @@ class ProblemStream:
         if not equal or self._max_rest is None:
             return False
         turn = (index * _SPREAD % 2**32) >> 16
-        return (epoch + turn) % min(2**equal, self._max_rest) != 0
+        every: int = min(2**equal, self._max_rest)
+        return (epoch + turn) % every != 0
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on; raises the reason as an InputError when none is left."""

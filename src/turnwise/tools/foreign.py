@@ -40,7 +40,8 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
         if hint is None:
             return tool
         package = import_module("pydantic_ai")
-        if (get_origin(hint) or hint) is not package.RunContext:
+        kind: object = get_origin(hint) or hint
+        if kind is not package.RunContext:
             return tool
         tool = package.Tool(tool)
     for attributes, adopt in _FRAMEWORKS.items():

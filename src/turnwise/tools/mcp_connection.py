@@ -143,9 +143,9 @@ class Connection:
             ) as client,
             streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_BYTES
-            ) as streams,
+            ) as http_streams,
         ):
-            yield streams
+            yield http_streams
 
     @property
     def _end(self) -> str:

@@ -271,8 +271,9 @@ class SessionMiddleware:
             await self._handle(dict(scope), body, never, keep)
             return status, b"".join(pieces)
 
+        chats: list[object] = conversations or []
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(messages)) for messages in conversations]
+            asked = [group.create_task(ask(messages)) for messages in chats]
         answers = [task.result() for task in asked]
         for status, body in answers:
             if status >= 400:

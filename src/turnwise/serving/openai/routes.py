@@ -243,7 +243,8 @@ async def list_input_items(
     """List the input items of a response, with the conversation that it continues."""
     items: list[JsonObject] = []
     for index, item in enumerate(_keeping(request, response_id).responses[response_id].given):
-        tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+        given: Foreign = item
+        tree = given.model_dump(mode="json") if isinstance(item, BaseModel) else dict(given)
         if isinstance(tree.get("content"), str):
             tree["content"] = [{"type": "input_text", "text": tree["content"]}]
         name = tree.get("id") or f"{response_id}-{index}"
