@@ -40,8 +40,7 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
         if hint is None:
             return tool
         package = import_module("pydantic_ai")
-        kind: object = get_origin(hint) or hint
-        if kind is not package.RunContext:
+        if hint is not package.RunContext and get_origin(hint) is not package.RunContext:
             return tool
         tool = package.Tool(tool)
     for attributes, adopt in _FRAMEWORKS.items():
