@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.smollm2.environment import SHOWN, calculate, solved
+from examples.smollm2.environment import SHOWN, Sums, calculate, solved
 from examples.smollm2.run import CONFIG, link_model
 from tests.conftest import ROOT
 from tests.serving.openai.test_server import fetched
@@ -26,7 +26,7 @@ from turnwise.core.gguf import resolve_model
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.tools.toolbox import make_toolbox
-from turnwise.trajectory import audit, read_jsonl
+from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,14 @@ SMALL = (
 """Keys of runs of seconds: a processor samples a few dozen tokens in one of them."""
 
 
+class AnyReward(Sums):
+    """Rewards that differ within each group, without which so short a run trains nothing."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        ids = [number for turn in trajectory.turns for number in turn.completion_token_ids]
+        return sum(ids) % 97 / 97
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's configuration, for shorter runs."""
@@ -45,8 +53,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     model = folder / "SmolLM2-135M-Instruct.gguf"
     assert link_model(model)
-    paths = {"model.path": model, "output_dir": folder / "runs"}
-    config = load_config(CONFIG, [*(f"{key}={path}" for key, path in paths.items()), *SMALL])
+    keys = {"model.path": model, "output_dir": folder / "runs"}
+    keys |= {"environment": f"{__name__}:AnyReward"}
+    config = load_config(CONFIG, [*(f"{key}={value}" for key, value in keys.items()), *SMALL])
     path = folder / "config.yaml"
     path.write_text(dump_config(config))
     return path
@@ -58,14 +67,13 @@ def train(file: Path, name: str, *options: str) -> Path:
     assert done.returncode == 0, done.stderr
     run = file.parent / "runs" / name
     rows = metrics_of(run)
-    assert [row["weight_version"] for row in rows] == list(range(len(rows)))
+    assert rows[-1]["weight_version"] >= 1
     for row in rows:
-        assert row["logprob_diff_max"] < 1e-4
-        assert row["exact_percent"] == 100.0
+        assert (row["logprob_diff_max"] or 0.0) < 1e-4  # None where no group had a signal
     for row in rows[1:]:
+        assert row["exact_percent"] == 100.0
         assert row["canary_diff_max"] < 1e-4
         assert row["dropped"] == {}
-    assert any(row.get("trained_tokens") for row in rows)
     for path in (run / "trajectories").glob("step-*.jsonl"):
         assert all(audit(trajectory).violations == 0 for trajectory in read_jsonl(path))
     return run
