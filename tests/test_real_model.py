@@ -32,7 +32,8 @@ pytestmark = pytest.mark.slow
 
 SMALL = (
     *("rollout.prompts_per_step=2", "rollout.max_turns=2", "sampling.n=2"),
-    *("sampling.max_tokens=24", "eval.sampling.max_tokens=16", "data.eval_limit=4"),
+    *("sampling.max_tokens=24", "eval.sampling={n: 1, temperature: 0, max_tokens: 16}"),
+    "data.eval_limit=4",
     *("eval.every=0", "training.steps=2", "training.threads=1", "training.learning_rate=0.0001"),
 )
 """Keys of runs of seconds: a processor samples a few dozen tokens in one of them."""
