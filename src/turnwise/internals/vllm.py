@@ -159,14 +159,14 @@ def count_output(
     time: float | None,
     stats: IterationStats,
 ) -> None:
-    """Count an output of a request of ours in vLLM's statistics."""
+    """Count an output in vLLM's statistics."""
     processor._update_stats_from_output(state, output, time, stats)
 
 
 def count_end(
     processor: OutputProcessor, state: object, reason: object, stats: IterationStats | None
 ) -> None:
-    """Count the end of a request of ours in vLLM's statistics."""
+    """Count the end of a request in vLLM's statistics."""
     processor._update_stats_from_finished(state, reason, stats)
 
 

@@ -1,7 +1,7 @@
 """The fields of TRL's `GRPOConfig`, with TRL's defaults; TRL is not imported.
 
 All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are:
-those of the class itself set keys of ours (see `mapping`), the others stand in two tables.
+those of the class itself set Turnwise's keys (see `mapping`), the others stand in two tables.
 """
 
 from dataclasses import dataclass, field, make_dataclass

@@ -211,7 +211,7 @@ class TextLoop(SingleTurnLoop):
 
 
 class _Tool:
-    """A function or method of TRL's as a tool of ours: it returns a text."""
+    """A function or method of TRL as a Turnwise tool: it returns a text."""
 
     def __init__(self, function: ToolFunction, calls: list[object]) -> None:
         self.__name__ = function.__name__
