@@ -152,10 +152,10 @@ def read_outputs(llm: AsyncLLM) -> None:
 
 _parameters = ("self", "req_state", "engine_core_output")
 count_output = internal(OutputProcessor, "_update_stats_from_output", *_parameters)
-"""Counts an output of a request of ours in vLLM's statistics, as a method of its processor."""
+"""Counts an output of a request in vLLM's statistics, as a method of its processor."""
 _parameters = ("self", "req_state", "finish_reason")
 count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
-"""Counts the end of a request of ours in the same way."""
+"""Counts the end of a request in the same way."""
 
 
 def use_process_context(context: BaseContext) -> None:

@@ -1,8 +1,8 @@
-"""The fields of TRL's `GRPOConfig`, with TRL's defaults, and our configuration from them and from a
+"""The fields of TRL's `GRPOConfig`, with TRL's defaults, and a configuration from them and from a
 `peft_config`; TRL is not imported.
 
 All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are:
-those of the class itself set keys of ours, the others stand in two tables. Values that cannot be
+those of the class itself set Turnwise's keys, the others stand in two tables. Values that cannot be
 mapped raise an `InputError` that names the field.
 """
 
