@@ -443,7 +443,7 @@ def unread(keys: Iterable[str]) -> list[str]:
     """The keys that no source reads as an attribute of their section.
 
     A section is passed around under its own name, or as `config` where its last name is the only
-    one of its kind.
+    one of its kind, or where the section chooses the class that gets it.
     """
     leaves = Counter(key.rpartition(".")[2] for key in known_keys())
     read: set[tuple[str, str]] = set()
@@ -460,7 +460,7 @@ def unread(keys: Iterable[str]) -> list[str]:
         if leaf == "name" and ".".join(sections) in CHOICES:
             continue  # read as the class that it chooses
         owners = {sections[-1]} if sections else {"config"}
-        if leaves[leaf] <= 1:
+        if leaves[leaf] <= 1 or ".".join(sections) in CHOICES:
             owners.add("config")
         if not any((owner, leaf) in read for owner in owners):
             missing.append(key)

@@ -32,6 +32,14 @@ _SECTIONS = "|".join(
 _KEY = re.compile(rf"`((?:{_SECTIONS})\.[a-z_.]+)[`:]")
 
 
+_FILE = re.compile(
+    r"(?<![\w./-])((?:[\w-]+/)+(?:[\w-]+\.(?:py|js|md|txt|yaml|toml))?|[\w-]+\.py)(?![\w/])"
+)
+_STEP = re.compile(
+    r"^ *(?:-> )?([A-Z]\w+)[.\w]*(?: -> \w+)* +((?:[a-z_]+/)+(?:\w+\.py)?)(?=\s)", re.M
+)
+
+
 def rows() -> Iterator[tuple[str, str, str]]:
     for line in TABLE.read_text().splitlines():
         if line.startswith("| ") and not line.startswith(("| ---", "|---")):
@@ -56,6 +64,25 @@ def test_every_row_names_a_test_that_is_there() -> None:
             assert re.search(rf"^(?:async )?def {name}", sources[file], re.M), (theirs, file, name)
         else:
             assert (ROOT / file).is_file(), (theirs, file)
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_is_named_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = set(_FILE.findall(text)) - {"weights/TRANSPORT.py"}
+    assert len(named) > 10
+    source = ROOT / "src" / "turnwise"
+    folders = (ROOT, source, source / "weights", source / "training" / "algorithms")
+    assert [name for name in named if not any((place / name).exists() for place in folders)] == []
+
+
+def test_the_paths_name_what_their_files_define() -> None:
+    steps = _STEP.findall((ROOT / "ARCHITECTURE.md").read_text())
+    assert len(steps) > 15
+    for name, place in steps:
+        path = ROOT / "src" / "turnwise" / place.replace("TRANSPORT", "transport")
+        files = path.rglob("*.py") if path.is_dir() else [path]
+        assert any(re.search(rf"\b{name}\b", file.read_text()) for file in files), (name, place)
 
 
 @pytest.mark.parametrize("file", PAGES)

@@ -81,7 +81,7 @@ def test_a_configuration_with_secrets_is_its_owners(
     config = parse_config({**tree, "output_dir": str(tmp_path), "engine": {"vllm_args": more}})
     before = os.umask(0o022)
     try:
-        RunDir(config).close()
+        RunDir(config).metrics.close()
     finally:
         os.umask(before)
     path = tmp_path / config.name / "config.yaml"

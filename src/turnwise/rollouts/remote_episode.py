@@ -83,17 +83,17 @@ class EnvironmentProcesses:
         """
         seconds = self._rollout.environment_timeout
         try:
-            with self._starting:
-                if self._server is None or self._server.ended:
-                    self._folder = TemporaryDirectory(prefix="turnwise-environment-")
-                    file = Path(self._folder.name) / "environment"
-                    file.write_bytes(self._pickled)
-                    self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
-                    weakref.finalize(self, self._server.close)
-                server = self._server
             with ExitStack() as opened:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                with self._starting:
+                    if self._server is None or self._server.ended:
+                        self._folder = TemporaryDirectory(prefix="turnwise-environment-")
+                        file = Path(self._folder.name) / "environment"
+                        file.write_bytes(self._pickled)
+                        self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
+                        weakref.finalize(self, self._server.close)
+                    server = self._server
                 control.connect(server.address)
                 control.settimeout(seconds)
                 fork_server.ask(control, {}, its_end.fileno())

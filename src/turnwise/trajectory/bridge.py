@@ -11,12 +11,19 @@ the user continues with `3 + 3?`. The next prompt has five parts:
     generation prompt  "<|im_start|>assistant\n"                                        added
 
 The two kept parts are the ids of the engine's call, never tokenised again. The bridge adds the
-other three. It renders a placeholder conversation, whose assistant says a sentinel, with the new
-messages: after the sentinel the template writes the same text as after any assistant's turn. The
-completion already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion
-that was cut off after `4` gets all of it. The work grows with the new messages and not with the
-history, and this works with any template. If the placeholder does not show how to continue, the
-bridge returns a reason, and the caller starts a new branch.
+other three. It reads them off a placeholder conversation that ends with the new messages:
+
+    before             "<|im_start|>user\nplaceholder question<|im_end|>\n<|im_start|>assistant\n"
+    sentinel           "sentinel 0f1e2d3c"
+    turn end           "<|im_end|>\n"
+    new message        "<|im_start|>user\n3 + 3?<|im_end|>\n"
+    generation prompt  "<|im_start|>assistant\n"
+
+After the sentinel the template writes the same text as after any assistant's turn. The completion
+already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion that was cut
+off after `4` gets all of it. The work grows with the new messages and not with the history, and
+this works with any template. If the placeholder does not show how to continue, the bridge returns a
+reason, and the caller starts a new branch.
 
 The seam between an assistant's turn and the messages after it is read off such renderings: how the
 template ends a turn, which token may end it instead, and what comes before the first new message. A
