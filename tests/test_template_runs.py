@@ -1,6 +1,7 @@
 """Runs with a template that lacks tools, with one by key, and with none, as a user starts them."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.conftest import ROOT, command_environment, python
 from tests.test_cli import turnwise
 from turnwise.config import Config, dump_config
 from turnwise.config.data import template_text
@@ -37,6 +39,21 @@ class Texts(Prices):
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)
         self.tools = []
+
+
+PIPELINE = """
+import json, sys
+from turnwise.pipeline import Pipeline, VLLMModule
+
+policy = VLLMModule("policy")
+with Pipeline(sys.argv[1], policy, overrides=["name=pipeline"]) as pipeline:
+    for prompts in (["2 + 2 ="], [{"input_ids": [5, 6, 7]}]):
+        answers = policy.forward_step(policy.build_dataset(prompts))
+        answers["rewards"] = [float(n % 2) for n, _ in enumerate(answers["all_tokens"])]
+        prompt = answers["all_tokens"][0][: answers["prompt_token_length"][0]]
+        trained = pipeline.train(answers)
+        print(json.dumps([list(map(int, prompt)), trained["logprob_diff_max"]]))
+"""
 
 
 @pytest.fixture
@@ -113,3 +130,30 @@ def test_a_model_without_a_template_trains_on_texts(
     done = run("train", "Prices", rollout={}, tokenizer=bare_path)
     assert done.returncode == 2
     assert "has no chat template, and without one a prompt is one plain text" in done.stderr
+
+
+@pytest.mark.slow  # engines
+def test_a_pipeline_without_a_template_answers_texts_and_ids(
+    make_config: Callable[..., Config], tmp_path: Path, bare_path: str, bare: Any
+) -> None:
+    config = make_config(
+        model=make_config().model.model_dump() | {"tokenizer": bare_path},
+        output_dir=str(tmp_path / "runs"),
+        engine={},
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    done = subprocess.run(
+        [*python(), "-c", PIPELINE, str(tmp_path / "config.yaml")],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    (text, first), (ids, second) = lines
+    assert text == bare("2 + 2 =")["input_ids"]
+    assert text[0] == bare.bos_token_id
+    assert ids == [5, 6, 7]
+    assert max(first, second) < 1e-4
