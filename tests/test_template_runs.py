@@ -127,7 +127,7 @@ def test_a_model_without_a_template_trains_on_texts(
     assert AutoTokenizer.from_pretrained(folder / "checkpoints" / "step-0001").chat_template is None
     done = run("rollout", "Texts", rollout=one, tokenizer=bare_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run("train", "Prices", rollout={}, tokenizer=bare_path)
+    done = run("train", "Prices", "name=tools", rollout={}, tokenizer=bare_path)
     assert done.returncode == 2
     assert "has no chat template, and without one a prompt is one plain text" in done.stderr
 
