@@ -10,8 +10,6 @@ scheduler have only text: their sessions find the turn that a request continues 
 - Refuse: the template raises, or silently leaves out a message that the model has to read.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +20,7 @@ from turnwise.chat.template import in_thread_if_long
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
-from turnwise.trajectory.chat_template import IdCache, Tools
-
-_CACHED_TOKENS = 2**24  # tokens of all cached prompts, at 4 bytes each
+from turnwise.trajectory.chat_template import Tools
 
 
 class RefusedParameter(InputError):
@@ -211,28 +207,3 @@ def response_room(
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
     return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
-
-
-class PromptCache:
-    """Renders each first prompt once for all trajectories that begin with it; see `IdCache`."""
-
-    def __init__(self, template: ChatTemplate, cached_tokens: int = _CACHED_TOKENS) -> None:
-        self._template = template
-        self._cache = IdCache(cached_tokens)
-
-    @property
-    def rendered(self) -> int:
-        """Number of conversations that the template rendered."""
-        return self._cache.made
-
-    def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """Return the ids of a conversation with its generation prompt; raises anything that the
-        template raises."""
-        key = None
-        try:
-            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
-            key = hashlib.blake2b(text, digest_size=16).digest()
-        except (TypeError, ValueError):  # not JSON: it is rendered each time
-            pass
-        make = partial(self._template.render, messages, tools=tools)
-        return self._cache.get(key, make).tolist()

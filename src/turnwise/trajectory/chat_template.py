@@ -11,7 +11,9 @@ of a rendered conversation are those of its segments, each of which begins with 
 """
 
 import copy
+import hashlib
 import itertools
+import json
 import re
 import threading
 from array import array
@@ -31,6 +33,7 @@ _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
+_CACHED_TOKENS = 2**24  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
@@ -86,6 +89,8 @@ class ChatTemplate:
         after loading."""
         self.seams: dict[object, object] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
+        self.first_prompts = IdCache(_CACHED_TOKENS)
+        """Cache of `render_first`."""
         self.shows_tools: bool | None = None
         """Result of `check_tools`; None before a prompt with tools."""
         self._control: re.Pattern[str] | None = None
@@ -105,7 +110,7 @@ class ChatTemplate:
         """Return the same template with more variables; it shares the tokenizer and is cheap."""
         other = copy.copy(self)
         other._kwargs = {**self._kwargs, **template_kwargs}
-        other.seams = {}
+        other.seams, other.first_prompts = {}, IdCache(_CACHED_TOKENS)
         other.shows_tools = None
         return other
 
@@ -124,6 +129,16 @@ class ChatTemplate:
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
+
+    def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        """Return what `render` does, made once for all conversations that begin with this."""
+        key = None
+        try:
+            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
+            key = hashlib.blake2b(text, digest_size=16).digest()
+        except (TypeError, ValueError):  # not JSON: it is rendered each time
+            pass
+        return self.first_prompts.get(key, partial(self.render, messages, tools=tools)).tolist()
 
     def render_text(
         self,
