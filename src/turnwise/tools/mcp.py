@@ -153,7 +153,6 @@ class Line:
         self._make = make
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
-        self._ending: asyncio.Task[None] | None = None
         self.users = 0
         """Number of trajectories that have it open."""
 
@@ -168,7 +167,8 @@ class Line:
 
         async def usable() -> "Connection":
             if self._connection is not None and not await self._connection.usable():
-                await self._drop()
+                await self._connection.close()
+                self._connection = None
             if self._connection is None:
                 self._connection = await self._make()
             return self._connection
@@ -193,14 +193,9 @@ class Line:
             await asyncio.wait([opening])
             if not opening.cancelled():
                 opening.exception()  # the call that needed it has reported it
-        await self._drop()
-
-    async def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._ending = asyncio.create_task(connection.close())
-        if self._ending is not None:
-            await asyncio.shield(self._ending)  # it ends also if this start is cancelled
+            await connection.close()
 
 
 class Pool:
@@ -301,9 +296,9 @@ class Pool:
         optional("mcp", "mcp", "an MCP server")
         from turnwise.tools.mcp_connection import Connection  # a second to import
 
-        connection = Connection(_name_of(self._config), self._config, session)
         async with _starting:
-            await connection.open()
+            connection = Connection(_name_of(self._config), self._config, session)
+            await connection.opened()
         return connection
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
