@@ -1,23 +1,19 @@
 """The tools `python` and `shell`: the model's code in a sandbox of its trajectory.
 
-The first call starts the interpreter. Whatever the code does, a call returns a text in time and the
-sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md. What the
-sandbox sends is untrusted. It is read without blocking and kept up to a limit; it decides nothing
-but the text for the model and when the call ends, and no later than its deadline.
+Whatever the code does, a call returns a text in time and the sandbox ends with the environment.
+What the sandbox sends is untrusted: it is read without blocking and kept up to a limit, and decides
+nothing but the text for the model and when the call ends, no later than its deadline.
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
 import secrets
 import select
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Mapping
@@ -53,6 +49,7 @@ GRACE_SECONDS = 2.0
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MAX_CODE = 1 << 20
+_PIPE_BYTES = 1 << 20  # maximum size of a pipe
 _MAX_OUTPUT = 8000
 """Bytes of one call's output that are kept, half of them from its end."""
 _KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
@@ -75,11 +72,7 @@ class CodeTool:
         self.limits = CodeToolConfig.model_validate(options)
 
     def choose(self) -> Backend:
-        """Return the backend that this tool uses on this machine.
-
-        Raises:
-            InputError: when none works; it says what to install.
-        """
+        """Return the backend that this tool uses on this machine; raises what `choose` does."""
         return choose(self.limits.sandbox, self.limits.interpreter)
 
     def toolset(self) -> "CodeToolset":
@@ -98,18 +91,16 @@ class CodeToolset:
         """Choose the sandbox and return the tool; raises what `CodeTool.choose` does."""
         backend, name = await run_in_thread(self._tool.choose), self._tool.name
         self._session = session = Session(backend, self._tool.limits, shell=name == "shell")
-        about, argument, description = _ABOUT[name]
+        about, argument, described = _ABOUT[name]
         parameters: JsonObject = {
             "type": "object",
-            "properties": {argument: {"type": "string", "description": description}},
+            "properties": {argument: {"type": "string", "description": described}},
             "required": [argument],
             "additionalProperties": False,
         }
-
-        def call(arguments: JsonObject) -> str:
-            return session.run(arguments[argument])
-
-        return [Tool(name, about, parameters, call, in_order=True)]
+        return [
+            Tool(name, about, parameters, lambda given: session.run(given[argument]), in_order=True)
+        ]
 
     async def close(self) -> None:
         """End the sandbox and all its processes."""
@@ -143,14 +134,8 @@ def shell(**options: object) -> CodeTool:
 
 @lru_cache
 def choose(wanted: str, interpreter: str | None = None) -> Backend:
-    """Return the first backend that works on this machine, tried by running code in it.
-
-    Args:
-        wanted: `auto` for sandlock or else bubblewrap, or a backend's name.
-
-    Raises:
-        InputError: when none works; it says what to install.
-    """
+    """Return the first backend that works on this machine, tried by running code in it: `wanted`,
+    or for `auto` sandlock or else bubblewrap. InputError when none works says what to install."""
     if wanted == "none":
         return "none"
     tried = []
@@ -197,10 +182,8 @@ class Session:
     def run(self, code: str) -> str:
         """Run code and return what the model reads: output and value, or the error.
 
-        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter.
-
-        Raises:
-            InputError: when no interpreter starts.
+        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter;
+        InputError when none starts.
         """
         seconds = self._limits.timeout
         if len(code) > _MAX_CODE:
@@ -286,11 +269,8 @@ class _Process:
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
-        """Send a request and read until its answer.
-
-        Returns:
-            "answered", "ended" or "late", and the output, of which the middle may be left out.
-        """
+        """Send a request and read until its answer; returns "answered", "ended" or "late", and the
+        output, of which the middle may be left out."""
         ends, said, outcome = time.monotonic() + seconds, b"", ""
         output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
         poll = select.poll()
@@ -330,13 +310,10 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        if outcome:  # the output that has been written already
-            written = bytearray(struct.calcsize("i"))
-            fcntl.ioctl(self._output, termios.FIONREAD, written)
-            (unread,) = struct.unpack("i", written)
-            while unread > 0 and (part := _read(self._output)):
-                keep(part)
-                unread -= len(part)
+        unread = _PIPE_BYTES if outcome else 0  # the output that has been written already
+        while unread > 0 and (part := _read(self._output)):
+            keep(part)
+            unread -= len(part)
         if left_out:
             output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
         return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
