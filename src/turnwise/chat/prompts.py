@@ -1,13 +1,9 @@
 """The next prompt of a conversation: continue a turn, render the messages, or refuse.
 
-This decision is made only here. Agent loops call `next_prompt`. The OpenAI server and the chat
-scheduler have only text: their sessions find the turn that a request continues and call
-`continue_turn`, and vLLM renders conversations that continue no turn.
-
-- Continue: a bridge leads from the turn's ids to the next prompt, and no id changes.
-- Render: where no bridge is exact, the chat template renders the whole conversation, and the
-  next turn begins a branch with the bridge's reason.
-- Refuse: the template raises, or silently leaves out a message that the model has to read.
+Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text: their
+sessions find the turn that a request continues and call `continue_turn`, and vLLM renders the
+conversations that continue no turn. Where no bridge is exact, the whole conversation is rendered
+and begins a branch; a template that raises or drops a message is refused.
 """
 
 from collections.abc import Sequence
@@ -58,12 +54,8 @@ def continue_turn(
     tools: Tools | None,
     refuse_dropped: bool = True,
 ) -> NextPrompt:
-    """Continue a turn with new messages, keeping its ids.
-
-    Args:
-        refuse_dropped: Raise TrajectoryError (`message_dropped`) if the template leaves out a new
-            message; if False, that is a fork reason like the others.
-    """
+    """Continue a turn with new messages, keeping its ids; TrajectoryError (`message_dropped`) with
+    `refuse_dropped` if the template leaves out a new message, otherwise that is a fork reason."""
     bridged = bridge(
         template,
         prompt_token_ids=prompt_token_ids,
@@ -88,14 +80,9 @@ async def next_prompt(
 ) -> tuple[list[int], str | None]:
     """Return the ids of the next prompt, and the reason if they begin a branch.
 
-    Args:
-        new_messages: The messages after the turn.
-        conversation: All messages, the new ones included; rendered where no bridge is exact.
-        history: With `template`, the rendering is also used where the template changes the history.
-
-    Raises:
-        TrajectoryError: `message_dropped`, when the template leaves out a new message;
-            `template_refuses`, when it raises.
+    The whole `conversation` is rendered where no bridge is exact, and with the history `template`
+    also where the template changes it. TrajectoryError: `message_dropped`, when the template leaves
+    out a new message; `template_refuses`, when it raises.
     """
     bridging = partial(
         continue_turn,
@@ -191,11 +178,7 @@ def response_room(
     """Return the number of tokens left of `rollout.max_response_tokens`, which is `most`.
 
     Everything after the first prompt of the prompt's conversation counts: completions and the
-    messages between them, in the branch that the prompt continues.
-
-    Args:
-        fork_reason: The prompt's reason for a branch; None where it continues a turn, or begins a
-            conversation.
+    messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
     prompt = list(prompt_token_ids)
     index, shared = trajectory.find_parent(prompt)

@@ -47,13 +47,8 @@ class ToolFormat:
         return f"Error: the tool call cannot be read; write {self.shape}"
 
     def unreadable(self, text: str, tools: Iterable[str], arguments: Sequence[str]) -> bool:
-        """Return whether a text begins a call that is not among those that were read.
-
-        Args:
-            text: An assistant's turn; marks within its reasoning do not count.
-            tools: Names of the offered tools.
-            arguments: Arguments of the calls that were read, as text.
-        """
+        """Return whether an assistant's text begins a call, outside of its reasoning, that is not
+        among those that were read; `tools` are offered, `arguments` are those of the calls read."""
         text = text.rpartition("</think>")[2]
         openings = [self.bare(tool) for tool in tools] if self.bare else []
         shown = _SPACE.sub(r"\1", text.strip()) if openings else ""
@@ -200,11 +195,8 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
 
 
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
-    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off.
-
-    It logs a traceback for each call that it cannot read, but such calls are counted and reported
-    to the model, or reach the client as text. A filter is used because vLLM resets log levels.
-    """
+    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off: it
+    logs a traceback for each call that it cannot read. (vLLM resets log levels, not filters.)"""
     from turnwise.internals import vllm  # seconds to import
 
     try:
@@ -283,13 +275,10 @@ class ToolParser:
         return self._start, self._end
 
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
-        """Split a finished assistant turn into its text and its calls.
+        """Split a finished assistant turn into its text and its calls, of tools with `schemas`.
 
         A call is malformed whatever the parser makes of it: it may raise, take the call for text,
         or return a part of it. A call without any arguments has the arguments {}.
-
-        Args:
-            schemas: JSON schemas of the offered tools.
         """
         content, calls = text, list[ToolCall]()
         if not self._start or self._start in text:
