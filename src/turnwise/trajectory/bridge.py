@@ -1,26 +1,11 @@
 r"""The bridge: the token ids that lead from the end of one turn to the start of the next.
 
-The ids of earlier turns stay as they were sampled; only what follows them is new. An example with
-a ChatML template, whose turns end with `<|im_end|>\n`. The model answered `4` to `2 + 2?`, and
-the user continues with `3 + 3?`. The next prompt has five parts:
-
-    prompt             "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"    kept
-    completion         "4<|im_end|>"                                                    kept
-    rest of turn end   "\n"                                                             added
-    new message        "<|im_start|>user\n3 + 3?<|im_end|>\n"                           added
-    generation prompt  "<|im_start|>assistant\n"                                        added
-
-The two kept parts are the ids of the engine's call, never tokenised again. The bridge adds the
-other three. It renders a placeholder conversation, whose assistant says a sentinel, with the new
-messages: after the sentinel the template writes the same text as after any assistant's turn. The
-completion already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion
-that was cut off after `4` gets all of it. The work grows with the new messages and not with the
-history, and this works with any template. If the placeholder does not show how to continue, the
-bridge returns a reason, and the caller starts a new branch.
-
-The seam between an assistant's turn and the messages after it is read off such renderings: how the
-template ends a turn, which token may end it instead, and what comes before the first new message. A
-seam is valid for all messages of the same roles and tool names, so it is cached.
+The ids of earlier turns stay as they were sampled; only what follows them is new. With ChatML,
+after a sampled `4<|im_end|>`, that is the rest of the turn's end (`\n`), the new messages, such as
+`<|im_start|>user\n3 + 3?<|im_end|>\n`, and the generation prompt. They are rendered behind a
+placeholder conversation, whose assistant says a sentinel: after it a template writes the same text
+as after any assistant's turn. So the work grows with the new messages and not with the history, and
+this *seam* between a turn and messages of certain roles and tool names is found once.
 """
 
 import itertools
@@ -65,10 +50,7 @@ class Bridge:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """Prompt, completion and added ids, or None if there is a fork reason.
-
-        Copies the history; only `added_token_ids` is new.
-        """
+        """A copy of prompt, completion and added ids; None if there is a fork reason."""
         if self.fork_reason is not None:
             return None
         return [*self.prompt_token_ids, *self.completion_token_ids, *self.added_token_ids]
@@ -191,11 +173,8 @@ class Seam:
     def start(
         self, template: ChatTemplate, last: str | None, completion: Sequence[int]
     ) -> int | None:
-        """Return how many of the joint's characters the completion holds; None if unknown.
-
-        Args:
-            last: The special token that the completion ends with; None if it ends with text.
-        """
+        """Return how many of the joint's characters the completion, which ends with the special
+        token `last` or with text, holds; None if unknown."""
         pattern = template.special_token_pattern
         if last is not None:
             found = self.sampled_end.find(last)
@@ -232,10 +211,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
     """Probe the template with the first placeholder conversation that it accepts, before new
     messages, of which tool messages have a name and a call id.
 
-    Raises:
-        TrajectoryError: with a fork reason of `Bridge`, when the template hides the assistant's
-            turn or a new message.
-        Exception: the template's error for the first placeholder with calls, or for the answer.
+    Raises the template's error for the first placeholder with calls, or for the answer, and
+    TrajectoryError with a fork reason when it hides the assistant's turn or a new message.
     """
     as_parts = _has_content_parts(messages)
     new = [
@@ -273,14 +250,9 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
 
 
 _Rendering = tuple[str, str, str, int]
-"""The parts of a rendered placeholder conversation:
-
-- text before the question: the beginning of a conversation and of a user's message;
-- text behind the last sentinel if the conversation ends with that turn;
-- text from the last sentinel to the first new message's content, or to the end of the generation
-  prompt if there is no new message (the joint);
-- the number of sentinels.
-"""
+"""A rendered placeholder conversation: its text before the question; the text behind the last
+sentinel if it ends with that turn; the text from there to the first new message's content, or to
+the end of the generation prompt if there is none (the joint); and the number of sentinels."""
 
 
 def _seam(
@@ -321,9 +293,8 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     """Return the text that ends an assistant's turn when other messages follow, and the special
     tokens with which the model may end it instead.
 
-    Usually the same text ends a conversation's last turn. If not (an end-of-conversation token, or
-    a token for final turns), the first special token ends the turn if both renderings agree up to
-    it; else it is None.
+    Usually the same text ends a conversation's last turn. If not, the first special token ends the
+    turn if both renderings agree up to it; else it is None.
     """
     header, ending, joint, _ = rendering
     pattern = template.special_token_pattern

@@ -1,13 +1,9 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
-The tokenizer's template decides every id of a prompt. `bridge` builds the ids that lead from one
-turn to the next. A template's fixed parts are encoded once: a tokenizer divides a text at its
-special tokens before anything else, and encodes what lies between two of them by itself. So the ids
-of a rendered conversation are those of its segments, each of which begins with a special token:
-
-    <|im_start|>system\\nYou can call ...<|im_end|>\\n     the same in every prompt
-    <|im_start|>user\\nWhat is 12 * 7?<|im_end|>\\n        new
-    <|im_start|>assistant\\n                              the same in every prompt
+A template's fixed parts, such as `<|im_start|>system ...`, are encoded once: a tokenizer divides a
+text at its special tokens before anything else, and encodes what lies between two of them by
+itself. So the ids of a rendered conversation are those of its segments, each of which begins with a
+special token, and of which a few only are new.
 """
 
 import copy
@@ -326,13 +322,11 @@ def by_segments(
 
 
 def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
-    """Return a pattern of the special tokens at which a text may be divided; None if there is none.
+    """Return a pattern of the added tokens at which a text may be divided; None if there is none.
 
-    Args:
-        added: A tokenizer's added tokens by id. One that takes the spaces before it, that may
-            begin inside another, or with which another one begins that is no such token, is no
-            such token. Tokens that depend on the characters around them (`single_word`) forbid
-            any division.
+    One that takes the spaces before it, that may begin inside another, or with which another one
+    begins that is no such token, is no such token. Tokens that depend on the characters around them
+    (`single_word`) forbid any division.
     """
     if any(token.single_word for token in added.values()):
         return None

@@ -65,10 +65,9 @@ def replace_prefix_tokens(
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:
     """Return the position in `template` of the EOS at `prefix[end]`.
 
-    A template may change the contents of assistant turns once messages follow, such as drop their
-    reasoning. Usually the rendering up to that EOS is then a prefix and a suffix of `prefix`, with
-    one gap between them. If no position or several fit, take the EOS that ends as many turns; the
-    caller checks that they are the same turns.
+    A template may drop reasoning once messages follow. Usually the rendering up to that EOS is then
+    a prefix and a suffix of `prefix`, with one gap between them. If no position or several fit,
+    take the EOS that ends as many turns; the caller checks that they are the same turns.
     """
     if template[: len(prefix)] == prefix:
         return end
