@@ -146,18 +146,14 @@ def spliced_prompt(
         raise RefusedParameter(name, f"{name}: {error}") from error
 
 
-def must_escape(template: ChatTemplate, asked: Conversation) -> bool:
-    """Return whether a message of a user or tool holds a special token that has to be escaped."""
-    return any(
-        template.escape(content) != content
-        for message in asked.messages
-        if message["role"] != "assistant" and (content := plain(message)["content"])
-    )
-
-
-def render(template: ChatTemplate, asked: Conversation) -> list[int]:
-    """Render a request's conversation with its generation prompt."""
-    return template.render([plain(message) for message in asked.messages], tools=asked.tools)
+def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:
+    """Render a conversation if a message of a user or tool holds a special token that has to be
+    escaped; else None."""
+    messages = [plain(message) for message in asked.messages]
+    written = (m["content"] for m in messages if m["role"] != "assistant")
+    if all(template.escape(content) == content for content in written):
+        return None
+    return template.render(messages, tools=asked.tools)
 
 
 def token_ids_of(tree: JsonObject, name: str) -> list[int]:

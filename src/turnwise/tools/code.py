@@ -6,9 +6,11 @@ nothing but the text for the model and when the call ends, no later than its dea
 """
 
 import contextlib
+import copy
 import importlib.util
 import json
 import os
+import platform
 import secrets
 import select
 import shutil
@@ -26,7 +28,7 @@ from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.tools.sandbox import keeper
-from turnwise.tools.sandbox.backends import MISSING, Backend, known_architecture, specify
+from turnwise.tools.sandbox.backends import ARCHITECTURES, MISSING, Backend, specify
 from turnwise.tools.tool import Tool
 
 _ABOUT = {
@@ -61,7 +63,7 @@ _choosing = threading.Lock()
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
+    """A sandboxed tool; each trajectory opens a toolset of its own, with its own sandbox.
 
     Args:
         options: Keys of an entry `python` or `shell` of `rollout.tools` (`CodeToolConfig`).
@@ -70,37 +72,32 @@ class CodeTool:
     def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
         self.name = name
         self.limits = CodeToolConfig.model_validate(options)
+        self._session: Session | None = None
 
     def choose(self) -> Backend:
         """Return the backend that this tool uses on this machine; raises what `choose` does."""
         return choose(self.limits.sandbox, self.limits.interpreter)
 
-    def toolset(self) -> "CodeToolset":
+    def toolset(self) -> "CodeTool":
         """Return the toolset of one trajectory; nothing is started before its first call."""
-        return CodeToolset(self)
-
-
-class CodeToolset:
-    """One trajectory's `python` or `shell`."""
-
-    def __init__(self, tool: CodeTool) -> None:
-        self._tool = tool
-        self._session: Session | None = None
+        return copy.copy(self)
 
     async def open(self) -> list[Tool]:
-        """Choose the sandbox and return the tool; raises what `CodeTool.choose` does."""
-        backend, name = await run_in_thread(self._tool.choose), self._tool.name
-        self._session = session = Session(backend, self._tool.limits, shell=name == "shell")
-        about, argument, described = _ABOUT[name]
+        """Choose the sandbox and return the tool; raises what `choose` does."""
+        backend = await run_in_thread(self.choose)
+        self._session = session = Session(backend, self.limits, shell=self.name == "shell")
+        about, argument, described = _ABOUT[self.name]
         parameters: JsonObject = {
             "type": "object",
             "properties": {argument: {"type": "string", "description": described}},
             "required": [argument],
             "additionalProperties": False,
         }
-        return [
-            Tool(name, about, parameters, lambda given: session.run(given[argument]), in_order=True)
-        ]
+
+        def call(arguments: JsonObject) -> str:
+            return session.run(arguments[argument])
+
+        return [Tool(self.name, about, parameters, call, in_order=True)]
 
     async def close(self) -> None:
         """End the sandbox and all its processes."""
@@ -153,7 +150,7 @@ def choose(wanted: str, interpreter: str | None = None) -> Backend:
 
 def _unusable(backend: Backend, interpreter: str | None) -> str:
     """Return why a backend cannot be used here; "" if it can."""
-    if not known_architecture():
+    if platform.machine() not in ARCHITECTURES:
         return "not available on this architecture"
     sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
     if (sandlock if backend == "sandlock" else bwrap) is None:

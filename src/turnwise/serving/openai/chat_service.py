@@ -320,9 +320,7 @@ class ChatService:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if prompts.must_escape(template, asked):
-            return await in_thread_if_long(messages, lambda: prompts.render(template, asked))
-        return None
+        return await in_thread_if_long(messages, lambda: prompts.escaped_prompt(template, asked))
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""

@@ -154,7 +154,7 @@ _NAMESPACES = 0x7E020080
 _AF_UNIX = 1
 _X32 = 0x40000000
 
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198)}
 _Numbers = dict[str, tuple[int | None, int | None]]
 """Names of system calls, with their numbers on x86_64 and aarch64."""
@@ -203,15 +203,10 @@ _ATTRIBUTES: _Numbers = {
 """Calls on any path that Landlock does not limit to a folder."""
 
 
-def known_architecture() -> bool:
-    """Return whether this machine's system calls are known."""
-    return platform.machine() in _ARCHITECTURES
-
-
 def filter_program(*, attributes: bool) -> bytes:
     """Return the filter as an array of `struct sock_filter` for this machine's architecture;
     `attributes` allows changes of files' modes, owners, times and attributes."""
-    audit, column = _ARCHITECTURES[platform.machine()]
+    audit, column = ARCHITECTURES[platform.machine()]
     groups = (*_REFUSED.values(), {} if attributes else _ATTRIBUTES)
     refused = [call[column] for group in groups for call in group.values()]
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
