@@ -95,20 +95,20 @@ def _tagged_object(name: str) -> ToolFormat:
     return replace(_tagged(name), shape="one JSON object with name and arguments")
 
 
+def _section(section: str, call: str, ends: str = "") -> ToolFormat:
+    return ToolFormat((section, call), call, ends)
+
+
 def _dsml(section: str, space: str = "") -> ToolFormat:
-    call = f"<｜DSML｜{space}invoke "
-    return ToolFormat((f"<｜DSML｜{section}", call), call, re.escape(f"</｜DSML｜{space}invoke>"))
+    tag = f"｜DSML｜{space}invoke"
+    return _section(f"<｜DSML｜{section}", f"<{tag} ", re.escape(f"</{tag}>"))
 
 
 def _functions(tag: str) -> ToolFormat:
-    return ToolFormat((f"<{tag}>", "<function="), "<function=", "</function>")
+    return _section(f"<{tag}>", "<function=", "</function>")
 
 
-_DEEPSEEK = ToolFormat(
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-)
+_DEEPSEEK = _section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _HUNYUAN = ToolFormat(("<tool_calls", "<tool_call"), "<tool_call>", "</tool_call(:[^>]*)?>")
 _LLAMA = ToolFormat(("<|python_tag|>",), bare=lambda tool: '{"name":' + json.dumps(tool))
 _MINIMAX = "]<]minimax[>["
@@ -120,7 +120,7 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls>"),
     "deepseek_v4": _dsml("tool"),
     "deepseek_v41": _dsml(" calls>", " "),
-    "dots": ToolFormat(("<dots_function_call>", "<invoke "), "<invoke ", "</invoke>"),
+    "dots": _section("<dots_function_call>", "<invoke ", "</invoke>"),
     "ernie45": _tagged_object("tool_call"),
     "functiongemma": ToolFormat(("<start_function_call>",), ends=r"\}"),
     "gemma4": ToolFormat(("<|tool_call>",), ends=re.escape("<tool_call|>")),
@@ -141,11 +141,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "internlm": ToolFormat(("<|action_start|>",)),
     "jamba": _tagged("tool_calls"),
-    "k2_horizon": ToolFormat(("<ifm|tool_calls>", "<ifm|tool_call>"), "<ifm|tool_call>"),
-    "kimi_k2": ToolFormat(
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        "<|tool_call_begin|>",
-        r"<\|tool_call_end\|>|\}\s*$",
+    "k2_horizon": _section("<ifm|tool_calls>", "<ifm|tool_call>"),
+    "kimi_k2": _section(
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", r"<\|tool_call_end\|>|\}\s*$"
     ),
     "kimi_k3": ToolFormat(("<|open|>tools<|sep|>",), "<|open|>call"),
     "lfm2": ToolFormat(("<|tool_call_start|>",)),
@@ -156,18 +154,16 @@ FORMATS: dict[str, ToolFormat] = {
     "longcat": _tagged_object("longcat_tool_call"),
     "mimo": _functions("tool_call"),
     "minicpm5": ToolFormat(("<function name",)),
-    "minimax_m2": ToolFormat(
-        ("<minimax:tool_call>", "<invoke name="), "<invoke name=", "</invoke>"
-    ),
+    "minimax_m2": _section("<minimax:tool_call>", "<invoke name=", "</invoke>"),
     "minimax_m3": ToolFormat(
         (f"{_MINIMAX}<tool_call>",), f"{_MINIMAX}<invoke", re.escape(f"{_MINIMAX}</invoke>")
     ),
     "mistral": ToolFormat(("[TOOL_CALLS]",), ends=r"[}\]]\s*$"),
-    "muse_glimmer": ToolFormat(("<atem:function_calls>", "<atem:invoke"), "<atem:invoke"),
+    "muse_glimmer": _section("<atem:function_calls>", "<atem:invoke"),
     "olmo3": _tagged("function_calls"),
     "phi4_mini_json": ToolFormat(("functools[",)),
-    "plamo3": ToolFormat(
-        ("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
+    "plamo3": _section(
+        "<|plamo:begin_tool_requests:plamo|>",
         "<|plamo:begin_tool_request:plamo|>",
         r"<\|plamo:end_tool_arguments:plamo\|>",
     ),
