@@ -223,8 +223,7 @@ class Session:
     def close(self) -> None:
         """End the interpreter and all its processes, also during a call."""
         self._closed.set()
-        process = self._process
-        if process is None:
+        if (process := self._process) is None:
             return
         process.cut()
         if self._calls.acquire(timeout=_END_SECONDS):

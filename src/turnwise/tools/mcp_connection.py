@@ -190,11 +190,8 @@ class Connection:
         return True
 
     async def list_tools(self) -> list[tuple[str, str, JsonObject]]:
-        """Return name, description and parameters of all tools that the server lists.
-
-        Raises:
-            McpError: when it lists none of that form, or without an end.
-        """
+        """Return name, description and parameters of all tools that the server lists; McpError when
+        it lists one of another form, or without an end."""
         tools: list[tuple[str, str, JsonObject]] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
@@ -208,22 +205,17 @@ class Connection:
                 if remote := _remote_reference(tool.input_schema):
                     raise McpError(f"{about} refers to {remote:.80}")
                 tools.append((tool.name, tool.description or "", tool.input_schema))
-            cursor = page.next_cursor
-            if cursor is None or len(tools) > _MAX_TOOLS:
+            if len(tools) > _MAX_TOOLS:
                 break
-        if cursor is not None or len(tools) > _MAX_TOOLS:
-            raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
-        return tools
+            if (cursor := page.next_cursor) is None:
+                return tools
+        raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
         """Call a tool, and return its texts, one per line; other parts are named as left out.
+        McpError when the tool returns an error, or the server fails.
 
-        Args:
-            session: Identifier of the trajectory, which a shared server gets as
-                `_meta["turnwise/session"]`.
-
-        Raises:
-            McpError: when the tool returns an error, or the server fails.
+        A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
         """
         meta: Any = {"turnwise/session": session} if self._config.shared else None
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
