@@ -169,11 +169,11 @@ class ChatTemplate:
             add_special_tokens: Add those that the tokenizer puts around a text, such as BOS, as
                 vLLM does for plain prompts.
         """
-        encode = self._encode_plain if add_special_tokens else self._encode
         if self._control is None or _GUARD not in text:
-            return encode(text)
+            return self._encode(text, add_special_tokens)
         first, *rest = text.split(_GUARD)
-        return [*encode(first), *(token for part in rest for token in self._encode(part))]
+        ids = self._encode(first, add_special_tokens)
+        return [*ids, *(token for part in rest for token in self._encode(part, False))]
 
     def escape(self, text: str) -> str:
         """Escape the control tokens in a text, if `escape_special_tokens` is set."""
@@ -214,10 +214,6 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _encode_plain(self) -> Callable[[str], list[int]]:
-        return _encoder(self.tokenizer, add_special_tokens=True)
-
-    @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The tokens that ordinary text never encodes to, by id: special and added ones."""
         added = {index: text for text, index in self.tokenizer.get_added_vocab().items()}
@@ -237,34 +233,31 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _encoder(
-    tokenizer: Tokenizer, *, add_special_tokens: bool = False
-) -> Callable[[str], list[int]]:
-    """Return a function from text to ids that threads may share.
+def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
+    """Return a function that threads may share, of a text and of whether to add special tokens.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
     not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend = type(backend).from_str(backend.to_str())
-        backend.no_truncation()
-        backend.no_padding()
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        lock = threading.Lock()
 
-        def encode_fast(text: str) -> list[int]:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        def encode(text: str, special: bool) -> list[int]:
+            with lock:
+                return list(tokenizer.encode(text, add_special_tokens=special))
 
-        starts = segment_starts(backend.get_added_tokens_decoder())
-        if starts is None or add_special_tokens:
-            return encode_fast
-        return by_segments(encode_fast, starts, IdCache(_CACHED_CHARACTERS))
-    lock = threading.Lock()
+        return encode
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_truncation()
+    backend.no_padding()
 
-    def encode(text: str) -> list[int]:
-        with lock:
-            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    def whole(text: str, special: bool = False) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=special).ids)
 
-    return encode
+    if (starts := segment_starts(backend.get_added_tokens_decoder())) is None:
+        return whole
+    segmented = by_segments(whole, starts, IdCache(_CACHED_CHARACTERS))
+    return lambda text, special: whole(text, True) if special else segmented(text)
 
 
 class IdCache:
