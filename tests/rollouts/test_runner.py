@@ -19,7 +19,6 @@ import pytest
 
 from tests.blocking import NeverIdle, gate, new_gate, tick
 from tests.simulated import SimulatedEngine
-from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
@@ -369,7 +368,6 @@ async def test_tools_that_run_together_count_once(
         trajectory=Trajectory("rows:1"),
         engine=SimulatedEngine(),
         template=runner.template,
-        prompts=PromptCache(runner.template),
         tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
         rollout=config.rollout,
         sampling=config.sampling,

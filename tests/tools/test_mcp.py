@@ -282,7 +282,7 @@ async def test_warm_servers_wait_for_trajectories(children: Callable[[], list[in
 def warm(server: MCPServer) -> int:
     from turnwise.tools.mcp import pool_of
 
-    return len(pool_of(server.config)._warm)
+    return sum(task.done() for task in pool_of(server.config)._warm)
 
 
 async def test_a_cancelled_start_leaves_nothing(children: Callable[[], list[int]]) -> None:

@@ -12,7 +12,15 @@ from turnwise.trajectory import replace_prefix_tokens
 
 EOS = 2
 USER, ASSISTANT, TOOL, THINK = [50, 51], [50, 52], [50, 53], [60, 61]
-ANY = SimpleNamespace(eos_token_id=EOS)
+TEXTS = {60: "<think>", 61: "</think>", 1001: chr(0x4E00 + 220) + chr(0x4E00 + 17)}
+
+
+def decode(ids: list[int]) -> str:
+    """A letter for each id, of which there are two: the template's own are 1000 more."""
+    return "".join(TEXTS.get(i, chr(0x4E00 + i % 1000)) for i in ids)
+
+
+ANY = SimpleNamespace(eos_token_id=EOS, decode=decode)
 
 
 def splice(model: list[int], prefix: list[int], template: list[int]) -> list[int]:
@@ -34,8 +42,8 @@ def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
     assert splice(model[:-1], prefix, template) == expected  # cut off: one end is added
 
 
-def test_ids_that_tell_nothing_of_turns_follow_the_published_rule() -> None:
-    """NeMo-RL's own example."""
+def test_the_published_example() -> None:
+    """NeMo-RL's own."""
     assert splice([11, 220, 17], [11, 1001, EOS], [11, 1001, EOS, 21]) == [11, 220, 17, EOS, 21]
 
 
@@ -46,7 +54,7 @@ def test_an_empty_model_prefix_gives_the_template() -> None:
 def test_what_follows_the_end_of_the_turn_stays() -> None:
     newline = 9
     model = [*USER, 7, EOS, newline, *ASSISTANT, 30, 31, EOS]
-    prefix = [*USER, 7, EOS, newline, *ASSISTANT, 33, EOS, newline]
+    prefix = [*USER, 7, EOS, newline, *ASSISTANT, 1030, 1031, EOS, newline]
     template = [*prefix, *USER, 8, EOS, newline, *ASSISTANT]
     assert splice(model, prefix, template) == [
         *model, newline, *USER, 8, EOS, newline, *ASSISTANT,
@@ -55,16 +63,17 @@ def test_what_follows_the_end_of_the_turn_stays() -> None:
 
 def test_reasoning_that_the_template_strips_does_not_move_the_seam() -> None:
     """Scanning back by position would land on the user's end of turn."""
-    model = [*USER, 7, EOS, *ASSISTANT, *THINK, 70, 71, 72, 73, 74, 75, 30, EOS]
-    prefix = [*USER, 7, EOS, *ASSISTANT, *THINK, 70, 71, 72, 73, 74, 75, 31, EOS]
-    template = [*USER, 7, EOS, *ASSISTANT, 31, EOS, *USER, 8, EOS, *ASSISTANT]
+    reasoning = [60, 70, 71, 72, 73, 74, 75, 61]
+    model = [*USER, 7, EOS, *ASSISTANT, *reasoning, 30, EOS]
+    prefix = [*USER, 7, EOS, *ASSISTANT, *reasoning, 1030, EOS]
+    template = [*USER, 7, EOS, *ASSISTANT, 1030, EOS, *USER, 8, EOS, *ASSISTANT]
     assert splice(model, prefix, template) == [*model, *USER, 8, EOS, *ASSISTANT]
 
 
 def test_reasoning_that_is_stripped_from_several_turns_is_an_error_or_right() -> None:
     """The earlier of two turns that look alike would repeat what stands between them."""
-    opening = [*USER, 7, EOS, *ASSISTANT, 70, 30, EOS]
-    model = [*opening, *TOOL, 5, EOS, *ASSISTANT, 71, 30, EOS]
+    opening = [*USER, 7, EOS, *ASSISTANT, 60, 70, 61, 30, EOS]
+    model = [*opening, *TOOL, 5, EOS, *ASSISTANT, 60, 71, 61, 30, EOS]
     template = [*USER, 7, EOS, *ASSISTANT, 30, EOS, *TOOL, 5, EOS, *ASSISTANT, 30, EOS]
     template += [*USER, 8, EOS, *ASSISTANT]
     assert reason(model, model, template) == "turn_lost"
@@ -102,16 +111,16 @@ def test_no_end_of_turn_is_an_error() -> None:
     ends_with_the_user = [*USER, 7, EOS, *ASSISTANT, 30]
     template = [*ends_with_the_user, *USER, 8, EOS, *ASSISTANT]
     model = [*USER, 7, EOS, *ASSISTANT, 30]
-    assert reason(model, ends_with_the_user, template) == "no_turn_end"
+    assert reason(model, ends_with_the_user, template) == "history_changed"
 
 
 def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
     letters = {30: "false", 31: "False", 32: "true", 70: "<think>", 71: "hm", 72: "</think>"}
 
-    def decode(ids: list[int]) -> str:
+    def read(ids: list[int]) -> str:
         return "".join(letters.get(i, f"<{i}>") for i in ids)
 
-    tokenizer = SimpleNamespace(eos_token_id=EOS, decode=decode)
+    tokenizer = SimpleNamespace(eos_token_id=EOS, decode=read)
     opening, more = [*USER, 7, EOS, *ASSISTANT], [*USER, 8, EOS, *ASSISTANT]
     model = [*opening, 70, 71, 72, 30, EOS]
     for same in ([31], [70, 71, 72, 31]):
@@ -167,16 +176,17 @@ sampled = st.lists(st.integers(30, 39), min_size=1, max_size=4)
 
 @settings(max_examples=300)
 @given(
-    turns=st.lists(st.tuples(contents, sampled, sampled), min_size=1, max_size=4),
+    turns=st.lists(st.tuples(contents, sampled), min_size=1, max_size=4),
     new=contents,
     cut_off=st.booleans(),
 )
 def test_random_conversations(
-    turns: list[tuple[list[int], list[int], list[int]]], new: list[int], cut_off: bool
+    turns: list[tuple[list[int], list[int]]], new: list[int], cut_off: bool
 ) -> None:
-    """Users' content may hold ends of turns; what was sampled is rendered as anything."""
+    """Users' content may hold ends of turns; what was sampled is rendered as other ids."""
     model, prefix = [], []
-    for said, ours, theirs in turns:
+    for said, ours in turns:
+        theirs = [1000 + token for token in ours]
         model += [*USER, *said, EOS, *ASSISTANT, *ours, EOS]
         prefix += [*USER, *said, EOS, *ASSISTANT, *theirs, EOS]
     following = [*USER, *new, EOS, *ASSISTANT]

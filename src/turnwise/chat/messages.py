@@ -1,8 +1,7 @@
 """Messages as clients send them: a canonical form for comparison, and a view for people.
 
 A client may send the same conversation in different notations: content as a list of parts, other
-white space in the arguments of a call, keys that are null. Digests of the canonical form show
-whether two conversations are the same, without storing them.
+white space in arguments, keys that are null. Digests of the canonical form are the same for them.
 """
 
 import hashlib
@@ -95,11 +94,7 @@ def bytes_of(view: Message) -> int:
 
 
 def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
-    """Return an answer in its canonical form.
-
-    Args:
-        calls: Name and arguments of each call; arguments as JSON text or as an object.
-    """
+    """Return an answer in its canonical form; `calls` have names and arguments, as JSON or not."""
     called = []
     for name, value in calls:
         if isinstance(value, str):

@@ -1,17 +1,11 @@
 """The next prompt of a conversation: continue a turn, render the messages, or refuse.
 
-This decision is made only here. Agent loops call `next_prompt`. The OpenAI server and the chat
-scheduler have only text: their sessions find the turn that a request continues and call
-`continue_turn`, and vLLM renders conversations that continue no turn.
-
-- Continue: a bridge leads from the turn's ids to the next prompt, and no id changes.
-- Render: where no bridge is exact, the chat template renders the whole conversation, and the
-  next turn begins a branch with the bridge's reason.
-- Refuse: the template raises, or silently leaves out a message that the model has to read.
+Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text: their
+sessions find the turn that a request continues and call `continue_turn`, and vLLM renders the
+conversations that continue no turn. Where no bridge is exact, the whole conversation is rendered
+and begins a branch; a template that raises or drops a message is refused.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +16,7 @@ from turnwise.chat.template import in_thread_if_long
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
-from turnwise.trajectory.chat_template import IdCache, Tools
-
-_CACHED_TOKENS = 2**24  # tokens of all cached prompts, at 4 bytes each
+from turnwise.trajectory.chat_template import Tools
 
 
 class RefusedParameter(InputError):
@@ -62,12 +54,8 @@ def continue_turn(
     tools: Tools | None,
     refuse_dropped: bool = True,
 ) -> NextPrompt:
-    """Continue a turn with new messages, keeping its ids.
-
-    Args:
-        refuse_dropped: Raise TrajectoryError (`message_dropped`) if the template leaves out a new
-            message; if False, that is a fork reason like the others.
-    """
+    """Continue a turn with new messages, keeping its ids; TrajectoryError (`message_dropped`) with
+    `refuse_dropped` if the template leaves out a new message, otherwise that is a fork reason."""
     bridged = bridge(
         template,
         prompt_token_ids=prompt_token_ids,
@@ -92,14 +80,9 @@ async def next_prompt(
 ) -> tuple[list[int], str | None]:
     """Return the ids of the next prompt, and the reason if they begin a branch.
 
-    Args:
-        new_messages: The messages after the turn.
-        conversation: All messages, the new ones included; rendered where no bridge is exact.
-        history: With `template`, the rendering is also used where the template changes the history.
-
-    Raises:
-        TrajectoryError: `message_dropped`, when the template leaves out a new message;
-            `template_refuses`, when it raises.
+    The whole `conversation` is rendered where no bridge is exact, and with the history `template`
+    also where the template changes it. TrajectoryError: `message_dropped`, when the template leaves
+    out a new message; `template_refuses`, when it raises.
     """
     bridging = partial(
         continue_turn,
@@ -163,18 +146,14 @@ def spliced_prompt(
         raise RefusedParameter(name, f"{name}: {error}") from error
 
 
-def must_escape(template: ChatTemplate, asked: Conversation) -> bool:
-    """Return whether a message of a user or tool holds a special token that has to be escaped."""
-    return any(
-        template.escape(content) != content
-        for message in asked.messages
-        if message["role"] != "assistant" and (content := plain(message)["content"])
-    )
-
-
-def render(template: ChatTemplate, asked: Conversation) -> list[int]:
-    """Render a request's conversation with its generation prompt."""
-    return template.render([plain(message) for message in asked.messages], tools=asked.tools)
+def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:
+    """Render a conversation if a message of a user or tool holds a special token that has to be
+    escaped; else None."""
+    messages = [plain(message) for message in asked.messages]
+    written = (m["content"] for m in messages if m["role"] != "assistant")
+    if all(template.escape(content) == content for content in written):
+        return None
+    return template.render(messages, tools=asked.tools)
 
 
 def token_ids_of(tree: JsonObject, name: str) -> list[int]:
@@ -195,11 +174,7 @@ def response_room(
     """Return the number of tokens left of `rollout.max_response_tokens`, which is `most`.
 
     Everything after the first prompt of the prompt's conversation counts: completions and the
-    messages between them, in the branch that the prompt continues.
-
-    Args:
-        fork_reason: The prompt's reason for a branch; None where it continues a turn, or begins a
-            conversation.
+    messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
     prompt = list(prompt_token_ids)
     index, shared = trajectory.find_parent(prompt)
@@ -211,28 +186,3 @@ def response_room(
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
     return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
-
-
-class PromptCache:
-    """Renders each first prompt once for all trajectories that begin with it; see `IdCache`."""
-
-    def __init__(self, template: ChatTemplate, cached_tokens: int = _CACHED_TOKENS) -> None:
-        self._template = template
-        self._cache = IdCache(cached_tokens)
-
-    @property
-    def rendered(self) -> int:
-        """Number of conversations that the template rendered."""
-        return self._cache.made
-
-    def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """Return the ids of a conversation with its generation prompt; raises anything that the
-        template raises."""
-        key = None
-        try:
-            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
-            key = hashlib.blake2b(text, digest_size=16).digest()
-        except (TypeError, ValueError):  # not JSON: it is rendered each time
-            pass
-        make = partial(self._template.render, messages, tools=tools)
-        return self._cache.get(key, make).tolist()

@@ -1,10 +1,8 @@
 """A session: the server's side of one trajectory.
 
-An agent sends its whole conversation with each request, as text. A session stores the ids of every
-turn that was sampled in it, finds the turn that the conversation continues, and returns the exact
-ids of the next prompt. A conversation that continues no turn begins a branch, with a reason.
+An agent sends its whole conversation with each request, as text. A session finds the turn that it
+continues, and returns the exact ids of the next prompt; otherwise a branch begins, with a reason.
 Sessions under it, for sub-agents, share its trajectory, and each continues only its own turns.
-
 Memory grows with the amount of new text, not with the number of times it is sent: each message is
 stored once, as a view for people, and conversations are compared by digests.
 """
@@ -152,9 +150,8 @@ class Session:
     _sent: list[Message] = field(default_factory=list)  # views of the messages of the last turn
 
     def next_prompt(self, asked: Conversation, template: ChatTemplate) -> NextPrompt:
-        """Return the exact ids of a conversation that continues a turn of this session;
-        TrajectoryError (`message_dropped`) in a training session whose template leaves out a new
-        message."""
+        """Return the exact ids of a conversation that continues a turn of this session; raises as
+        `continue_turn` does, and refuses a dropped message in a training session."""
         if self._last is None:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
@@ -204,14 +201,8 @@ class Session:
         adapter: str = "",
         times: TurnTimes | None = None,
     ) -> None:
-        """Add a turn.
-
-        Args:
-            answer: Function that reads the answer's text; called once, later.
-            prompt: The result of `next_prompt` for the request.
-            adapter: Name of the adapter that sampled; "" for the policy.
-            times: When it was sampled, with any number as the turn's; None if it is not known.
-        """
+        """Add a turn whose text `answer` reads, once, later; `prompt` is the `next_prompt` of its
+        request, and `times` has any number as the turn's."""
         if self.closed:
             self.lost_turns += 1
             return

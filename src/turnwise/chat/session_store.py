@@ -35,17 +35,13 @@ class SessionRefused(InputError):
 
 
 class SessionStore:
-    """The sessions of a server.
+    """The sessions of a server; those for training have one `sampling`.
 
-    Private sessions, which rollouts open, stay open until they are closed, and so do the sessions
-    that their agents open under them. Sessions of clients also end when they are idle for
-    `idle_seconds`; if they take more than `max_bytes` (an estimate), the ones idle for longest end
-    first. A request that names no session gets a new one under the same rules, so that the next
-    request can refer to its completion. Requests to a closed or forgotten session are refused until
-    it is opened again.
-
-    Args:
-        sampling: Sampling of training sessions.
+    Private sessions, which rollouts open, and those that their agents open under them stay open
+    until they are closed. Sessions of clients also end when they are idle for `idle_seconds`; if
+    they take more than `max_bytes` (an estimate), the ones idle for longest end first. A request
+    that names no session gets a new one, so that the next request can refer to its completion.
+    Requests to a closed or forgotten session are refused until it is opened again.
     """
 
     def __init__(
@@ -128,11 +124,8 @@ class SessionStore:
         return session
 
     def open_under(self, parent: Session, name: str | None = None) -> Session:
-        """Begin a session, under a random id, that adds its turns to the trajectory of `parent`.
-
-        It has the rights of `parent`, which knows it by `name` or its id, and closes with it.
-        InputError when `parent` has a session of that name, or too many.
-        """
+        """Begin a session, under a random id, with the trajectory and rights of `parent`, which
+        knows it by `name` or its id; InputError when it has one of that name, or too many."""
         parent = parent.parent or parent
         session_id = secrets.token_hex(16)
         name = name or session_id
@@ -164,13 +157,8 @@ class SessionStore:
     def of_request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Session:
-        """Return the session of a request; InputError when it has too many under it.
-
-        Args:
-            session_id: Name of a session, which is opened if it does not exist.
-            previous: Id of the previous completion, for a request that names no session.
-            child: Name of a session under the named one, which is opened if it does not exist.
-        """
+        """Return the session of a request: the named one, or its `child`, which are opened if they
+        do not exist, or else that of the `previous` completion, or a new one."""
         self._forget_old()
         if session_id:
             session = self._named.get(session_id) or self.open(session_id)
@@ -183,10 +171,8 @@ class SessionStore:
         )
 
     def of_response(self, session: Session | None, response_id: str) -> Session | None:
-        """Return the session of the response that a request refers to; None if there is none.
-
-        A request that names its session finds only responses of that session.
-        """
+        """Return the session of the response that a request refers to, only its own if it names
+        one; None if there is none."""
         if session is not None:
             if response_id in session.responses:
                 return session

@@ -83,11 +83,9 @@ def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
 
 
 def missing_stop(config: Config, template: ChatTemplate) -> str:
-    """Return a sentence if sampling does not stop where `model.chat_template` ends a turn, else "".
-
-    A tokenizer's own template fits the model's generation settings, and is not looked at.
-    """
-    if config.model.chat_template is None:
+    """Return a sentence if sampling does not stop where `model.chat_template` ends a turn; else
+    ""."""
+    if config.model.chat_template is None:  # the tokenizer's own fits the generation settings
         return ""
     try:
         end = find_seam(template, [{"role": "user", "content": ""}], None).turn_end

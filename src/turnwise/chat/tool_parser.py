@@ -47,13 +47,8 @@ class ToolFormat:
         return f"Error: the tool call cannot be read; write {self.shape}"
 
     def unreadable(self, text: str, tools: Iterable[str], arguments: Sequence[str]) -> bool:
-        """Return whether a text begins a call that is not among those that were read.
-
-        Args:
-            text: An assistant's turn; marks within its reasoning do not count.
-            tools: Names of the offered tools.
-            arguments: Arguments of the calls that were read, as text.
-        """
+        """Return whether an assistant's text begins a call, outside of its reasoning, that is not
+        among those that were read; `tools` are offered, `arguments` are those of the calls read."""
         text = text.rpartition("</think>")[2]
         openings = [self.bare(tool) for tool in tools] if self.bare else []
         shown = _SPACE.sub(r"\1", text.strip()) if openings else ""
@@ -100,20 +95,20 @@ def _tagged_object(name: str) -> ToolFormat:
     return replace(_tagged(name), shape="one JSON object with name and arguments")
 
 
+def _section(section: str, call: str, ends: str = "") -> ToolFormat:
+    return ToolFormat((section, call), call, ends)
+
+
 def _dsml(section: str, space: str = "") -> ToolFormat:
-    call = f"<｜DSML｜{space}invoke "
-    return ToolFormat((f"<｜DSML｜{section}", call), call, re.escape(f"</｜DSML｜{space}invoke>"))
+    tag = f"｜DSML｜{space}invoke"
+    return _section(f"<｜DSML｜{section}", f"<{tag} ", re.escape(f"</{tag}>"))
 
 
 def _functions(tag: str) -> ToolFormat:
-    return ToolFormat((f"<{tag}>", "<function="), "<function=", "</function>")
+    return _section(f"<{tag}>", "<function=", "</function>")
 
 
-_DEEPSEEK = ToolFormat(
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-)
+_DEEPSEEK = _section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _HUNYUAN = ToolFormat(("<tool_calls", "<tool_call"), "<tool_call>", "</tool_call(:[^>]*)?>")
 _LLAMA = ToolFormat(("<|python_tag|>",), bare=lambda tool: '{"name":' + json.dumps(tool))
 _MINIMAX = "]<]minimax[>["
@@ -125,7 +120,7 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls>"),
     "deepseek_v4": _dsml("tool"),
     "deepseek_v41": _dsml(" calls>", " "),
-    "dots": ToolFormat(("<dots_function_call>", "<invoke "), "<invoke ", "</invoke>"),
+    "dots": _section("<dots_function_call>", "<invoke ", "</invoke>"),
     "ernie45": _tagged_object("tool_call"),
     "functiongemma": ToolFormat(("<start_function_call>",), ends=r"\}"),
     "gemma4": ToolFormat(("<|tool_call>",), ends=re.escape("<tool_call|>")),
@@ -146,11 +141,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "internlm": ToolFormat(("<|action_start|>",)),
     "jamba": _tagged("tool_calls"),
-    "k2_horizon": ToolFormat(("<ifm|tool_calls>", "<ifm|tool_call>"), "<ifm|tool_call>"),
-    "kimi_k2": ToolFormat(
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        "<|tool_call_begin|>",
-        r"<\|tool_call_end\|>|\}\s*$",
+    "k2_horizon": _section("<ifm|tool_calls>", "<ifm|tool_call>"),
+    "kimi_k2": _section(
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", r"<\|tool_call_end\|>|\}\s*$"
     ),
     "kimi_k3": ToolFormat(("<|open|>tools<|sep|>",), "<|open|>call"),
     "lfm2": ToolFormat(("<|tool_call_start|>",)),
@@ -161,18 +154,16 @@ FORMATS: dict[str, ToolFormat] = {
     "longcat": _tagged_object("longcat_tool_call"),
     "mimo": _functions("tool_call"),
     "minicpm5": ToolFormat(("<function name",)),
-    "minimax_m2": ToolFormat(
-        ("<minimax:tool_call>", "<invoke name="), "<invoke name=", "</invoke>"
-    ),
+    "minimax_m2": _section("<minimax:tool_call>", "<invoke name=", "</invoke>"),
     "minimax_m3": ToolFormat(
         (f"{_MINIMAX}<tool_call>",), f"{_MINIMAX}<invoke", re.escape(f"{_MINIMAX}</invoke>")
     ),
     "mistral": ToolFormat(("[TOOL_CALLS]",), ends=r"[}\]]\s*$"),
-    "muse_glimmer": ToolFormat(("<atem:function_calls>", "<atem:invoke"), "<atem:invoke"),
+    "muse_glimmer": _section("<atem:function_calls>", "<atem:invoke"),
     "olmo3": _tagged("function_calls"),
     "phi4_mini_json": ToolFormat(("functools[",)),
-    "plamo3": ToolFormat(
-        ("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
+    "plamo3": _section(
+        "<|plamo:begin_tool_requests:plamo|>",
         "<|plamo:begin_tool_request:plamo|>",
         r"<\|plamo:end_tool_arguments:plamo\|>",
     ),
@@ -200,11 +191,8 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
 
 
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
-    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off.
-
-    It logs a traceback for each call that it cannot read, but such calls are counted and reported
-    to the model, or reach the client as text. A filter is used because vLLM resets log levels.
-    """
+    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off: it
+    logs a traceback for each call that it cannot read. (vLLM resets log levels, not filters.)"""
     from turnwise.internals import vllm  # seconds to import
 
     try:
@@ -283,13 +271,10 @@ class ToolParser:
         return self._start, self._end
 
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
-        """Split a finished assistant turn into its text and its calls.
+        """Split a finished assistant turn into its text and its calls, of tools with `schemas`.
 
         A call is malformed whatever the parser makes of it: it may raise, take the call for text,
         or return a part of it. A call without any arguments has the arguments {}.
-
-        Args:
-            schemas: JSON schemas of the offered tools.
         """
         content, calls = text, list[ToolCall]()
         if not self._start or self._start in text:

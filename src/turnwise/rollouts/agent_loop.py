@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from turnwise.chat.prompts import PromptCache, next_prompt, response_room
+from turnwise.chat.prompts import next_prompt, response_room
 from turnwise.chat.template import in_thread_if_long
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
@@ -67,8 +67,6 @@ class RolloutContext:
     engine: Generator
     """The engine, or the scheduler in front of several."""
     template: ChatTemplate
-    prompts: PromptCache
-    """First prompts, rendered once for all trajectories that begin with them."""
     tool_parser: ToolParser
     rollout: RolloutConfig
     sampling: SamplingConfig
@@ -156,7 +154,7 @@ class RolloutContext:
         def render() -> list[int]:
             if shown:
                 check_tools(self.template, messages, shown)
-            return self.prompts.render(messages, shown)
+            return self.template.render_first(messages, shown)
 
         return await in_thread_if_long(messages, render)
 

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
@@ -92,7 +91,6 @@ class Runner:
             played.reward_functions = {}
             environment = played
         self.template = load_template(config, tokenizer)
-        self._prompts = PromptCache(self.template)
         self._stages: dict[str, Stage] = {}
         """Stages by the environment's name; a single one has the name ""."""
         left_out: dict[str, str] = {}
@@ -101,9 +99,7 @@ class Runner:
             loop = part.rollout.loop
             try:
                 loops[loop] = loops.get(loop) or load_loop(loop)
-                self._stages[name] = Stage(
-                    part, environment, loops[loop], self.template, self._prompts, left_out
-                )
+                self._stages[name] = Stage(part, environment, loops[loop], self.template, left_out)
             except InputError as error:
                 if not name:
                     raise
@@ -135,7 +131,7 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stages = {"": Stage(self._config, environment, loop, self.template, None, {})}
+        other._stages = {"": Stage(self._config, environment, loop, self.template, None)}
         return other
 
     def _stage(self, problem: Problem) -> Stage:
@@ -320,7 +316,6 @@ class Runner:
                 seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
                 files=self.files,
                 seconds=run.group.seconds,
-                prompts=self._prompts,
                 clock=clock,
             )
             await stage.admit(problem, episode)

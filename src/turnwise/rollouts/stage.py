@@ -12,7 +12,6 @@ from functools import partial
 from typing import cast, get_type_hints
 
 import turnwise.tools
-from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import in_thread_if_long, missing_stop
 from turnwise.config import LOOP_NAMES, Config, ToolConfig
 from turnwise.core.json_types import JsonObject
@@ -50,9 +49,8 @@ class Stage:
     Args:
         config: The configuration as it holds for this environment.
         environment: None means the configured one.
-        prompts: Renders the prompts that are measured; None measures none, and offers no tools of
-            `rollout.tools`.
         left_out: Reasons why problems are left out, by their ids; all stages of a run share it.
+            None measures no prompts, and offers no tools of `rollout.tools`.
     """
 
     def __init__(
@@ -61,8 +59,7 @@ class Stage:
         environment: EnvironmentType | None,
         loop: AgentLoop,
         template: ChatTemplate,
-        prompts: PromptCache | None,
-        left_out: dict[str, str],
+        left_out: dict[str, str] | None,
     ) -> None:
         self.rollout = config.rollout
         self.loop = loop
@@ -71,13 +68,12 @@ class Stage:
         given = config.environment if environment is None else name_of(environment)
         self._name = f"the environment {given}"
         self._environment = environment or configured_environment(config)
-        self._tools = [] if prompts is None else load_tools(config.rollout.tools)
+        self._tools = [] if left_out is None else load_tools(config.rollout.tools)
         self._processes: EnvironmentProcesses | None = None
         if config.rollout.environment_process:
             self._processes = EnvironmentProcesses(self._environment, config.rollout)
         self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
         """Whether the environment's class has a `prompt`."""
-        self._prompts = prompts
         self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
         self._measures = not (template.missing and config.rollout.loop in _BY_REQUESTS)
@@ -120,7 +116,7 @@ class Stage:
 
     async def known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
-        if self._prompts is None:
+        if self._left_out is None:
             return ""
         if not (self.knows_prompts and self._measures):
             return self._left_out.get(problem.id, "")
@@ -142,7 +138,7 @@ class Stage:
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
         """Fail a trajectory whose prompt is too long, or which the template refuses."""
-        if self._prompts is None or not self._measures:
+        if self._left_out is None or not self._measures:
             return
         messages, schemas = episode.problem, self._offered(episode.toolbox.schemas)
         try:
@@ -159,9 +155,8 @@ class Stage:
         self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
     ) -> int:
         """Return the number of tokens of a first prompt; an error names the row, `where`."""
-        assert self._prompts is not None
         try:
-            return len(self._prompts.render(messages, tools=schemas))
+            return len(self._template.render_first(messages, schemas))
         except InputError as error:  # there is no template
             raise InputError(f"{where}: {error}") from error
         except Exception as error:  # a template may raise anything
@@ -171,6 +166,7 @@ class Stage:
     def _admit(self, where: str, length: int) -> None:
         """Leave out a problem with too long a prompt; the first one is logged as a warning."""
         if reason := self._too_long(length):
+            assert self._left_out is not None
             if not self._left_out:
                 logger.warning("%s is left out, and so is every such row: %s", where, reason)
             self._left_out[where] = f"{where}: {reason}"

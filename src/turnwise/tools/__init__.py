@@ -10,11 +10,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset", "ToolsetFactory", "python", "shell"]
 
-_HOMES = {"python": "turnwise.tools.code", "shell": "turnwise.tools.code"}
-
 
 def __getattr__(name: str) -> object:
     """Import a ready-made tool on first use."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in ("python", "shell"):
+        return getattr(importlib.import_module("turnwise.tools.code"), name)
     raise AttributeError(f"module 'turnwise.tools' has no attribute {name!r}")

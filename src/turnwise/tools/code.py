@@ -1,23 +1,21 @@
 """The tools `python` and `shell`: the model's code in a sandbox of its trajectory.
 
-The first call starts the interpreter. Whatever the code does, a call returns a text in time and the
-sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md. What the
-sandbox sends is untrusted. It is read without blocking and kept up to a limit; it decides nothing
-but the text for the model and when the call ends, and no later than its deadline.
+Whatever the code does, a call returns a text in time and the sandbox ends with the environment.
+What the sandbox sends is untrusted: it is read without blocking and kept up to a limit, and decides
+nothing but the text for the model and when the call ends, no later than its deadline.
 """
 
 import contextlib
-import fcntl
+import copy
 import importlib.util
 import json
 import os
+import platform
 import secrets
 import select
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Mapping
@@ -30,7 +28,7 @@ from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.tools.sandbox import keeper
-from turnwise.tools.sandbox.backends import MISSING, Backend, known_architecture, specify
+from turnwise.tools.sandbox.backends import ARCHITECTURES, MISSING, Backend, specify
 from turnwise.tools.tool import Tool
 
 _ABOUT = {
@@ -53,6 +51,7 @@ GRACE_SECONDS = 2.0
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MAX_CODE = 1 << 20
+_PIPE_BYTES = 1 << 20  # maximum size of a pipe
 _MAX_OUTPUT = 8000
 """Bytes of one call's output that are kept, half of them from its end."""
 _KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
@@ -64,7 +63,7 @@ _choosing = threading.Lock()
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
+    """A sandboxed tool; each trajectory opens a toolset of its own, with its own sandbox.
 
     Args:
         options: Keys of an entry `python` or `shell` of `rollout.tools` (`CodeToolConfig`).
@@ -73,35 +72,24 @@ class CodeTool:
     def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
         self.name = name
         self.limits = CodeToolConfig.model_validate(options)
-
-    def choose(self) -> Backend:
-        """Return the backend that this tool uses on this machine.
-
-        Raises:
-            InputError: when none works; it says what to install.
-        """
-        return choose(self.limits.sandbox, self.limits.interpreter)
-
-    def toolset(self) -> "CodeToolset":
-        """Return the toolset of one trajectory; nothing is started before its first call."""
-        return CodeToolset(self)
-
-
-class CodeToolset:
-    """One trajectory's `python` or `shell`."""
-
-    def __init__(self, tool: CodeTool) -> None:
-        self._tool = tool
         self._session: Session | None = None
 
+    def choose(self) -> Backend:
+        """Return the backend that this tool uses on this machine; raises what `choose` does."""
+        return choose(self.limits.sandbox, self.limits.interpreter)
+
+    def toolset(self) -> "CodeTool":
+        """Return the toolset of one trajectory; nothing is started before its first call."""
+        return copy.copy(self)
+
     async def open(self) -> list[Tool]:
-        """Choose the sandbox and return the tool; raises what `CodeTool.choose` does."""
-        backend, name = await run_in_thread(self._tool.choose), self._tool.name
-        self._session = session = Session(backend, self._tool.limits, shell=name == "shell")
-        about, argument, description = _ABOUT[name]
+        """Choose the sandbox and return the tool; raises what `choose` does."""
+        backend = await run_in_thread(self.choose)
+        self._session = session = Session(backend, self.limits, shell=self.name == "shell")
+        about, argument, described = _ABOUT[self.name]
         parameters: JsonObject = {
             "type": "object",
-            "properties": {argument: {"type": "string", "description": description}},
+            "properties": {argument: {"type": "string", "description": described}},
             "required": [argument],
             "additionalProperties": False,
         }
@@ -109,7 +97,7 @@ class CodeToolset:
         def call(arguments: JsonObject) -> str:
             return session.run(arguments[argument])
 
-        return [Tool(name, about, parameters, call, in_order=True)]
+        return [Tool(self.name, about, parameters, call, in_order=True)]
 
     async def close(self) -> None:
         """End the sandbox and all its processes."""
@@ -143,14 +131,8 @@ def shell(**options: object) -> CodeTool:
 
 @lru_cache
 def choose(wanted: str, interpreter: str | None = None) -> Backend:
-    """Return the first backend that works on this machine, tried by running code in it.
-
-    Args:
-        wanted: `auto` for sandlock or else bubblewrap, or a backend's name.
-
-    Raises:
-        InputError: when none works; it says what to install.
-    """
+    """Return the first backend that works on this machine, tried by running code in it: `wanted`,
+    or for `auto` sandlock or else bubblewrap. InputError when none works says what to install."""
     if wanted == "none":
         return "none"
     tried = []
@@ -168,7 +150,7 @@ def choose(wanted: str, interpreter: str | None = None) -> Backend:
 
 def _unusable(backend: Backend, interpreter: str | None) -> str:
     """Return why a backend cannot be used here; "" if it can."""
-    if not known_architecture():
+    if platform.machine() not in ARCHITECTURES:
         return "not available on this architecture"
     sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
     if (sandlock if backend == "sandlock" else bwrap) is None:
@@ -197,10 +179,8 @@ class Session:
     def run(self, code: str) -> str:
         """Run code and return what the model reads: output and value, or the error.
 
-        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter.
-
-        Raises:
-            InputError: when no interpreter starts.
+        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter;
+        InputError when none starts.
         """
         seconds = self._limits.timeout
         if len(code) > _MAX_CODE:
@@ -243,8 +223,7 @@ class Session:
     def close(self) -> None:
         """End the interpreter and all its processes, also during a call."""
         self._closed.set()
-        process = self._process
-        if process is None:
+        if (process := self._process) is None:
             return
         process.cut()
         if self._calls.acquire(timeout=_END_SECONDS):
@@ -286,11 +265,8 @@ class _Process:
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
-        """Send a request and read until its answer.
-
-        Returns:
-            "answered", "ended" or "late", and the output, of which the middle may be left out.
-        """
+        """Send a request and read until its answer; returns "answered", "ended" or "late", and the
+        output, of which the middle may be left out."""
         ends, said, outcome = time.monotonic() + seconds, b"", ""
         output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
         poll = select.poll()
@@ -330,13 +306,10 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        if outcome:  # the output that has been written already
-            written = bytearray(struct.calcsize("i"))
-            fcntl.ioctl(self._output, termios.FIONREAD, written)
-            (unread,) = struct.unpack("i", written)
-            while unread > 0 and (part := _read(self._output)):
-                keep(part)
-                unread -= len(part)
+        unread = _PIPE_BYTES if outcome else 0  # the output that has been written already
+        while unread > 0 and (part := _read(self._output)):
+            keep(part)
+            unread -= len(part)
         if left_out:
             output[half:half] = f"\n[{left_out} bytes left out]\n".encode()
         return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")

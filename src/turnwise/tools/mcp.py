@@ -1,11 +1,9 @@
 """MCP servers as toolsets: `MCPServer`, in an environment's `tools` or in `rollout.tools`.
 
-Each trajectory has its own connection, unless the server is shared. All connections live on one
-event loop in a separate thread, so that neither user code nor the training loop holds them up.
-There is one pool of connections for each configuration in a process, whoever made the `MCPServer`,
-and it lists the server's tools once. A call that fails with its connection is an error of that
-call; the next call connects again. Servers and their answers are not trusted: names, schemas and
-sizes are checked.
+All connections live on one event loop in a separate thread, so that neither user code nor the
+training loop holds them up. There is one pool of them for each configuration in a process, which
+lists the server's tools once. A call that fails with its connection is an error of that call; the
+next call connects again. Servers are not trusted: names, schemas and sizes are checked.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ from turnwise.config import McpConfig
 from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import optional
-from turnwise.errors import DeadlineError, InputError, TurnwiseError
+from turnwise.errors import DeadlineError, InputError
 from turnwise.tools.tool import McpError, Tool
 
 if TYPE_CHECKING:
@@ -91,13 +89,8 @@ class McpToolset:
         self._line: Line | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect, and return the server's tools.
-
-        Raises:
-            McpError: when the server does not start, or lists tools that cannot be offered.
-            DeadlineError: when it does not do so in time.
-            InputError: when an environment variable is missing.
-        """
+        """Connect, and return the server's tools; McpError when they cannot be offered, otherwise
+        raises as `Connection.opened` does."""
         self._pool = pool = pool_of(self._config)
 
         async def listed() -> _Listed:
@@ -153,22 +146,20 @@ class Line:
         self._make = make
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
-        self._ending: asyncio.Task[None] | None = None
         self.users = 0
         """Number of trajectories that have it open."""
 
     async def connection(self) -> "Connection":
-        """Return the connection, or a new one if that cannot be used.
+        """Return the connection, or a new one if that cannot be used; raises as
+        `Connection.opened` does.
 
         A start continues when the call that needs it is late or cancelled: the next finds it done.
-
-        Raises:
-            TurnwiseError: as `Connection.open` does.
         """
 
         async def usable() -> "Connection":
             if self._connection is not None and not await self._connection.usable():
-                await self._drop()
+                await self._connection.close()
+                self._connection = None
             if self._connection is None:
                 self._connection = await self._make()
             return self._connection
@@ -193,14 +184,9 @@ class Line:
             await asyncio.wait([opening])
             if not opening.cancelled():
                 opening.exception()  # the call that needed it has reported it
-        await self._drop()
-
-    async def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._ending = asyncio.create_task(connection.close())
-        if self._ending is not None:
-            await asyncio.shield(self._ending)  # it ends also if this start is cancelled
+            await connection.close()
 
 
 class Pool:
@@ -208,13 +194,13 @@ class Pool:
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config
-        self._warm: list[Connection] = []
-        self._filling = self._users = 0
+        self._warm: list[asyncio.Task[Connection]] = []
+        """Connections that wait for trajectories, and that start."""
+        self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self._shared = Line(lambda: self._connect("shared"))
         self._listed: _Listed | None = None
         self._listing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def unused(self) -> bool:
@@ -226,12 +212,13 @@ class Pool:
 
         async def take() -> "Connection":
             """Return a warm connection, or open one; keeps `warm` of them ready."""
-            while self._warm:
-                connection = self._warm.pop(0)
-                if await connection.usable():
-                    self._fill()
-                    return connection
-                await connection.close()
+            while (task := next((task for task in self._warm if task.done()), None)) is not None:
+                self._warm.remove(task)
+                if task.exception() is None:  # else this one meets the same error, and reports it
+                    if await task.result().usable():
+                        self._fill()
+                        return task.result()
+                    await task.result().close()
             self._fill()
             return await self._connect(session)
 
@@ -246,18 +233,12 @@ class Pool:
         line.users -= 1
         self._users -= 1
         if not self._users and self._idle is None:
-            loop = asyncio.get_running_loop()
-            self._idle = loop.call_later(IDLE_SECONDS, lambda: self._spawn(self.drain()))
+            self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle)
         if line is not self._shared:
             await line.close()
 
     async def listed(self, connection: "Connection") -> _Listed:
-        """Return the server's tools, which are asked for once.
-
-        Raises:
-            McpError: as `Connection.list_tools` does.
-            DeadlineError: when it does not answer within `start_timeout`.
-        """
+        """Return the server's tools, which are asked for once, within `start_timeout`."""
         async with self._listing:
             if self._listed is None:
                 missed = f"{_name_of(self._config)} did not list tools"
@@ -269,7 +250,10 @@ class Pool:
         """End the connections that no trajectory has open."""
         self._stay()
         warm, self._warm = self._warm, []
-        closing = [connection.close() for connection in warm]
+        for task in warm:
+            task.cancel()
+        made = await asyncio.gather(*warm, return_exceptions=True)
+        closing = [each.close() for each in made if not isinstance(each, BaseException)]
         if not self._shared.users:
             closing.append(self._shared.close())
         await asyncio.gather(*closing)
@@ -280,36 +264,21 @@ class Pool:
             self._idle.cancel()
             self._idle = None
 
-    def _fill(self) -> None:
-        async def warm_up() -> None:
-            try:
-                connection = await self._connect("warm")
-            except TurnwiseError:
-                return  # a trajectory will meet the same error, and report it
-            finally:
-                self._filling -= 1
-            if self._users:
-                self._warm.append(connection)
-            else:
-                await connection.close()
+    def _end_idle(self) -> None:
+        self._ending = asyncio.create_task(self.drain())  # kept: it could be collected
 
-        for _ in range(self._config.warm - len(self._warm) - self._filling):
-            self._filling += 1
-            self._spawn(warm_up())
+    def _fill(self) -> None:
+        while len(self._warm) < self._config.warm:
+            self._warm.append(asyncio.create_task(self._connect("warm")))
 
     async def _connect(self, session: str) -> "Connection":
         optional("mcp", "mcp", "an MCP server")
         from turnwise.tools.mcp_connection import Connection  # a second to import
 
-        connection = Connection(_name_of(self._config), self._config, session)
         async with _starting:
-            await connection.open()
+            connection = Connection(_name_of(self._config), self._config, session)
+            await connection.opened()
         return connection
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 _choosing = threading.Lock()

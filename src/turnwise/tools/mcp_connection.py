@@ -1,11 +1,9 @@
 """One connection to an MCP server, from its start to its end, on the loop of all connections.
 
 One task owns the SDK's contexts, which must be entered and left in the same task; calls come from
-others. The transports have limits that the SDK's own lack: a message has a largest size. From a
-server's process, lines that are no messages are dropped up to a number, and the end of standard
-error is kept for errors. The process and all that it started end with the transport, in a few
-seconds at most. Importing the SDK takes a second, so this module is imported with the first
-connection.
+others. The transports have limits that the SDK's own lack: of a message's size, and of the lines
+of a process that are no answers. The end of its standard error is kept for errors, and all that it
+started ends with it. Importing the SDK takes a second, so this module is imported late.
 """
 
 import asyncio
@@ -14,13 +12,13 @@ import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx2
 import mcp_types
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from mcp import Client, MCPError
+from anyio.streams.memory import MemoryObjectSendStream
+from mcp import Client, ClientSession, MCPError
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
@@ -45,13 +43,12 @@ from turnwise.tools.tool import McpError
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
 
-_Received: TypeAlias = SessionMessage | Exception
 _ALIVE_SECONDS = 5.0
 """Time for a server to answer a ping after a call that it did not answer."""
 _CLOSE_SECONDS = 8.0
-"""Time for a connection to end; more than its parts take together."""
+"""Time for a connection to end once it is cancelled; more than its parts take together."""
 _POLITE_SECONDS = 3.0
-"""Time for a session to end by itself, before its tasks are cancelled."""
+"""Time for a session to end by itself, before it is cancelled."""
 _CONNECT_SECONDS = 30.0
 _LEAVE_SECONDS = 2.0
 """Time for a process to end after its standard input is closed."""
@@ -72,32 +69,32 @@ class Connection:
 
     def __init__(self, name: str, config: McpConfig, session: str) -> None:
         self._name, self._session, self._config = name, session, config
-        self._process: _ServerProcess | None = None
-        self._owner: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
-        self._scope: anyio.CancelScope | None = None
+        self._scope = anyio.CancelScope()
+        self._ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(), name=name)
+        self._owner.add_done_callback(lambda owner: owner.cancelled() or owner.exception())
+        self._end = ""
+        """Reason of the process's end; "" while it runs, and for a server with a URL."""
         self._failed = self._doubtful = False
 
-    async def open(self) -> None:
-        """Start and greet the server.
+    async def _own(self) -> None:
+        """Hold the SDK's contexts open, until `close` or until the connection fails."""
+        transport = self._stdio() if self._config.url is None else self._http(self._config.url)
+        with self._scope:
+            # The handshake by which servers of all versions keep a session.
+            async with Client(transport, mode="legacy", cache=None) as client:
+                self._ready.set_result(client.session)
+                await self._leaving.wait()
+
+    async def opened(self) -> None:
+        """Wait until the server is started and greeted.
 
         Raises:
             McpError: when it does not start, or is no MCP server.
             DeadlineError: when it does not answer within `start_timeout`.
             InputError: when an environment variable is missing.
         """
-
-        async def own() -> None:
-            """Hold the SDK's contexts open, until `close` or until the connection fails."""
-            self._scope = anyio.CancelScope()
-            with self._scope:
-                # The handshake by which servers of all versions keep a session.
-                async with Client(self._transport(), mode="legacy", cache=None) as client:
-                    self._ready.set_result(client)
-                    await self._leaving.wait()
-
-        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(own(), name=self._name)
         either: list[asyncio.Future[Any]] = [self._ready, self._owner]
         try:
             with waiting(self._name, "MCP server"):
@@ -105,7 +102,7 @@ class Connection:
                     await asyncio.wait(either, return_when="FIRST_COMPLETED")
             if not self._ready.done():
                 error = None if self._owner.cancelled() else self._owner.exception()
-                while isinstance(error, BaseExceptionGroup):  # of the SDK's task groups
+                while isinstance(error, BaseExceptionGroup):  # of task groups
                     error = error.exceptions[0]
                 if isinstance(error, InputError):
                     raise error
@@ -118,17 +115,10 @@ class Connection:
             raise
 
     @asynccontextmanager
-    async def _transport(self) -> "AsyncIterator[TransportStreams]":
-        config = self._config
-        if config.url is None:
-            command = [config.command or "", *config.args]
-            self._process = _ServerProcess(command, _expanded(config.env, "env"), config.cwd)
-            async with self._process.streams() as streams:
-                yield streams
-            return
-        headers = _expanded(config.headers, "headers")
-        if config.session_header:
-            headers[config.session_header] = self._session
+    async def _http(self, url: str) -> "AsyncIterator[TransportStreams]":
+        headers = {**IDENTITY, **_expanded(self._config.headers, "headers")}
+        if self._config.session_header:
+            headers[self._config.session_header] = self._session
 
         async def limit(response: httpx2.Response) -> None:
             # The SDK limits events itself; streams of them have no end.
@@ -139,24 +129,53 @@ class Connection:
         waits = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # calls have deadlines of their own
         async with (
             httpx2.AsyncClient(
-                headers={**IDENTITY, **headers}, timeout=waits, event_hooks={"response": [limit]}
+                headers=headers, timeout=waits, event_hooks={"response": [limit]}
             ) as client,
             streamable_http_client(
-                config.url, http_client=client, max_sse_event_size=MAX_BYTES
-            ) as http_streams,
+                url, http_client=client, max_sse_event_size=MAX_BYTES
+            ) as streams,
         ):
-            yield http_streams
+            yield streams
 
-    @property
-    def _end(self) -> str:
-        """Reason of the process's end; "" while it runs, and for a server with a URL."""
-        return self._process.why if self._process is not None else ""
+    @asynccontextmanager
+    async def _stdio(self) -> "AsyncIterator[TransportStreams]":
+        """Start the server's process; it has ended afterwards. OSError when it does not start."""
+        config = self._config
+        environment = {**get_default_environment(), **_expanded(config.env, "env")}
+        command = [config.command or "", *config.args]
+        child = await Child.start(command, environment, cwd=config.cwd)
+        received, reading = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        writing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
+
+        async def read() -> None:
+            async with received:
+                with suppress(OSError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    self._end = await _pass_on(child, received)
+                self._end = self._end or "closed its output"
+
+        async def write() -> None:
+            with suppress(OSError, RuntimeError):  # a broken pipe, or one that `end` has closed
+                async with to_send:
+                    async for message in to_send:
+                        text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                        child.stdin.write(text.encode() + b"\n")
+                        await child.stdin.drain()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            tasks.start_soon(write)
+            try:
+                yield reading, writing
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await child.end(_KILL_SECONDS, leave=_LEAVE_SECONDS, terminate=_KILL_SECONDS)
+                reading.close()
+                writing.close()
+                tasks.cancel_scope.cancel()
 
     async def usable(self) -> bool:
         """Return whether it can be used; asks the server, if it left a call unanswered."""
-        if self._failed or self._owner is None or self._owner.done() or self._leaving.is_set():
-            return False
-        if self._process is not None and self._process.ended:
+        if self._failed or self._end or self._leaving.is_set() or self._owner.done():
             return False
         if self._doubtful:
             try:
@@ -171,11 +190,8 @@ class Connection:
         return True
 
     async def list_tools(self) -> list[tuple[str, str, JsonObject]]:
-        """Return name, description and parameters of all tools that the server lists.
-
-        Raises:
-            McpError: when it lists none of that form, or without an end.
-        """
+        """Return name, description and parameters of all tools that the server lists; McpError when
+        it lists one of another form, or without an end."""
         tools: list[tuple[str, str, JsonObject]] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
@@ -189,22 +205,17 @@ class Connection:
                 if remote := _remote_reference(tool.input_schema):
                     raise McpError(f"{about} refers to {remote:.80}")
                 tools.append((tool.name, tool.description or "", tool.input_schema))
-            cursor = page.next_cursor
-            if cursor is None or len(tools) > _MAX_TOOLS:
+            if len(tools) > _MAX_TOOLS:
                 break
-        if cursor is not None or len(tools) > _MAX_TOOLS:
-            raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
-        return tools
+            if (cursor := page.next_cursor) is None:
+                return tools
+        raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
         """Call a tool, and return its texts, one per line; other parts are named as left out.
+        McpError when the tool returns an error, or the server fails.
 
-        Args:
-            session: Identifier of the trajectory, which a shared server gets as
-                `_meta["turnwise/session"]`.
-
-        Raises:
-            McpError: when the tool returns an error, or the server fails.
+        A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
         """
         meta: Any = {"turnwise/session": session} if self._config.shared else None
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
@@ -227,18 +238,13 @@ class Connection:
         return text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
-        """Send a request, and wait for its answer or the connection's end."""
-        assert self._owner is not None
-        asking = asyncio.ensure_future(self._ready.result().session.send_request(request, kind))
+        """Send a request and wait for its answer; an ended connection answers with an error."""
+        asking = asyncio.ensure_future(self._ready.result().send_request(request, kind))
         try:
-            await asyncio.wait([asking, self._owner], return_when="FIRST_COMPLETED")
-            if not asking.done():
-                raise self._lost()
-            return asking.result()
+            return await asyncio.shield(asking)
         except asyncio.CancelledError:
+            asking.cancel()  # which is not waited for: it tells the server
             self._doubtful = True  # it may hang, or just be slow
-            raise
-        except TurnwiseError:
             raise
         except MCPError as error:
             if error.code == mcp_types.CONNECTION_CLOSED or error.message in _GONE:
@@ -248,32 +254,21 @@ class Connection:
             raise McpError(f"{self._name} gave an invalid answer: {first_line(error)}") from error
         except Exception as error:
             raise self._lost(first_line(error)) from error
-        finally:
-            asking.cancel()
 
-    def _lost(self, message: str = "") -> McpError:
+    def _lost(self, message: str) -> McpError:
         self._failed = True
         why = self._end or f"closed the connection ({message[:_LONGEST] or 'it failed'})"
         return McpError(f"{self._name} {why}; it can be called again")
 
     async def close(self) -> None:
-        """End the connection, and the server's process; returns in a few seconds at most."""
-        owner = self._owner
-        if owner is None:
-            return
-        self._leaving.set()
-        if self._ready.done() and not self._ready.cancelled():
-            await asyncio.wait([owner], timeout=_POLITE_SECONDS)
-        if self._scope is None:
-            owner.cancel()
-        else:
-            self._scope.cancel()
-        await asyncio.wait([owner], timeout=_CLOSE_SECONDS)
-        if not owner.done():
-            owner.cancel()
-        elif not owner.cancelled():
-            owner.exception()  # `open` or a call has reported it
-        self._ready.cancel()
+        """End the connection, and the server's process, in a few seconds at most; they end also if
+        this is cancelled, and it may be called again."""
+        polite = _POLITE_SECONDS if self._ready.done() else 0.0
+        if not self._leaving.is_set():
+            self._leaving.set()
+            self._scope.deadline = anyio.current_time() + polite
+        await asyncio.wait([self._owner], timeout=polite + _CLOSE_SECONDS)
+        self._owner.cancel()
 
 
 def _expanded(values: Mapping[str, str], key: str) -> dict[str, str]:
@@ -303,98 +298,31 @@ def _remote_reference(schema: object) -> str:
     return ""
 
 
-class _ServerProcess:
-    """A server's process; `env` has its variables besides those that are always inherited."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
-        self._command, self._env, self._cwd = command, env, cwd
-        self._child: Child | None = None
-        self._flooded = ""
-        self.ended = False
-        """Whether it can no longer answer."""
-
-    @property
-    def why(self) -> str:
-        """Reason of its end, with the last line of its standard error; "" while it runs."""
-        if self._child is None or not self.ended:
-            return ""
-        if self._flooded:
-            return self._flooded
-        status = self._child.status
-        how = "closed its output" if status is None else f"ended with status {status}"
-        lines = self._child.last_words.splitlines()
-        return how + (f" ({lines[-1].strip()[:300]})" if lines else "")
-
-    @asynccontextmanager
-    async def streams(
-        self,
-    ) -> AsyncIterator[
-        tuple[MemoryObjectReceiveStream[_Received], MemoryObjectSendStream[SessionMessage]]
-    ]:
-        """Start the process and open its streams of messages; it has ended afterwards.
-
-        Raises:
-            OSError: when it cannot be started.
-        """
-        environment = {**get_default_environment(), **self._env}
-        self._child = child = await Child.start(self._command, environment, cwd=self._cwd)
-        received, reading = anyio.create_memory_object_stream[_Received](0)
-        writing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
-
-        async def read() -> None:
-            async with received:
-                try:
-                    with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-                        await self._read(child, received)
-                finally:
-                    self.ended = True
-
-        async def write() -> None:
-            async with to_send:
-                async for message in to_send:
-                    text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
-                    child.stdin.write(text.encode() + b"\n")
-                    await child.stdin.drain()
-
-        tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
+async def _pass_on(
+    child: Child, received: MemoryObjectSendStream[SessionMessage | Exception]
+) -> str:
+    """Pass on the messages of a process until its output ends, and return why it did."""
+    unasked = 0
+    while unasked <= _MAX_UNASKED:
         try:
-            yield reading, writing
-        finally:
-            with anyio.CancelScope(shield=True):
-                self.ended = True
-                await child.end(_KILL_SECONDS, leave=_LEAVE_SECONDS, terminate=_KILL_SECONDS)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=_KILL_SECONDS)
-                for task in tasks:  # a broken pipe, after which there is nothing to write
-                    if task.done() and not task.cancelled():
-                        task.exception()
-                reading.close()
-                writing.close()
-
-    async def _read(self, child: Child, received: MemoryObjectSendStream[_Received]) -> None:
-        unasked = 0
-        while True:
-            try:
-                line = await read_line(child.stdout)
-            except AnswerError as error:
-                self._flooded = str(error)
-                return
-            if not line:
-                await child.exited(1.0)  # its status and its last words explain the end
-                await child.heard(1.0)
-                return
-            message = None
-            if values_in(line) <= MAX_VALUES:
-                with suppress(ValueError):
-                    message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-            answer = isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError)
-            unasked = 0 if answer else unasked + 1
-            if unasked > _MAX_UNASKED:
-                self._flooded = f"sent {_MAX_UNASKED} lines that answer no request"
-                return
-            if message is not None:
-                await received.send(SessionMessage(message))
+            line = await read_line(child.stdout)
+        except AnswerError as error:
+            return str(error)
+        if not line:
+            await child.exited(1.0)  # its status and its last words explain the end
+            await child.heard(1.0)
+            status, lines = child.status, child.last_words.splitlines()
+            how = "closed its output" if status is None else f"ended with status {status}"
+            return how + (f" ({lines[-1].strip()[:300]})" if lines else "")
+        message = None
+        if values_in(line) <= MAX_VALUES:
+            with suppress(ValueError):
+                message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+        answer = isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError)
+        unasked = 0 if answer else unasked + 1
+        if message is not None:
+            await received.send(SessionMessage(message))
+    return f"sent {_MAX_UNASKED} lines that answer no request"
 
 
 class _Limited(httpx2.AsyncByteStream):

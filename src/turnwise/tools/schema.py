@@ -200,9 +200,6 @@ class _JsonSchema(GenerateJsonSchema):
     def sort(self, value: JsonObject, parent_key: str | None = None) -> JsonObject:
         return value
 
-    def field_title_should_be_set(self, schema: object) -> bool:
-        return False
-
     def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> JsonObject:
         return {}
 

@@ -2,8 +2,7 @@
 
 A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
 arguments, an exception and a missed deadline become a text for the model and an outcome to count.
-Every text is limited in length and can be encoded, whatever the tool returns or raises. Does not
-depend on tokens or on the format of the model's calls.
+Every text is limited in length and can be encoded, whatever the tool returns or raises.
 """
 
 import asyncio
@@ -159,10 +158,8 @@ def encodable(text: str) -> str:
 
 
 async def _message(error: Exception, longest: int) -> tuple[str, int]:
-    """Return the beginning of an error's message, and the number of remaining characters.
-
-    Its `__str__` may be user code and take any time.
-    """
+    """Return the beginning of an error's message, and the number of remaining characters; its
+    `__str__` may be user code and take any time."""
     if isinstance(error, TurnwiseError):
         return str(error), 0
 

@@ -160,11 +160,8 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
-    """Compare a stored turn with what was recorded of it.
-
-    `total_before` is the sum of the ids that its prompt takes over, `version` the weight version of
-    the token sampled before it.
-    """
+    """Compare a stored turn with what was recorded of it; its prompt takes over ids that sum to
+    `total_before`, and the token sampled before it has a weight `version`."""
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
@@ -229,11 +226,8 @@ def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
 def _check_sample(
     turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
 ) -> tuple[int, list[str]]:
-    """Return the number of exact tokens, and a sentence about each difference.
-
-    `trained` contains, for each turn, the sampled tokens that earlier samples train; this sample's
-    are added.
-    """
+    """Return the number of exact tokens, and a sentence about each difference; adds the sampled
+    tokens that it trains to those that earlier samples train, `trained`."""
     length = len(sample.token_ids)
     lengths = {len(sample.response_mask), len(sample.logprobs), len(sample.weight_versions)}
     if lengths != {length}:
@@ -270,11 +264,8 @@ def _check_sample(
 def _check_token(
     turn: Turn, origin: tuple[int, int, int], sample: Branch, position: int, trained: set[int]
 ) -> str | None:
-    """Return a sentence about the first difference of one token; None if it is exact.
-
-    `origin` is its turn, its position among the sampled tokens of that (negative for a token of the
-    prompt), and its id there.
-    """
+    """Return a sentence about the first difference of one token; None if it is exact. `origin` is
+    its turn, its place among the turn's sampled tokens (negative in the prompt), and its id."""
     token, (index, sampled, recorded_id) = sample.token_ids[position], origin
     if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"

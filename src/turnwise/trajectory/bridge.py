@@ -72,10 +72,7 @@ class Bridge:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """Prompt, completion and added ids, or None if there is a fork reason.
-
-        Copies the history; only `added_token_ids` is new.
-        """
+        """A copy of prompt, completion and added ids; None if there is a fork reason."""
         if self.fork_reason is not None:
             return None
         return [*self.prompt_token_ids, *self.completion_token_ids, *self.added_token_ids]
@@ -198,11 +195,8 @@ class Seam:
     def start(
         self, template: ChatTemplate, last: str | None, completion: Sequence[int]
     ) -> int | None:
-        """Return how many of the joint's characters the completion holds; None if unknown.
-
-        Args:
-            last: The special token that the completion ends with; None if it ends with text.
-        """
+        """Return how many of the joint's characters the completion, which ends with the special
+        token `last` or with text, holds; None if unknown."""
         pattern = template.special_token_pattern
         if last is not None:
             found = self.sampled_end.find(last)
@@ -239,10 +233,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
     """Probe the template with the first placeholder conversation that it accepts, before new
     messages, of which tool messages have a name and a call id.
 
-    Raises:
-        TrajectoryError: with a fork reason of `Bridge`, when the template hides the assistant's
-            turn or a new message.
-        Exception: the template's error for the first placeholder with calls, or for the answer.
+    Raises the template's error for the first placeholder with calls, or for the answer, and
+    TrajectoryError with a fork reason when it hides the assistant's turn or a new message.
     """
     as_parts = _has_content_parts(messages)
     new = [
@@ -280,14 +272,9 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
 
 
 _Rendering = tuple[str, str, str, int]
-"""The parts of a rendered placeholder conversation:
-
-- text before the question: the beginning of a conversation and of a user's message;
-- text behind the last sentinel if the conversation ends with that turn;
-- text from the last sentinel to the first new message's content, or to the end of the generation
-  prompt if there is no new message (the joint);
-- the number of sentinels.
-"""
+"""A rendered placeholder conversation: its text before the question; the text behind the last
+sentinel if it ends with that turn; the text from there to the first new message's content, or to
+the end of the generation prompt if there is none (the joint); and the number of sentinels."""
 
 
 def _seam(
@@ -328,9 +315,8 @@ def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None
     """Return the text that ends an assistant's turn when other messages follow, and the special
     tokens with which the model may end it instead.
 
-    Usually the same text ends a conversation's last turn. If not (an end-of-conversation token, or
-    a token for final turns), the first special token ends the turn if both renderings agree up to
-    it; else it is None.
+    Usually the same text ends a conversation's last turn. If not, the first special token ends the
+    turn if both renderings agree up to it; else it is None.
     """
     header, ending, joint, _ = rendering
     pattern = template.special_token_pattern

@@ -1,17 +1,15 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
-The tokenizer's template decides every id of a prompt. `bridge` builds the ids that lead from one
-turn to the next. A template's fixed parts are encoded once: a tokenizer divides a text at its
-special tokens before anything else, and encodes what lies between two of them by itself. So the ids
-of a rendered conversation are those of its segments, each of which begins with a special token:
-
-    <|im_start|>system\\nYou can call ...<|im_end|>\\n     the same in every prompt
-    <|im_start|>user\\nWhat is 12 * 7?<|im_end|>\\n        new
-    <|im_start|>assistant\\n                              the same in every prompt
+A template's fixed parts, such as `<|im_start|>system ...`, are encoded once: a tokenizer divides a
+text at its special tokens before anything else, and encodes what lies between two of them by
+itself. So the ids of a rendered conversation are those of its segments, each of which begins with a
+special token, and of which a few only are new.
 """
 
 import copy
+import hashlib
 import itertools
+import json
 import re
 import threading
 from array import array
@@ -31,6 +29,7 @@ _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
+_CACHED_TOKENS = 2**24  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
@@ -86,6 +85,8 @@ class ChatTemplate:
         after loading."""
         self.seams: dict[object, object] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
+        self.first_prompts = IdCache(_CACHED_TOKENS)
+        """Cache of `render_first`."""
         self.shows_tools: bool | None = None
         """Result of `check_tools`; None before a prompt with tools."""
         self._control: re.Pattern[str] | None = None
@@ -105,7 +106,7 @@ class ChatTemplate:
         """Return the same template with more variables; it shares the tokenizer and is cheap."""
         other = copy.copy(self)
         other._kwargs = {**self._kwargs, **template_kwargs}
-        other.seams = {}
+        other.seams, other.first_prompts = {}, IdCache(_CACHED_TOKENS)
         other.shows_tools = None
         return other
 
@@ -124,6 +125,16 @@ class ChatTemplate:
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
+
+    def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        """Return what `render` does, made once for all conversations that begin with this."""
+        key = None
+        try:
+            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
+            key = hashlib.blake2b(text, digest_size=16).digest()
+        except (TypeError, ValueError):  # not JSON: it is rendered each time
+            pass
+        return self.first_prompts.get(key, partial(self.render, messages, tools=tools)).tolist()
 
     def render_text(
         self,
@@ -158,11 +169,11 @@ class ChatTemplate:
             add_special_tokens: Add those that the tokenizer puts around a text, such as BOS, as
                 vLLM does for plain prompts.
         """
-        encode = self._encode_plain if add_special_tokens else self._encode
         if self._control is None or _GUARD not in text:
-            return encode(text)
+            return self._encode(text, add_special_tokens)
         first, *rest = text.split(_GUARD)
-        return [*encode(first), *(token for part in rest for token in self._encode(part))]
+        ids = self._encode(first, add_special_tokens)
+        return [*ids, *(token for part in rest for token in self._encode(part, False))]
 
     def escape(self, text: str) -> str:
         """Escape the control tokens in a text, if `escape_special_tokens` is set."""
@@ -203,10 +214,6 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _encode_plain(self) -> Callable[[str], list[int]]:
-        return _encoder(self.tokenizer, add_special_tokens=True)
-
-    @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The tokens that ordinary text never encodes to, by id: special and added ones."""
         added = {index: text for text, index in self.tokenizer.get_added_vocab().items()}
@@ -226,34 +233,31 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _encoder(
-    tokenizer: Tokenizer, *, add_special_tokens: bool = False
-) -> Callable[[str], list[int]]:
-    """Return a function from text to ids that threads may share.
+def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
+    """Return a function that threads may share, of a text and of whether to add special tokens.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
     not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend = type(backend).from_str(backend.to_str())
-        backend.no_truncation()
-        backend.no_padding()
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        lock = threading.Lock()
 
-        def encode_fast(text: str) -> list[int]:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        def encode(text: str, special: bool) -> list[int]:
+            with lock:
+                return list(tokenizer.encode(text, add_special_tokens=special))
 
-        starts = segment_starts(backend.get_added_tokens_decoder())
-        if starts is None or add_special_tokens:
-            return encode_fast
-        return by_segments(encode_fast, starts, IdCache(_CACHED_CHARACTERS))
-    lock = threading.Lock()
+        return encode
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_truncation()
+    backend.no_padding()
 
-    def encode(text: str) -> list[int]:
-        with lock:
-            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    def whole(text: str, special: bool = False) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=special).ids)
 
-    return encode
+    if (starts := segment_starts(backend.get_added_tokens_decoder())) is None:
+        return whole
+    segmented = by_segments(whole, starts, IdCache(_CACHED_CHARACTERS))
+    return lambda text, special: whole(text, True) if special else segmented(text)
 
 
 class IdCache:
@@ -311,13 +315,11 @@ def by_segments(
 
 
 def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
-    """Return a pattern of the special tokens at which a text may be divided; None if there is none.
+    """Return a pattern of the added tokens at which a text may be divided; None if there is none.
 
-    Args:
-        added: A tokenizer's added tokens by id. One that takes the spaces before it, that may
-            begin inside another, or with which another one begins that is no such token, is no
-            such token. Tokens that depend on the characters around them (`single_word`) forbid
-            any division.
+    One that takes the spaces before it, that may begin inside another, or with which another one
+    begins that is no such token, is no such token. Tokens that depend on the characters around them
+    (`single_word`) forbid any division.
     """
     if any(token.single_word for token in added.values()):
         return None

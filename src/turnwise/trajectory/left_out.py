@@ -1,7 +1,6 @@
 """Parts that a chat template leaves out of a prompt in silence: tools, messages, reasoning.
 
-A template ignores what it has no place for, and a model cannot learn from what it never reads. Here
-conversations are rendered with and without a part, or with marks in place of their contents.
+Conversations are rendered with and without a part, or with marks in place of their contents.
 """
 
 from collections.abc import Sequence

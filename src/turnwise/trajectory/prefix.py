@@ -1,11 +1,9 @@
 """Put the model's own ids back into a re-rendered conversation.
 
 A caller that keeps messages as text renders and tokenises the whole conversation again, and the
-sampled text comes back as other ids. `replace_prefix_tokens` restores the model's ids, as NeMo-RL's
-function of that name does: the model's up to the end of its last turn, and the template's from
-there. There are two differences. The end is found by the ids around it, because a template that
-drops reasoning moves it; and a result that would lose a message, or keep a turn that the caller has
-edited, is an error. `bridge` needs none of this.
+sampled text comes back as other ids. There are two differences from NeMo-RL's function of that
+name: the end of the last turn is found by the ids around it, because a template that drops
+reasoning moves it; and a result that would lose a message, or keep an edited turn, is an error.
 """
 
 import re
@@ -25,9 +23,7 @@ def replace_prefix_tokens(
     """Return the whole conversation's ids, with the model's own up to the end of its last turn.
 
     Args:
-        tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn. With a
-            `decode`, both histories are compared as texts; without one, by the ids outside of
-            assistant turns, if the rendering shows where those begin.
+        tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
         model_prefix_token_ids: The last call's prompt and completion, with or without the final
             EOS; empty before the first call.
         template_prefix_token_ids: The conversation rendered up to and including the last
@@ -35,7 +31,7 @@ def replace_prefix_tokens(
         template_token_ids: The whole conversation rendered, with generation prompt.
 
     Raises:
-        TrajectoryError: reason `no_turn_end`, when the rendered assistant turn holds no EOS;
+        TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
             `turn_lost`, when the whole rendering does not hold the last assistant turn in one
             certain place; `history_changed`, when the rendering's history is not the model's.
 
@@ -55,36 +51,23 @@ def replace_prefix_tokens(
     finished = model if model[-1] == eos else [*model, eos]
     seam = _find_turn_end(prefix, end, template, eos)
     rendered, again = prefix[: end + 1], template[: seam + 1]
-    decode = getattr(tokenizer, "decode", None)
-    if callable(decode):
-        # A template may have changed more than one turn: these must be the same turns.
-        if again != rendered and _changes(decode, rendered, again):
-            raise _turn_lost("other turns differ too")
-        if change := _changes(decode, finished, rendered):
-            raise TrajectoryError(
-                "history_changed",
-                f"the conversation was sent with {change}; start a new one for an edited history",
-            )
-    else:
-        opening = _turn_opening(prefix, end, template[seam + 1 :], eos)
-        if again != rendered and (opening is None or not _are_alike(again, rendered, opening, eos)):
-            raise _turn_lost("other turns differ too")
-        if opening is not None and not _are_alike(finished, rendered, opening, eos):
-            raise TrajectoryError(
-                "history_changed",
-                "the conversation sent differs from the model's outside of assistant turns; start "
-                "a new one for an edited or shortened history",
-            )
+    # A template may have changed more than one turn: these must be the same turns.
+    if again != rendered and _changes(tokenizer.decode, rendered, again):
+        raise _turn_lost("other turns differ too")
+    if change := _changes(tokenizer.decode, finished, rendered):
+        raise TrajectoryError(
+            "history_changed",
+            f"the conversation was sent with {change}; start a new one for an edited history",
+        )
     return [*finished[:-1], *template[seam:]]
 
 
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:
     """Return the position in `template` of the EOS at `prefix[end]`.
 
-    A template may change the contents of assistant turns once messages follow, such as drop their
-    reasoning. Usually the rendering up to that EOS is then a prefix and a suffix of `prefix`, with
-    one gap between them. If no position or several fit, take the EOS that ends as many turns; the
-    caller checks that they are the same turns.
+    A template may drop reasoning once messages follow. Usually the rendering up to that EOS is then
+    a prefix and a suffix of `prefix`, with one gap between them. If no position or several fit,
+    take the EOS that ends as many turns; the caller checks that they are the same turns.
     """
     if template[: len(prefix)] == prefix:
         return end
@@ -112,53 +95,6 @@ def _turn_lost(why: str) -> TrajectoryError:
         "the chat template renders the last assistant turn differently once messages follow, and "
         f"{why}; no ids were replaced",
     )
-
-
-def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -> list[int] | None:
-    """Return the ids that open an assistant turn; None if the rendering does not show them.
-
-    They occur in the last turn, and at the end of `following` as its generation prompt, before
-    anything else that the prompt opens (`<think>`).
-    """
-    before = _last_index(prefix[:end], [eos])
-    last_turn = prefix[0 if before is None else before + 1 : end]
-    after = _last_index(following, [eos])
-    prompt = following[0 if after is None else after + 1 :]
-    length = 0
-    while length < len(prompt) and _last_index(last_turn, prompt[-1 - length :]) is not None:
-        length += 1
-    opening = prompt[len(prompt) - length :] or prompt[: common_prefix(prompt, last_turn)]
-    if not opening:
-        opening, own = prompt, _last_index(prefix, prompt) if prompt else None
-        if own is None or own <= end:
-            return None
-    if (_last_index(prefix, opening) or 0) > end:
-        raise TrajectoryError(
-            "no_turn_end",
-            "the last assistant turn of the rendered conversation does not end as the others do",
-        )
-    return opening
-
-
-def _are_alike(model: list[int], template: list[int], opening: list[int], eos: int) -> bool:
-    """Whether both sides differ only inside assistant turns."""
-    ours, theirs = 0, 0
-    last_opening = _last_index(template, opening)
-    while True:
-        same = common_prefix(model[ours:], template[theirs:])
-        ours, theirs = ours + same, theirs + same
-        if ours == len(model) and theirs == len(template):
-            return True
-        opened = _last_index(template[:theirs], opening)
-        if opened is None or ours == len(model) or theirs == len(template):
-            return False
-        start = opened + len(opening)
-        if opened == last_opening and _last_index(model[ours:], opening) is None:
-            ours, theirs = len(model) - 1, len(template) - 1
-        elif eos not in template[start:theirs] and eos in model[ours:]:
-            ours, theirs = model.index(eos, ours), template.index(eos, theirs)
-        else:
-            return False
 
 
 _REASONING = {
@@ -221,10 +157,3 @@ def _plain(text: str) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:36]} ...")
-
-
-def _last_index(ids: list[int], part: list[int]) -> int | None:
-    for start in range(len(ids) - len(part), -1, -1):
-        if ids[start] == part[0] and ids[start : start + len(part)] == part:
-            return start
-    return None

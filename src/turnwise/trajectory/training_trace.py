@@ -2,9 +2,8 @@
 
 A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
 `node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
-both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks (weight versions,
-rewards, the reasons of forks) are in `metadata`, under `turnwise`, so that a trajectory comes back
-as it was. A trace of another program has none of them.
+both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks are in
+`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back.
 """
 
 import json

@@ -1,16 +1,11 @@
 """A trajectory: every token of one attempt at one problem, exactly as the engine saw it.
 
-It is a tree of turns. A turn is built from the ids that the engine received and sampled; its parent
-is found by comparing ids, and it stores only the ids that it adds. Usually the
-tree is a line; sub-agents, retries and edited histories make branches. Each branch is a training
-sample, in which tokens that an earlier branch trains are context. Messages are also stored, for
-people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines; its
-only file format is JSON Lines.
-
-The experts of a mixture that computed each token are kept as the engine reports them. A *row* is
-the choice of one token: the numbers of its experts in each layer, in bytes. All rows of a model
-have one length; nothing here reads them. A request has a row for each id of its prompt and
-completion but the last, which no layer has computed yet: the next turn of the conversation has it.
+It is a tree of turns, of which each stores the ids that it adds to those of its parent, which is
+found by comparing ids. Sub-agents, retries and edited histories make branches; each is a training
+sample, in which tokens that an earlier branch trains are context. No id is made from messages.
+The experts of a mixture that computed a token are a *row* of bytes: their numbers in each layer.
+All rows of a model have one length. A request has one for each id of its prompt and completion but
+the last, which no layer has computed yet: the next turn of the conversation has it.
 """
 
 import base64
@@ -425,10 +420,7 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
 
 class TrajectoryLog(Sequence[Trajectory]):
     """The trajectories of a JSON Lines file, in the order of their places; 24 bytes of memory each.
-
-    The file has them in the order in which they were appended. An existing file is replaced by
-    the first append.
-    """
+    The file has them as they were appended; the first append replaces an existing one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -85,7 +85,6 @@ class ChatService:
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
-        self._prompts = prompts.PromptCache(self._template)
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
@@ -156,7 +155,7 @@ class ChatService:
             prompt = await self.exact_prompt(context, tools_request)
             if prompt is None and (shown := texts(messages)) is not None:
                 prompt = await in_thread_if_long(
-                    shown, lambda: self._prompts.render(shown, offered.tools)
+                    shown, lambda: self._template.render_first(shown, offered.tools)
                 )
         except Exception:  # a client's messages may be anything: vLLM's path reports the error
             return None
@@ -321,9 +320,7 @@ class ChatService:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if prompts.must_escape(template, asked):
-            return await in_thread_if_long(messages, lambda: prompts.render(template, asked))
-        return None
+        return await in_thread_if_long(messages, lambda: prompts.escaped_prompt(template, asked))
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""

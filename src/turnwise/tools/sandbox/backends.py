@@ -1,13 +1,8 @@
 """The backends of a sandbox, the keeper's specification for each, and their filter of system calls.
 
-`sandlock` (Landlock and seccomp) is a package that needs Linux 6.7; `bubblewrap` is a program of
-the Linux distribution that needs user namespaces or root. `none` limits time, memory and output,
-but gives the code all rights of this process's user.
-
 The filter is a BPF program, made by hand. It refuses what a backend alone would leave open or what
 code for a model never needs: kernel interfaces with a history of defects, memory outside the
-limits, other processes' priorities, new namespaces, and every socket but those within the machine's
-file system.
+limits, other processes' priorities, new namespaces, and all sockets but those in the file system.
 """
 
 import importlib.util
@@ -61,11 +56,8 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
-    """Return the keeper's specification of a new sandbox; makes its scratch folder.
-
-    Args:
-        lifeline: File descriptor whose end ends the sandbox.
-    """
+    """Return the keeper's specification of a new sandbox, which ends when the file `lifeline` does;
+    makes its scratch folder."""
     executable, prefixes = _python(limits.interpreter)
     root = os.geteuid() == 0
     # As root, every sandbox has its own user: root would own the system's files, and the kernel
@@ -162,7 +154,7 @@ _NAMESPACES = 0x7E020080
 _AF_UNIX = 1
 _X32 = 0x40000000
 
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198)}
 _Numbers = dict[str, tuple[int | None, int | None]]
 """Names of system calls, with their numbers on x86_64 and aarch64."""
@@ -211,18 +203,10 @@ _ATTRIBUTES: _Numbers = {
 """Calls on any path that Landlock does not limit to a folder."""
 
 
-def known_architecture() -> bool:
-    """Return whether this machine's system calls are known."""
-    return platform.machine() in _ARCHITECTURES
-
-
 def filter_program(*, attributes: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter` for this machine's architecture.
-
-    Args:
-        attributes: Allow changes of files' modes, owners, times and attributes.
-    """
-    audit, column = _ARCHITECTURES[platform.machine()]
+    """Return the filter as an array of `struct sock_filter` for this machine's architecture;
+    `attributes` allows changes of files' modes, owners, times and attributes."""
+    audit, column = ARCHITECTURES[platform.machine()]
     groups = (*_REFUSED.values(), {} if attributes else _ATTRIBUTES)
     refused = [call[column] for group in groups for call in group.values()]
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]

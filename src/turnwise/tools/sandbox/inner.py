@@ -1,9 +1,8 @@
 """The program inside a sandbox: limits itself, then runs the code that it is sent.
 
 It has no imports but Python's own, because it runs in the interpreter that the model's code uses.
-The session sends requests, lines of JSON, to standard input; standard output receives what the
-code prints; an answer on standard error is a request's nonce. The code shares this process and can
-forge answers: they can only end its own call early.
+Requests are lines of JSON on standard input; standard output receives what the code prints; an
+answer on standard error is a request's nonce. Answers that the code forges only end its own call.
 """
 
 import ast
@@ -32,11 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(spec: dict[str, Any]) -> None:
-    """Set this process's resource limits, change its user, and install its filter of system calls.
-
-    Raises:
-        OSError: when the kernel refuses.
-    """
+    """Set this process's resource limits, change its user, and install its filter of system calls;
+    OSError when the kernel refuses."""
     limits = {
         resource.RLIMIT_AS: spec["memory"],
         resource.RLIMIT_FSIZE: spec["disk"],
