@@ -19,6 +19,7 @@ from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of
 from turnwise.training.batching import Columns
 
+CONTEXT_KEY = "training.context_parallel"
 _NAME = "turnwise_packed"  # name of the function in Transformers
 _MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
@@ -52,6 +53,29 @@ def set_packed(model: PreTrainedModel, packed: bool) -> None:
     """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if attention_of(model) in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
+
+
+def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
+    """Check that the ranks of a context group can share a model's sequences, by an attention that
+    exchanges columns for heads."""
+    if size == 1:
+        return
+    text, name = model.config.get_text_config(), model.config.model_type
+    if not exchanges:
+        raise InputError(
+            f"{CONTEXT_KEY}: a {name} model combines tokens in another way than by torch's "
+            "attention, the only one that is divided over ranks: set it to 1"
+        )
+    heads: int = text.num_attention_heads
+    shared: int = getattr(text, "num_key_value_heads", None) or heads
+    sizes = [
+        n for n in range(1, heads + 1) if heads % n == 0 and max(shared, n) % min(shared, n) == 0
+    ]
+    if size not in sizes:
+        raise InputError(
+            f"{CONTEXT_KEY}: {size} ranks cannot share {heads} attention heads with {shared} of "
+            f"keys and values: set it to one of {sizes}"
+        )
 
 
 @contextmanager

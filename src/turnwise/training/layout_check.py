@@ -20,9 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import is_packed, set_packed
-from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.context import CONTEXT_KEY, ContextGroup
+from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
+from turnwise.training.batching import ContextGroup, Layout, make_micro_batch
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
@@ -228,8 +227,7 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 
 def _sample(ids: list[int], scored: int, number: int) -> Sample:
     """Return a sample of which the first tokens are scored."""
-    none = [0] * len(ids)
-    return Sample.of(ids, [1] * scored + none[scored:], none, none, 0.0, number)
+    return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | str:

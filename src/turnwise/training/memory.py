@@ -34,18 +34,18 @@ from turnwise.errors import InputError
 from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from turnwise.training.loading import (
     POLICY,
-    backbone_of,
     decoder_layers,
     dtype_of,
     is_classifier,
     learning_dtype,
+    models_beside,
     path_of,
     recompute,
     shared_roles,
     translate_unreadable,
 )
 from turnwise.training.lora import ModelName, add_adapters
-from turnwise.training.scoring import score_hidden
+from turnwise.training.model import backbone_of, score_hidden
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
@@ -117,10 +117,9 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     }
 
 
-def check_room(
-    config: Config, device: torch.device, ranks: int, beside: Mapping[ModelName, OtherModel]
-) -> None:
+def check_room(config: Config, device: torch.device, ranks: int) -> None:
     """Check that a rank has memory for all models and their optimizers; ignores activations."""
+    beside = models_beside(config)
     keys = {"reference": "algorithm.kl.model", "value": "algorithm.advantage.model"}
     for role, other in beside.items():
         if path_of(config, other) == path_of(config):

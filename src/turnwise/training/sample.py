@@ -83,6 +83,12 @@ class Sample:
             experts,
         )
 
+    @classmethod
+    def to_score(cls, token_ids: Sequence[int], mask: Sequence[int], number: int = 0) -> "Sample":
+        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+        none = [0] * len(token_ids)
+        return cls.of(token_ids, mask, none, none, 0.0, number)
+
     @property
     def length(self) -> int:
         return len(self.token_ids_T)

@@ -6,18 +6,22 @@ computation, so the error that is raised is that of the dead rank.
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
+from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
+from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
     Layout,
     RankBatches,
@@ -28,7 +32,7 @@ from turnwise.training.batching import (
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
-from turnwise.weights.process_group import LOOPBACK
+from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
@@ -39,6 +43,44 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 5.0
 """Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
 _PING_SECONDS = 2.0
+
+
+class TrainerActor:
+    """The process of one rank of the policy."""
+
+    def __init__(self) -> None:
+        logs.follow()
+
+    def node(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def open_store(self, host: str) -> str:
+        """Open the ranks' rendezvous store on one address of this node; return host:port."""
+        # Kept open: a port that is only looked up may be taken a moment later.
+        self._store = open_store(host, 0)
+        return f"{host}:{self._store.port}"
+
+    def start(
+        self, config: Config, folder: str, rank: int, ranks: int, address: str
+    ) -> tuple[int, Layout, str]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches with a
+        warning about it."""
+        from turnwise.training.rank import TrainerRank  # with Transformers' models
+
+        policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
+        self._policy = policy
+        return os.getpid(), policy.layout, policy.layout_warning
+
+    def call(self, method: str, *args: object) -> object:
+        result: object = getattr(self._policy, method)(*args)
+        return result
+
+    def ping(self) -> None:
+        pass
+
+
+class ColocatedTrainerActor(TrainerActor, WorkerHost):
+    """One rank of the policy, and one rank of an engine's model in the same process."""
 
 
 class TrainerGroup:
@@ -62,8 +104,6 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        from turnwise.training.actor import ColocatedTrainerActor, TrainerActor
-
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
         find_transport(config.weights.transport)  # a wrong name is an error before ranks start
@@ -148,7 +188,7 @@ class TrainerGroup:
             under `sampling`, or, from the value model, the expected return before it.
         """
         samples = [
-            Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
+            Sample.to_score(ids, mask, number)
             for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
         ]
         found: dict[int, list[float]] = {}
