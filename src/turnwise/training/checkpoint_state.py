@@ -8,7 +8,6 @@ what its configuration says. Loading never runs code stored in a checkpoint.
 import io
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 
@@ -57,7 +56,7 @@ def save_state(
     }
     with translate_disk_full(state):
         try:
-            with _alone():
+            with warnings.catch_warnings(action="ignore"):  # a single rank has no process group
                 save(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # not an Exception: it would end the process
             # The first rank's error, which torch wraps.
@@ -90,8 +89,9 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
                 if f"{name}.optimizer.state.{own}.{step}" in saved
             }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
-        with _alone():  # into the parameters themselves, and into these moments
-            alone = not dist.is_initialized()
+        alone = not dist.is_initialized()
+        with warnings.catch_warnings(action="ignore"):  # as above
+            # Into the parameters themselves, and into these moments.
             load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
         own = state / f"rank-{rank}.pt"
         extra: JsonObject = torch.load(own if own.exists() else state / "rank-0.pt")
@@ -158,14 +158,6 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Suppress torch's warning that a single rank has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import ParamsT
 
 from turnwise.config import TrainingConfig
 
@@ -45,7 +44,7 @@ class TrainableModule:
         self._rate = rate
         self._total = total_updates
         kind = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
-        self.optimizer: torch.optim.Optimizer = kind(
+        self.optimizer = kind(
             decay_groups(module, training.weight_decay), lr=rate, weight_decay=0, betas=_ADAM_BETAS
         )
         self._set_rate()
@@ -111,7 +110,7 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, objec
     ]
 
 
-class RoundingAdamW(torch.optim.Optimizer):
+class RoundingAdamW(torch.optim.AdamW):
     """AdamW without float32 copies of the weights; its moments have the type of the weights.
 
     Each step draws its random bits from torch's seed and the number of the step, so a run that
@@ -119,17 +118,6 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     Source: Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float = 1e-8,
-    ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
