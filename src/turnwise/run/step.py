@@ -48,11 +48,8 @@ class TrainingStep:
     async def make_samples(
         self, groups: Sequence[Group], discarded: Iterable[tuple[str, Group]] = ()
     ) -> SampleBatch:
-        """Return a step's samples: rewards -> advantages -> samples, each token audited.
-
-        Args:
-            discarded: Groups that are only accounted for, each after the reason.
-        """
+        """Return a step's samples; discarded groups, each after its reason, are only accounted
+        for."""
         version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest
@@ -117,11 +114,7 @@ class TrainingStep:
         await self._manager.wake_up()
 
     async def update_weights(self) -> JsonObject:
-        """Transfer the trainer's weights to the engines and check that they arrived.
-
-        Raises:
-            WeightUpdateError, DeadlineError: when they did not arrive.
-        """
+        """Transfer the trainer's weights to the engines and check that they arrived."""
         started = time.perf_counter()
         with waiting("the engines to load new weights"):
             published = await self._sync.publish()

@@ -1,7 +1,4 @@
-"""The training loop: two coroutines with a bounded distance between them.
-
-    producer   problems -> groups of trajectories with rewards        (`rollout.producer`)
-    consumer   groups -> advantages -> samples -> loss -> new weights (`TrainingLoop._consume`)
+"""The training loop: a producer of groups, and a consumer that trains on them.
 
 The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
 alternate, which is synchronous training; there is no separate loop for it.
@@ -208,12 +205,7 @@ class TrainingLoop:
                 asked.cancel()
 
     async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
-        """Train on a step's groups: rewards -> advantages -> samples -> loss; write what its tokens
-        were trained with.
-
-        Raises:
-            ExactnessError: when a token differs from the sampled one; nothing is trained then.
-        """
+        """Train on a step's groups, and write what its tokens were trained with."""
         version = self._policy.version
         samples = await self._step.make_samples(batch.groups, batch.discarded)
         self.exactness += samples.report

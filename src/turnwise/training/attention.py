@@ -81,10 +81,7 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
 @contextmanager
 def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Columns]]:
     """Yield the argument that tells a model's layers the sequences of a packed row, and the ranks
-    that share it.
-
-    It is empty where neither matters, and for a model that separates sequences by a mask.
-    """
+    that share it; empty where neither matters, and for a model that separates them by a mask."""
     if (columns.lengths is None and columns.group is None) or not is_packed(model):
         yield {}
         return

@@ -50,10 +50,8 @@ class RankBatches:
 
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
-    """Return `training.micro_batch_tokens`, or what null stands for on such a device.
-
-    A CPU's cores have enough to do with few tokens, so more of them only take memory.
-    """
+    """Return `training.micro_batch_tokens`, or what null stands for on such a device."""
+    # A CPU's cores have enough to do with few tokens: more of them only take memory.
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
 
 

@@ -1,15 +1,9 @@
-"""Checkpoint folders: their contents, their order, when they are complete, which ones are kept.
+"""Checkpoint folders: their order, when they are complete, which ones are kept.
 
-    checkpoints/step-NNNN/     the model in Hugging Face's format, or the adapter in PEFT's
-      state/                   the state that a resumed run needs; see `checkpoint_state`
-        .metadata, *.distcp      weights and optimizer, torch's distributed checkpoint
-        rank-N.pt                schedule, version, random numbers of each rank
-        loop.json                the loop's: data order, groups not yet trained on
-        files.json               every file and its size: written last, so a checkpoint that
-                                 agrees with it is complete
-
-A checkpoint is written to `step-NNNN.tmp`, flushed to the disk and renamed; only then are older
-ones removed. Importing this needs no torch.
+`state/` of `checkpoints/step-NNNN` has what a resumed run needs (see `checkpoint_state`), the
+loop's state in loop.json, and files.json: every file and its size, written last, so that a
+checkpoint that agrees with it is complete. It is written to `step-NNNN.tmp`, flushed to the disk
+and renamed; only then are older ones removed. Importing this needs no torch.
 """
 
 import errno
@@ -85,10 +79,7 @@ def read_loop(folder: Path) -> JsonObject:
 
 
 def incomplete_reason(folder: Path) -> str:
-    """Return the reason why a checkpoint cannot be resumed from, or "" if it is complete.
-
-    A replacement that a crash interrupted is finished first.
-    """
+    """Return the reason why a checkpoint cannot be resumed from, or "" if it is complete."""
     recover(folder, _is_whole)
     return _flaw(folder)
 

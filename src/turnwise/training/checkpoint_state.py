@@ -1,6 +1,7 @@
 """The state of a checkpoint: weights, optimizers and what each rank remembers.
 
-A rank writes its shards with torch's distributed checkpoint, which any number of ranks can read.
+A rank writes its shards with torch's distributed checkpoint (.metadata, *.distcp), which any number
+of ranks can read, and its schedule, version and random numbers to rank-N.pt.
 What the configuration decides (rates, decay, betas, the schedule) is not in it: a resumed run has
 what its configuration says. Loading never runs code stored in a checkpoint.
 """
@@ -37,11 +38,7 @@ _Moments = dict[str, dict[str, torch.Tensor]]
 def save_state(
     folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: JsonObject
 ) -> None:
-    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks.
-
-    `updates` is added to `extra`: the updates that each learner has taken, its place in the
-    schedule.
-    """
+    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks."""
     state = folder / "state"
     states = {
         name: _state(

@@ -1,9 +1,9 @@
 """The check before training: the trainer's log-probs are the model's own, in the run's layout.
 
 A few random sequences are scored one by one, with the attention that Transformers chose, and one of
-them is compared with the model's own logits. Then all are scored in the layout of the run. Layers
-that carry a state from one sequence of a row into the next, masks that ignore where sequences
-begin, windows that nothing applies: all show as a difference, whatever the architecture is.
+them is compared with the model's own logits. Then all are scored in the layout of the run. States
+that leak into the next sequence of a row, masks that ignore where sequences begin, windows that
+nothing applies: all show as a difference, whatever the architecture is.
 """
 
 from collections.abc import Callable, Iterator, Sequence

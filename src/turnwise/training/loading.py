@@ -65,10 +65,8 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
 
 
 def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[ModelName, ...]:
-    """Return the roles that the policy's backbone plays with adapters; none without LoRA.
-
-    A model beside the policy is one of them unless it has a path or a precision of its own.
-    """
+    """Return the roles that the policy's backbone plays with adapters, those of models without a
+    path or a precision of their own; none without LoRA."""
     if not config.model.lora.rank:
         return ()
     shared = (
@@ -99,10 +97,7 @@ def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a causal language model without dropout, which would make every ratio wrong.
-
-    With several ranks it has no weights yet where `distribute` can read each rank's shards.
-    """
+    """Load a language model; with several ranks, without weights that `distribute` can read."""
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 
@@ -126,7 +121,7 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
     def prepared(model: PreTrainedModel) -> PreTrainedModel:
         exchanges = use_packed_attention(model, config.training.attention)
         check_divisible(model, config.training.context_parallel, exchanges)
-        return model.eval()
+        return model.eval()  # dropout would make every ratio wrong
 
     trust = config.model.trust_remote_code
     with translate_unreadable(path):

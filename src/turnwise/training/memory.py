@@ -1,9 +1,8 @@
 """Memory of a rank, without loading or computing anything: `turnwise plan`, and the check of a run.
 
-What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the forward and
-backward pass of a micro-batch runs on tensors without data (torch's fake tensors), while the bytes
-of all tensors that are alive are counted. So the figure is that of the model's own code in
-Transformers, whatever its architecture. Attention and experts are replaced by functions whose
+What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the model's own
+code in Transformers computes a micro-batch forward and backward on torch's fake tensors, while the
+bytes of all that are alive are counted. Attention and experts are replaced by functions whose
 results have the same sizes: their kernels differ between devices.
 """
 

@@ -42,11 +42,9 @@ _NARROW = 256  # most experts whose numbers are one byte each
 class RoutingReplay:
     """The routers of a model, which repeat the engine's choice of experts (R3).
 
-    A mixture of experts amplifies rounding: where two experts are almost equally likely, engine and
-    trainer may choose differently, and the log-probs of the token differ at once. Here each router
-    computes its own probabilities, and takes them at the recorded experts, so that its gradient is
-    that of this choice (https://arxiv.org/abs/2510.11370). Tokens without a record are routed as
-    ever.
+    Where two experts are almost equally likely, rounding may decide, and the log-probs differ at
+    once. Each router computes its own probabilities and takes them at the recorded experts, so that
+    its gradient is that of this choice (https://arxiv.org/abs/2510.11370).
     """
 
     def __init__(self, model: Foreign) -> None:
@@ -209,8 +207,7 @@ class Models:
     def score(
         self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the scores of targets by the policy or the reference model; by default under the
-        configuration's `sampling`."""
+        """Return the scores of targets by a model; by default under the run's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -262,12 +259,8 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
-    """Score the targets of all columns, of which this rank computes some.
-
-    The output head runs on the positions before masked tokens alone and, where they are many,
-    in chunks whose logits are recomputed for the backward pass, so no [B, T, V] tensor exists.
-    Padding needs no attention mask: it is on the right, and attention is causal.
-    """
+    """Score the targets of all columns, of which this rank computes some."""
+    # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns)
     logprobs_N, entropy_N = score_hidden(model, hidden_NH, columns.targets_N, sampling)
     return columns.whole(logprobs_N), columns.whole(entropy_N)
@@ -279,7 +272,11 @@ def score_hidden(
     targets_N: torch.Tensor,
     sampling: SamplingConfig,
 ) -> Scores:
-    """Score tokens by the last hidden states at the positions before them."""
+    """Score tokens by the last hidden states at the positions before them.
+
+    Where they are many, the logits are computed in chunks, and again for the backward pass, so that
+    no [B, T, V] tensor exists.
+    """
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
     compute: Callable[..., Scores] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
@@ -366,11 +363,7 @@ def _score(
 def _processed(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Apply temperature, top-k and top-p as the engine does.
-
-    A target that has fallen out of the kept set under newer weights stays in, so that its ratio is
-    small but not zero.
-    """
+    """Apply temperature, top-k and top-p as the engine does."""
     if sampling.temperature == 0.0:
         return logits_NV
     if sampling.temperature != 1.0:
@@ -387,5 +380,6 @@ def _processed(
         outside_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
+    # A target that has fallen out under newer weights stays: its ratio is small but not zero.
     dropped_NV.scatter_(-1, targets_N[:, None], False)
     return logits_NV.masked_fill(dropped_NV, float("-inf"))

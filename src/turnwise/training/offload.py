@@ -25,9 +25,8 @@ _Away = tuple[Any, int, torch.Tensor | None]
 
 
 class Offload:
-    """Offloads tensors and brings them back, by kind.
+    """Offloads tensors and brings them back, by kind: a function that lists the tensors there are.
 
-    A kind is a function that lists its tensors: an optimizer has some only after its first step.
     `file` is the prefix of the files that hold values of a CPU. They are removed while they are
     open, so that the process never leaves them behind.
     """

@@ -63,10 +63,7 @@ class TrainableModule:
         self._set_rate()
 
     def step(self) -> tuple[float, bool]:
-        """Take an optimizer step; return the gradient's norm, and whether it was finite.
-
-        A step whose norm is not finite changes nothing.
-        """
+        """Take a step, unless the gradient's norm is not finite; return it, and whether it was."""
         norm: torch.Tensor = nn.utils.clip_grad_norm_(
             self.module.parameters(), self._training.max_grad_norm
         )
@@ -81,14 +78,11 @@ class TrainableModule:
         return float(norm), finite
 
     def _set_rate(self) -> None:
-        """Set the rate of the next step, a fraction of the configured one.
-
-        Updates after the last one of a linear decay have the rate of the last one: only a program's
-        own loop takes any, and a rate of 0 would train nothing.
-        """
+        """Set the rate of the next step, a fraction of the configured one."""
         warmup, total = self._training.warmup_steps, self._total
         fraction = min(1.0, (self.updates + 1) / (warmup + 1))
         if self._training.lr_schedule == "linear" and total is not None:
+            # After the last one, where a program's own loop may go on, it stays that of the last.
             fraction = min(fraction, max(1, total - self.updates) / max(1, total - warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate * fraction
