@@ -26,8 +26,7 @@ from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
 from turnwise.run.run_dir import Resume, RunDir
-from turnwise.run.runtime import Runtime
-from turnwise.run.step import TrainingStep
+from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
 from turnwise.training.samples import gives_signal, recent_versions
 from turnwise.trajectory import ExactnessReport, Trajectory

@@ -57,13 +57,8 @@ class Sample:
         turns: Sequence[int] | None = None,
         experts: bytes = b"",
     ) -> "Sample":
-        """Make a sample of plain lists of one length; by default each sequence is a pair and a
-        trajectory by itself.
-
-        Args:
-            advantage: Of all tokens, or of each.
-            turns: Index of each token's turn; None makes all one turn.
-        """
+        """Make a sample of lists of one length, with the advantage of all tokens or of each; by
+        default it has one turn, and its sequence is a pair and a trajectory by itself."""
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
