@@ -1,8 +1,8 @@
 """The runtime of training, evaluation and plain rollouts: engines, runner and trainer.
 
 `open_runtime` starts them concurrently and always stops them all on exit. `TrainingStep` is the
-trainer's half of a step on them: samples of groups, the loss on these, and the engines' new weights.
-The training loop and pipelines share it; each decides where groups come from and what to write.
+trainer's half of a step: samples of groups, the loss on these, and the engines' new weights. The
+training loop and pipelines share it; each decides where groups come from and what to write.
 """
 
 import asyncio

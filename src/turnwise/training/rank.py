@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -119,7 +118,7 @@ class TrainerRank:
         )
         self._offload = Offload(
             {"params": self._models.weights, "optimizer": self._moments},
-            (run / f"offload-{rank}").absolute(),
+            run.absolute(),
         )
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
@@ -137,10 +136,8 @@ class TrainerRank:
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
         self._prepare(batches, len(steps))
-        staleness = Counter[int]()
-        for batch in batches:
-            staleness.update(batch.tokens.staleness_N.tolist())
-        recorded: list[torch.Tensor] = []
+        staleness = Counter(age for b in batches for age in b.tokens.staleness_N.tolist())
+        recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         updates = [
             self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
         ]
@@ -151,11 +148,10 @@ class TrainerRank:
         if self._training.colocated and on_gpu:
             torch.cuda.empty_cache()  # the engines wake up next, and need the memory
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        none = np.zeros((len(RECORDED), 0), np.float32)
         return StepReport(
             self.version,
             updates,
-            torch.cat(recorded, dim=1).cpu().numpy() if recorded else none,
+            torch.cat(recorded, dim=1).cpu().numpy(),
             staleness,
             sum(batch.size for batch in batches),
             time.perf_counter() - started,

@@ -112,7 +112,9 @@ def _add_group(
     batch.groups_without_signal += silent
     if advantages is None or (silent and config.algorithm.dynamic_sampling):
         batch.drop(group.trajectories, "no_signal")
-    elif algorithm.loss.needs_pairs:
+        return
+    pair_id = None
+    if algorithm.loss.needs_pairs:
         pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
         versions = [[v for turn in t.turns for v in turn.weight_versions] for t in pair]
         if not all(any(v >= oldest for v in each) for each in versions):  # half a pair is dropped
@@ -122,19 +124,17 @@ def _add_group(
         others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
-        for trajectory, advantage in zip(pair, advantages.values(), strict=True):
-            _add(batch, trajectory, advantage, oldest, pair_id)
-    else:
-        for index, trajectory in enumerate(group.trajectories):
-            _add(
-                batch,
-                trajectory,
-                advantages[index],
-                oldest,
-                # Without a KL penalty, advantages of 0 add nothing to the gradient.
-                counted_only=silent and not config.algorithm.kl.coef,
-                as_reward=algorithm.advantage.needs_values,
-            )
+    for index, advantage in advantages.items():
+        _add(
+            batch,
+            group.trajectories[index],
+            advantage,
+            oldest,
+            pair_id,
+            # Without a KL penalty, advantages of 0 add nothing to the gradient.
+            counted_only=silent and not config.algorithm.kl.coef,
+            as_reward=algorithm.advantage.needs_values,
+        )
 
 
 def _add(
@@ -142,10 +142,10 @@ def _add(
     trajectory: Trajectory,
     advantage: Sequence[float],
     oldest: int,
-    pair_id: int | None = None,
+    pair_id: int | None,
     *,
-    counted_only: bool = False,
-    as_reward: bool = False,
+    counted_only: bool,
+    as_reward: bool,
 ) -> None:
     """Add the branches of one trajectory, with tokens of versions before `oldest` masked.
 
