@@ -217,14 +217,12 @@ class TrainingLoop:
         trained = self._policy.trained_tokens
         if not samples.samples or not trained:
             return
-
-        def write() -> None:
-            trajectories = [t for group in batch.groups for t in group.trajectories]
-            columns = columns_of(trained, samples.origins, trajectories, version)
-            self._folder.write_token_values(step, columns)
-
+        trajectories = [t for group in batch.groups for t in group.trajectories]
         with self._timed("write"):
-            await run_in_thread(write)
+            columns = await run_in_thread(
+                columns_of, trained, samples.origins, trajectories, version
+            )
+            await run_in_thread(self._folder.write_token_values, step, columns)
 
     async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories."""

@@ -115,16 +115,12 @@ def packed_attention(
     group = columns.group if columns is not None else None
     if group is not None:
         tensors = [group.heads(tensor) for tensor in tensors]
-    if columns is None or columns.column_S is None or columns.own is None:
-        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
-        sequences = [torch.split(tensor, lengths, dim=2) for tensor in tensors]
-    else:  # each sample's own queries, and the keys and values of all its tokens
-        assert columns.lengths is not None
-        query, *others = tensors
-        sequences = [torch.split(query, columns.own, dim=2)] + [
-            torch.split(tensor.index_select(2, columns.column_S), columns.lengths, dim=2)
-            for tensor in others
-        ]
+    lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
+    sizes = [lengths, lengths, lengths]
+    if columns is not None and columns.column_S is not None and columns.own is not None:
+        sizes[0] = columns.own  # each sample's own queries, and keys and values of all its tokens
+        tensors[1:] = [tensor.index_select(2, columns.column_S) for tensor in tensors[1:]]
+    sequences = [torch.split(t, size, dim=2) for t, size in zip(tensors, sizes, strict=True)]
     causal = getattr(module, "is_causal", True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)

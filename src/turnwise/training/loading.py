@@ -184,8 +184,7 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
-        frozen = Scorer(model, config.sampling, dtype_of(config, other))
-        frozen = frozen.requires_grad_(False)
+        frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:

@@ -177,10 +177,7 @@ class Critic(nn.Module):
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
     head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
     with torch.no_grad():
-        if trained is None:
-            head.weight.zero_()
-        else:
-            head.weight.copy_(trained.weight)
+        head.weight.copy_(torch.zeros(()) if trained is None else trained.weight)
     return head
 
 
