@@ -121,10 +121,8 @@ def prune(
 ) -> None:
     """Remove all but the last `keep_last` checkpoints and the best, and what crashes left.
 
-    Args:
-        best: Step of a checkpoint that is kept in any case.
-        committed: Step of the newest one. Those of later steps, which a resumed run found
-            incomplete, are neither counted nor removed; None: the last one.
+    Those of steps after the newest that is `committed` (None: the last), which a resumed run found
+    incomplete, are neither counted nor removed.
     """
     folders = list_checkpoints(checkpoints)
     if committed is None:

@@ -83,9 +83,8 @@ class ModelCheck:
         packed = is_packed(self._model)
         self._group: ContextGroup | None = None
         set_packed(self._model, False)
-        alone = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
-        self._alone = [] if isinstance(alone, str) else alone
-        own = _attempt(self._by_logits) if self._alone else alone
+        self._alone, why = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
+        own = _attempt(self._by_logits) if self._alone else ([], why)
         self.own = self._difference(own, self._alone[-1:])
         """Difference of the log-probs of one sequence from those by the model's own logits."""
         # With tokens after them, which are not scored: a batch of another shape.
@@ -140,16 +139,16 @@ class ModelCheck:
         return [logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].cpu()]
 
     def _difference(
-        self, found: list[torch.Tensor] | str, expected: Sequence[torch.Tensor]
+        self, found: tuple[list[torch.Tensor], str], expected: Sequence[torch.Tensor]
     ) -> Difference:
         """Return the largest difference of values of all samples, on any rank."""
-        error, nats = (found, inf) if isinstance(found, str) else ("", 0.0)
-        if isinstance(found, list):
-            for ours_T, theirs_T in zip(found, expected, strict=False):
-                # A model may give a token the probability 0: both are -inf then.
-                apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
-                blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
-                nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
+        values, error = found
+        nats = inf if error else 0.0
+        for ours_T, theirs_T in zip(values, expected, strict=False):
+            # A model may give a token the probability 0: both are -inf then.
+            apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
+            blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
+            nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
         alone = torch.cat(self._alone) if self._alone else torch.zeros(0)
         finite = alone[alone.isfinite()]
         spread = float(finite.std()) if len(finite) > 1 else 0.0
@@ -230,14 +229,14 @@ def _sample(ids: list[int], scored: int, number: int) -> Sample:
     return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
 
 
-def _attempt(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | str:
-    """Return what a call computes, or why it cannot."""
+def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
+    """Return what a call computes, or nothing and the reason why it cannot."""
     try:
-        return compute()
+        return compute(), ""
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:
-        return str(error) if isinstance(error, InputError) else describe_error(error)
+        return [], str(error) if isinstance(error, InputError) else describe_error(error)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NARROW = 256  # most experts whose numbers are one byte each
 
 
-class RoutingReplay:
+class RoutingReplay(TorchFunctionMode):
     """The routers of a model, which repeat the engine's choice of experts (R3).
 
     Where two experts are almost equally likely, rounding may decide, and the log-probs differ at
@@ -48,12 +48,13 @@ class RoutingReplay:
     """
 
     def __init__(self, model: Foreign) -> None:
+        super().__init__()
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
         """The choices of each token, layer and rank among its experts [N, L, K], and whether the
         token has any [N, 1]."""
-        self._experts = self._each = 0
+        self._experts = self._each = self._layer = self._made = 0
         for name, module in model.named_modules():
             layer = _LAYER.search(f".{name}.")
             if layer is not None and _ROUTER.search(type(module).__name__):
@@ -83,21 +84,12 @@ class RoutingReplay:
         """Compute one router, with the recorded choice in the place of its own."""
         if self._recorded is None:
             return route(*arguments)
-        chosen_NLK, known_N1 = self._recorded
-        with _Choice(chosen_NLK[:, layer], known_N1, self._experts) as choice:
+        self._layer, self._made = layer, 0
+        with self:
             result = route(*arguments)
-        if choice.made != 1:
+        if self._made != 1:
             raise InputError(f"{_KEY}: this model's routers choose in a way that is not known")
         return result
-
-
-class _Choice(TorchFunctionMode):
-    """The recorded experts as the result of a router's top-k over all experts."""
-
-    def __init__(self, chosen_NK: torch.Tensor, known_N1: torch.Tensor, experts: int) -> None:
-        super().__init__()
-        self.made = 0
-        self._chosen_NK, self._known_N1, self._experts = chosen_NK, known_N1, experts
 
     def __torch_function__(
         self,
@@ -106,13 +98,17 @@ class _Choice(TorchFunctionMode):
         args: Foreign = (),
         kwargs: dict[str, Foreign] | None = None,
     ) -> Foreign:
+        """Give the recorded experts as the result of a router's top-k over all experts."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
             return result
-        if result.indices.shape != self._chosen_NK.shape:
+        assert self._recorded is not None
+        chosen_NLK, known_N1 = self._recorded
+        chosen_NK = chosen_NLK[:, self._layer]
+        if result.indices.shape != chosen_NK.shape:
             return result
-        self.made += 1
-        indices_NK = torch.where(self._known_N1, self._chosen_NK, result.indices)
+        self._made += 1
+        indices_NK = torch.where(known_N1, chosen_NK, result.indices)
         return torch.return_types.topk((args[0].gather(-1, indices_NK), indices_NK))
 
 

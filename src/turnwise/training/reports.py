@@ -77,13 +77,9 @@ class StepReport:
 def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     """Return the trainer's part of a step's metrics, as `turnwise.observe.metrics` names them.
 
-    Means are over trained tokens, then over the step's updates; tokens that are only counted are
-    excluded. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
-    first update; `staleness` counts tokens by the optimizer steps between the weights that sampled
-    them and those that began to train; `learning_rate` is that of the last update.
-
-    Args:
-        same: Number of consecutive ranks that report the same tokens.
+    Means are over trained tokens, then over the step's updates; `logprob_diff_*` are those before
+    the first update, `learning_rate` is that of the last. As many consecutive ranks as `same`
+    report the same tokens.
     """
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)

@@ -361,13 +361,9 @@ def recent_versions(
     config: Config, version: int = 0, known: Iterable[int] | None = None
 ) -> deque[int]:
     """Return the weight versions at the end of the last steps, the oldest first, without those that
-    `training.max_staleness` does not need; each step adds its own.
+    `training.max_staleness`, which counts steps, does not need; each step adds its own.
 
-    The key counts steps, which make up to `training.updates_per_step` versions: fewer if
-    trajectories are few or an update is skipped, none while only the value model learns.
-
-    Args:
-        known: Those that the checkpoint of `version` has; None: it is an old one, or there is none.
+    A checkpoint of `version` has those that are `known`; None: it is an old one, or there is none.
     """
     if known is None:
         known = [oldest_version(config, version), version] if version else [0]

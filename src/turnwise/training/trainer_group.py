@@ -179,9 +179,7 @@ class TrainerGroup:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score the masked tokens of sequences with one of the trainer's models.
-
-        A first token, which nothing precedes, is never scored.
+        """Score the masked tokens of sequences, but for the first, with one of the trainer's models.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
