@@ -179,7 +179,7 @@ class TrainerGroup:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score the masked tokens of sequences, but for the first, with one of the trainer's models.
+        """Score the masked tokens of sequences, but for the first, with a model of the trainer.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
