@@ -137,6 +137,15 @@ def prune(
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, including the ranks' errors that torch wraps."""
+    while error is not None:
+        yield error
+        for failure, _ in getattr(error, "failures", {}).values():
+            yield from causes(failure)
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def translate_disk_full(path: Path) -> Iterator[None]:
     """Translate the errors that a full disk causes in any library into one sentence."""
@@ -144,14 +153,12 @@ def translate_disk_full(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reasons: list[str] = []
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             if isinstance(cause, OSError) and cause.errno in _FULL:
                 reasons.append(str(cause.strerror))
             elif isinstance(cause, RuntimeError) and "inline_container" in str(cause):
                 # torch's message for an incomplete write
                 reasons.append("the disk did not take everything")
-            cause = cause.__cause__ or cause.__context__
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
         if not reasons:

@@ -8,7 +8,7 @@ what its configuration says. Loading never runs code stored in a checkpoint.
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
-from turnwise.training.checkpoint import translate_disk_full
+from turnwise.training.checkpoint import causes, translate_disk_full
 from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
@@ -98,8 +98,8 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
         for name, learner in learners.items():
             learner.resume(moments[name], extra["updates"][name])
     except _UNREADABLE as error:
-        causes = [c for c in _causes(error) if isinstance(c, UnpicklingError)]
-        reason = first_line(causes[0] if causes else error)
+        refused = (cause for cause in causes(error) if isinstance(cause, UnpicklingError))
+        reason = first_line(next(refused, error))
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
 
@@ -155,13 +155,3 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, including the ranks' errors that torch wraps."""
-    while error is not None:
-        yield error
-        if isinstance(error, CheckpointException):
-            for failure, _ in error.failures.values():
-                yield from _causes(failure)
-        error = error.__cause__ or error.__context__
