@@ -180,7 +180,13 @@ class TrainerRank:
             if not warming:
                 self._add_policy_gradient(batch, share, report, recorded)
             if critic is not None:
-                self._add_value_gradient(batch, share, report)
+                assert batch.values_N is not None
+                assert batch.returns_N is not None
+                values_N = self._models.estimate(batch.columns)
+                loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
+                total = loss_N.sum() / share.total_tokens * self._ranks
+                total.backward()  # type: ignore[no-untyped-call]
+                report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.tokens.advantages_N)
         if not warming:
             report.learning_rate = self._learner.rate
@@ -206,9 +212,24 @@ class TrainerRank:
                 if self._loss.needs_reference or kl.coef:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
-                if self._advantage.needs_values:
+                tokens, penalties_N = batch.tokens, None
+                if penalised:
+                    assert batch.old_logprobs_N is not None
+                    penalties_N = kl_N(batch.old_logprobs_N, reference_N, kl.estimator)
+                if self._advantage.needs_values:  # what the samples have are rewards
                     batch.values_N = self._models.estimate(batch.columns)
-                self._make_advantages(batch, penalised)
+                    rewards_N = tokens.advantages_N
+                    if penalties_N is not None:
+                        rewards_N = rewards_N - kl.coef * penalties_N
+                    advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
+                    for span in batch.spans():
+                        steps = rewards_N[span], batch.values_N[span], batch.turn_N[span]
+                        advantages_N[span], returns_N[span] = of_time_steps(self._advantage, *steps)
+                    batch.tokens = replace(tokens, advantages_N=advantages_N)
+                    batch.returns_N = returns_N
+                elif penalties_N is not None and penalties_N.any():
+                    for span in batch.spans():
+                        tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
         if self._advantage.normalise and self._advantage.needs_values:
             sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
             if self._ranks > 1:
@@ -216,29 +237,6 @@ class TrainerRank:
             for batch in batches:
                 advantages_N = normalised(batch.tokens.advantages_N, sums_3)
                 batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
-
-    def _make_advantages(self, batch: MicroBatch, penalised: bool) -> None:
-        """Turn each trajectory's advantage or reward into advantages of its tokens."""
-        kl, tokens = self._algorithm.kl, batch.tokens
-        penalties_N: torch.Tensor | None = None
-        if penalised:
-            assert batch.old_logprobs_N is not None
-            assert tokens.reference_logprobs_N is not None
-            penalties_N = kl_N(batch.old_logprobs_N, tokens.reference_logprobs_N, kl.estimator)
-        if self._advantage.needs_values:
-            assert batch.values_N is not None
-            rewards_N = tokens.advantages_N
-            if penalties_N is not None:
-                rewards_N = rewards_N - kl.coef * penalties_N
-            advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
-            for span in batch.spans():
-                advantages_N[span], returns_N[span] = of_time_steps(
-                    self._advantage, rewards_N[span], batch.values_N[span], batch.turn_N[span]
-                )
-            batch.tokens, batch.returns_N = replace(tokens, advantages_N=advantages_N), returns_N
-        elif penalties_N is not None and penalties_N.any():
-            for span in batch.spans():
-                tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
 
     def _add_policy_gradient(
         self,
@@ -279,17 +277,6 @@ class TrainerRank:
             made.result.clipped_N,
         )
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
-
-    def _add_value_gradient(
-        self, batch: MicroBatch, share: RankBatches, report: UpdateReport
-    ) -> None:
-        assert batch.values_N is not None
-        assert batch.returns_N is not None
-        values_N = self._models.estimate(batch.columns)
-        loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
-        total = loss_N.sum() / share.total_tokens
-        (total * self._ranks).backward()  # type: ignore[no-untyped-call]
-        report.sums["value_loss"] += float(loss_N.detach().sum())
 
     def _check_skips(self, name: str, finite: bool) -> None:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1
