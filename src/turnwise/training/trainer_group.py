@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,16 +272,14 @@ class TrainerGroup:
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            clock = asyncio.get_running_loop().time
-            deadline = clock() + _GRACE_SECONDS
-            # After a failure, another rank's death may follow that explains it.
-            while pending := [wait for wait in waits if not wait.done()]:
-                failed = [w.exception() for w in waits if w.done()]
-                left = deadline - clock()
-                if left <= 0 or any(_rank_of_cause(error) == 0 for error in failed):
-                    break
-                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            with suppress(TimeoutError):  # after a failure, a death may follow that explains it
+                async with asyncio.timeout(_GRACE_SECONDS):
+                    while pending and not any(is_death(wait.exception()) for wait in done):
+                        more, pending = await asyncio.wait(
+                            pending, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        done |= more
             errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
             if errors:
                 raise min(errors, key=_rank_of_cause)
