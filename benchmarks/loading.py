@@ -78,8 +78,8 @@ def resident(field: str) -> int:
 def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     """Be one rank; send the peak of each phase, and the bytes of the shard."""
     from turnwise.training.export import export_model
-    from turnwise.training.loading import POLICY, load_model
-    from turnwise.training.model import Scorer, distribute
+    from turnwise.training.loading import POLICY, distribute, load_model
+    from turnwise.training.model import Scorer
     from turnwise.training.shards import full_tensors, tensor_shapes
     from turnwise.weights.transport import make_sender
 

@@ -32,8 +32,8 @@ from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.training import Sample
 from turnwise.training.batching import Layout, make_micro_batch, plan_micro_batches
+from turnwise.training.model import score_hidden
 from turnwise.training.rank import TrainerRank
-from turnwise.training.scoring import score_hidden
 
 CPU = torch.device("cpu")
 LAYOUTS: tuple[Layout, ...] = ("padded", "shared")

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.device import GIB, Place, close, require
 from turnwise.config import Config, parse_config
-from turnwise.training import Sample, checkpoint, scoring
+from turnwise.training import Sample, checkpoint
+from turnwise.training import model as models
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.batching import (
     Layout,
@@ -258,8 +259,8 @@ def chunks(place: Place) -> Iterator[str]:
     rank = make_rank(place, configuration(place, training=training))
     batch = _batch(rank, given)
     made = []
-    for elements in (place.size(scoring.CHUNK_ELEMENTS, 16 * 512), 2**62):
-        scoring.CHUNK_ELEMENTS = elements
+    for elements in (place.size(models.CHUNK_ELEMENTS, 16 * 512), 2**62):
+        models.CHUNK_ELEMENTS = elements
         gib, text = place.peak(
             lambda: rank._models.score("policy", batch.columns)[0].sum().backward()
         )

@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.config import Config
 from turnwise.errors import InputError
-from turnwise.run.step import TrainingStep
+from turnwise.run.runtime import TrainingStep
 from turnwise.training import Sample
 from turnwise.training.samples import SampleBatch
 

@@ -19,15 +19,14 @@ from transformers import (
 )
 
 from benchmarks.loading import in_processes
-from tests.plain_scoring import score
+from tests.plain_scoring import columns_of, score
 from tests.training.test_gather import SMALL
 from tests.training.test_rank import samples_for
 from tests.training.test_trainer_group import EXACT, HARD, make_policy
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
-from turnwise.training.attention import use_packed_attention
-from turnwise.training.batching import Columns
-from turnwise.training.context import ContextGroup, check_divisible
+from turnwise.training.attention import check_divisible, use_packed_attention
+from turnwise.training.batching import ContextGroup
 
 __all__ = ["make_policy"]
 
@@ -138,7 +137,7 @@ async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
 
 def test_a_rank_alone_has_all_columns() -> None:
     ids, mask, positions = rows(packed=True)
-    columns = Columns.of(ids, mask, positions, None)
+    columns = columns_of(ids, mask, positions)
     assert columns.lengths == list(LENGTHS)
     assert torch.equal(columns.targets_N, ids[mask])
     assert torch.equal(columns.number_N, torch.arange(columns.total))
@@ -150,7 +149,7 @@ def test_the_ranks_of_a_group_have_each_target_once(packed: bool, size: int) -> 
     ids, mask, positions = rows(packed)
     nothing: Any = None
     parts = [
-        Columns.of(ids, mask, positions, ContextGroup(nothing, size, number))
+        columns_of(ids, mask, positions, ContextGroup(nothing, size, number))
         for number in range(size)
     ]
     whole = torch.full((int(mask.sum()),), -1)

@@ -39,7 +39,7 @@ def test_memory_that_is_lent_is_free_and_comes_back_bit_for_bit(tmp_path: Path) 
             "params": model.parameters,
             "optimizer": lambda: (t for state in optimizer.state.values() for t in state.values()),
         },
-        tmp_path / "offload-0",
+        tmp_path,
     )
     full = resident()
     away = offload.put_away(["params", "optimizer"])
@@ -58,7 +58,7 @@ def test_memory_that_is_lent_is_free_and_comes_back_bit_for_bit(tmp_path: Path) 
 def test_values_that_cannot_be_written_stay(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
-    offload = Offload({"params": model.parameters}, tmp_path / "missing" / "offload-0")
+    offload = Offload({"params": model.parameters}, tmp_path / "missing")
     with pytest.raises(TurnwiseError, match="the trainer's params cannot be offloaded to"):
         offload.put_away(["params"])
     assert torch.equal(model.weight, before)
@@ -67,7 +67,7 @@ def test_values_that_cannot_be_written_stay(tmp_path: Path) -> None:
 def test_what_a_save_that_fails_brought_back_goes_away_again(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
-    offload = Offload({"params": model.parameters}, tmp_path / "offload-0")
+    offload = Offload({"params": model.parameters}, tmp_path)
     away = offload.put_away(["params"])
 
     def save() -> None:
@@ -88,7 +88,7 @@ def test_values_that_cannot_be_read_are_read_by_the_next_try(
 ) -> None:
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
-    offload = Offload({"params": model.parameters}, tmp_path / "offload-0")
+    offload = Offload({"params": model.parameters}, tmp_path)
     offload.put_away(["params"])
 
     def broken(*_: Any) -> None:
@@ -104,7 +104,7 @@ def test_values_that_cannot_be_read_are_read_by_the_next_try(
 
 def test_a_process_that_ends_leaves_no_values_on_the_disk(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
-    offload = Offload({"params": model.parameters}, tmp_path / "offload-0")
+    offload = Offload({"params": model.parameters}, tmp_path)
     assert offload.put_away(["params"]) > 0
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.batching import Columns, make_micro_batch, plan_micro_batches
-from turnwise.training.scoring import score_columns
+from turnwise.training.model import score_columns
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     use_packed_attention(model)
-    columns = Columns.shared(samples, CPU)
+    columns = Columns.of(samples, "shared", CPU)
     assert columns.token_ids_BT.shape == (1, 20 + 9 + 12 + 7 + 11 + 5)
     found = score_columns(model, columns, SamplingConfig())[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -71,7 +71,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
 def test_masks_of_many_queries_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = model_of(KINDS["llama"])
     use_packed_attention(model)
-    columns = Columns.shared(family(), CPU)
+    columns = Columns.of(family(), "shared", CPU)
     whole = score_columns(model, columns, SamplingConfig())[0]
     monkeypatch.setattr("turnwise.training.attention._MASK_ROWS", 4)
     parts = score_columns(model, columns, SamplingConfig())[0]
@@ -83,7 +83,7 @@ def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
     rows: list[list[int]],
 ) -> None:
     samples = [sample(ids, 1, number) for number, ids in enumerate(rows)]
-    shared = Columns.shared(samples, CPU)
+    shared = Columns.of(samples, "shared", CPU)
     assert shared.column_S is not None
     assert shared.lengths is not None
     assert shared.position_ids_BT is not None

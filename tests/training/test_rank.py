@@ -202,7 +202,7 @@ def test_a_head_in_chunks_gives_the_same_gradients(
 ) -> None:
     runs = []
     for elements in (2**25, 20_000):
-        monkeypatch.setattr("turnwise.training.scoring.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("turnwise.training.model.CHUNK_ELEMENTS", elements)
         policy = make_policy()
         loss = train(policy, samples_for(model_of(policy)))["loss"]
         runs.append((loss, weights(policy)))

@@ -16,8 +16,8 @@ from tests.training.test_gather import moe
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
 from turnwise.training.export import export_model
-from turnwise.training.loading import POLICY, load_model, load_value_model
-from turnwise.training.model import Critic, Scorer, distribute
+from turnwise.training.loading import POLICY, distribute, load_model, load_value_model
+from turnwise.training.model import Critic, Scorer
 
 pytestmark = pytest.mark.slow
 RANKS = 2

@@ -31,8 +31,7 @@ from turnwise.observe.metrics import StepMetrics, mean
 from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
-from turnwise.run.runtime import Runtime, open_runtime
-from turnwise.run.step import TrainingStep
+from turnwise.run.runtime import Runtime, TrainingStep, open_runtime
 from turnwise.training import checkpoint
 from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName

@@ -132,11 +132,8 @@ def count_of(number: int, noun: str) -> str:
 def make_manager(
     config: Config, share: float, hosts: Mapping[str, RayActor] | None = None
 ) -> AsyncLLMServerManager:
-    """Return a manager of `serving.workers` workers, which are not yet started.
-
-    Each device of an engine gets this share of a GPU, or the `WorkerHost` among the hosts, which
-    holds its model.
-    """
+    """Return a manager of workers that are not yet started, each with a share of a GPU, or with
+    the `WorkerHost`s that hold its model."""
     return AsyncLLMServerManager(
         WorkerStarter(config, share, hosts),
         config.serving,

@@ -1,7 +1,4 @@
-"""The training loop: two coroutines with a bounded distance between them.
-
-    producer   problems -> groups of trajectories with rewards        (`rollout.producer`)
-    consumer   groups -> advantages -> samples -> loss -> new weights (`TrainingLoop._consume`)
+"""The training loop: a producer of groups, and a consumer that trains on them.
 
 The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
 alternate, which is synchronous training; there is no separate loop for it.
@@ -29,8 +26,7 @@ from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
 from turnwise.run.run_dir import Resume, RunDir
-from turnwise.run.runtime import Runtime
-from turnwise.run.step import TrainingStep
+from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
 from turnwise.training.samples import gives_signal, recent_versions
 from turnwise.trajectory import ExactnessReport, Trajectory
@@ -208,12 +204,7 @@ class TrainingLoop:
                 asked.cancel()
 
     async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
-        """Train on a step's groups: rewards -> advantages -> samples -> loss; write what its tokens
-        were trained with.
-
-        Raises:
-            ExactnessError: when a token differs from the sampled one; nothing is trained then.
-        """
+        """Train on a step's groups, and write what its tokens were trained with."""
         version = self._policy.version
         samples = await self._step.make_samples(batch.groups, batch.discarded)
         self.exactness += samples.report
@@ -226,14 +217,12 @@ class TrainingLoop:
         trained = self._policy.trained_tokens
         if not samples.samples or not trained:
             return
-
-        def write() -> None:
-            trajectories = [t for group in batch.groups for t in group.trajectories]
-            columns = columns_of(trained, samples.origins, trajectories, version)
-            self._folder.write_token_values(step, columns)
-
+        trajectories = [t for group in batch.groups for t in group.trajectories]
         with self._timed("write"):
-            await run_in_thread(write)
+            columns = await run_in_thread(
+                columns_of, trained, samples.origins, trajectories, version
+            )
+            await run_in_thread(self._folder.write_token_values, step, columns)
 
     async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories."""

@@ -19,6 +19,7 @@ from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of
 from turnwise.training.batching import Columns
 
+CONTEXT_KEY = "training.context_parallel"
 _NAME = "turnwise_packed"  # name of the function in Transformers
 _MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
@@ -54,13 +55,33 @@ def set_packed(model: PreTrainedModel, packed: bool) -> None:
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
 
+def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
+    """Check that the ranks of a context group can share a model's sequences, by an attention that
+    exchanges columns for heads."""
+    if size == 1:
+        return
+    text, name = model.config.get_text_config(), model.config.model_type
+    if not exchanges:
+        raise InputError(
+            f"{CONTEXT_KEY}: a {name} model combines tokens in another way than by torch's "
+            "attention, the only one that is divided over ranks: set it to 1"
+        )
+    heads: int = text.num_attention_heads
+    shared: int = getattr(text, "num_key_value_heads", None) or heads
+    sizes = [
+        n for n in range(1, heads + 1) if heads % n == 0 and max(shared, n) % min(shared, n) == 0
+    ]
+    if size not in sizes:
+        raise InputError(
+            f"{CONTEXT_KEY}: {size} ranks cannot share {heads} attention heads with {shared} of "
+            f"keys and values: set it to one of {sizes}"
+        )
+
+
 @contextmanager
 def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Columns]]:
     """Yield the argument that tells a model's layers the sequences of a packed row, and the ranks
-    that share it.
-
-    It is empty where neither matters, and for a model that separates sequences by a mask.
-    """
+    that share it; empty where neither matters, and for a model that separates them by a mask."""
     if (columns.lengths is None and columns.group is None) or not is_packed(model):
         yield {}
         return
@@ -94,16 +115,12 @@ def packed_attention(
     group = columns.group if columns is not None else None
     if group is not None:
         tensors = [group.heads(tensor) for tensor in tensors]
-    if columns is None or columns.column_S is None or columns.own is None:
-        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
-        sequences = [torch.split(tensor, lengths, dim=2) for tensor in tensors]
-    else:  # each sample's own queries, and the keys and values of all its tokens
-        assert columns.lengths is not None
-        query, *others = tensors
-        sequences = [torch.split(query, columns.own, dim=2)] + [
-            torch.split(tensor.index_select(2, columns.column_S), columns.lengths, dim=2)
-            for tensor in others
-        ]
+    lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
+    sizes = [lengths, lengths, lengths]
+    if columns is not None and columns.column_S is not None and columns.own is not None:
+        sizes[0] = columns.own  # each sample's own queries, and keys and values of all its tokens
+        tensors[1:] = [tensor.index_select(2, columns.column_S) for tensor in tensors[1:]]
+    sequences = [torch.split(t, size, dim=2) for t, size in zip(tensors, sizes, strict=True)]
     causal = getattr(module, "is_causal", True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)

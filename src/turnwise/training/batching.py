@@ -9,22 +9,22 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional
+import torch.distributed as dist
 
 from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
-from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
-samples with a common beginning compute it once (`Columns.shared`)."""
+samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 _Unit = tuple[list[Sample], int, int]
 """A pair or a sequence, and the tokens that are computed for it: as the first of its micro-batch,
@@ -50,10 +50,8 @@ class RankBatches:
 
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
-    """Return `training.micro_batch_tokens`, or what null stands for on such a device.
-
-    A CPU's cores have enough to do with few tokens, so more of them only take memory.
-    """
+    """Return `training.micro_batch_tokens`, or what null stands for on such a device."""
+    # A CPU's cores have enough to do with few tokens: more of them only take memory.
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
 
 
@@ -153,10 +151,75 @@ def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The ranks that share the sequences of this one; all make the same calls in the same order.
+
+    Each computes an equal share of the columns. Only attention needs the others': there the group
+    exchanges columns for heads, so that each rank attends with some heads over all columns, and
+    back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). All compute the same loss from the
+    log-probs of all, and the gradients of the ranks add up to those of one that has all columns.
+    """
+
+    ranks: dist.ProcessGroup
+    size: int
+    number: int  # number of this rank in the group, from 0
+
+    @classmethod
+    def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
+        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
+        every rank must call this."""
+        ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
+        assert ranks is not None
+        return cls(ranks, size, dist.get_rank(ranks))
+
+    def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the heads, of all columns, from all heads of its columns:
+        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
+        repeats = max(1, self.size // tensor_BHTD.shape[1])
+        tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
+        parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))
+        columns_CBHTD = _Exchange.apply(parts_CBHTD, self.ranks)  # type: ignore[no-untyped-call]
+        whole_BHTD: torch.Tensor = columns_CBHTD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return whole_BHTD
+
+    def columns(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
+        """Return all heads of this rank's columns: the inverse of `heads`."""
+        parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=2))
+        heads_CBHTD = _Exchange.apply(parts_CBHTD, self.ranks)  # type: ignore[no-untyped-call]
+        own_BHTD: torch.Tensor = heads_CBHTD.transpose(0, 1).flatten(1, 2)
+        return own_BHTD
+
+    def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
+        """Return the values of all ranks, each at its number among the total: [total]."""
+        own_N = values_N.new_zeros(total).index_copy(0, number_N, values_N)
+        whole_N = own_N.detach().clone()
+        dist.all_reduce(whole_N, group=self.ranks)
+        # All ranks compute the same from them, so the gradient of own values is complete.
+        is_own_N = torch.zeros_like(whole_N, dtype=torch.bool).index_fill(0, number_N, True)
+        return torch.where(is_own_N, own_N, whole_N)
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange of equal parts, part i to rank i; its gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts_CBHTD: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        parts = parts_CBHTD.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=ranks)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.forward(ctx, gradients[0], ctx.ranks), None
+
+
+@dataclass(frozen=True, slots=True)
 class Columns:
     """The columns of `B` rows of `T` tokens that this rank computes: all, or its share.
 
-    *Targets* are the tokens to score, each from the logits before it. When packed, B is 1 and
+    *Targets* are the tokens to score, each from the logits before it. If not padded, B is 1 and
     `position_ids_BT` restarts at each sample.
     """
 
@@ -170,8 +233,8 @@ class Columns:
     number_N: torch.Tensor  # number of each target among those of all columns
     total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
-    """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
-    is 1 where there is one; None if no token has one."""
+    """Recorded choice of experts of each token: rows of `Turn.experts`, after a byte that is 1
+    where there is one; None if no token has one."""
     column_S: torch.Tensor | None = None
     """The column of each token of each sequence, if sequences share columns; None: in order."""
     own: list[int] | None = None
@@ -180,98 +243,62 @@ class Columns:
     @classmethod
     def of(
         cls,
-        token_ids_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        position_ids_BT: torch.Tensor | None,
-        group: ContextGroup | None,
-        experts_BTR: torch.Tensor | None = None,
+        samples: Sequence[Sample],
+        layout: Layout,
+        device: torch.device,
+        group: ContextGroup | None = None,
     ) -> "Columns":
-        """Return this rank's columns; without a group, all of them. The mask is True at targets;
-        there are position ids only for a packed row."""
-        columns = token_ids_BT.shape[1]
-        lengths: list[int] | None = None
-        if position_ids_BT is not None:  # each sequence begins at position 0
-            starts = (position_ids_BT[0] == 0).nonzero()[:, 0].tolist()
-            lengths = [b - a for a, b in zip(starts, [*starts[1:], columns], strict=True)]
-        before_BT, following_BT = (
-            functional.pad(x[:, 1:], (0, 1)) for x in (mask_BT, token_ids_BT)
+        """Lay samples out; return this rank's columns, without a group all of them.
+
+        Without samples, it is a row of one token that is no target.
+        """
+        order, columns, own = _placed([sample.token_ids_T for sample in samples], layout)
+        padded = layout == "padded" or not samples
+        rows = (len(samples) or 1) if padded else 1
+        width = max(map(len, columns), default=1) if padded else sum(own)
+        lengths = None if padded else [len(columns[number]) for number in order]
+        size, rank = (1, 0) if group is None else (group.size, group.number)
+        missing = -width % size
+        width += missing
+        if lengths is not None:
+            lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
+        if padded:
+            columns = [row * width + column_T for row, column_T in enumerate(columns)]
+        ids, positions = np.zeros(rows * width, np.int64), np.tile(np.arange(width), rows)
+        for sample, column_T in zip(samples, columns, strict=True):
+            ids[column_T] = sample.token_ids_T
+            positions[column_T] = np.arange(sample.length)
+        experts = _experts(samples, columns, rows * width)
+        before = _concatenated(
+            column_T[:-1][sample.response_mask_T[1:]]
+            for sample, column_T in zip(samples, columns, strict=True)
         )
-        own = slice(None)
-        if group is not None:
-            width = -(-columns // group.size)
-            missing = width * group.size - columns
-            if position_ids_BT is None:
-                position_ids_BT = torch.arange(columns, device=mask_BT.device)[None]
-            if lengths is not None:
-                lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
-            before_BT, following_BT, token_ids_BT, position_ids_BT = (
-                functional.pad(x, (0, missing))
-                for x in (before_BT, following_BT, token_ids_BT, position_ids_BT)
-            )
-            if experts_BTR is not None:
-                experts_BTR = functional.pad(experts_BTR, (0, 0, 0, missing))
-            own = slice(group.number * width, (group.number + 1) * width)
-        number_BT = (before_BT.flatten().cumsum(0) - 1).view_as(before_BT)
+        targets = _concatenated(sample.token_ids_T[sample.response_mask_T] for sample in samples)
+        share = width // size
+        row, column = np.divmod(before, width)
+        column -= rank * share
+        own_N = np.flatnonzero((column >= 0) & (column < share))
+
+        def tensor(array: Array) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        def by_row(array: Array) -> torch.Tensor:
+            array = array.reshape(rows, size, share, *array.shape[1:])
+            return tensor(array[:, rank])
+
+        shared = layout == "shared" and not padded
         return cls(
-            token_ids_BT[:, own],
-            None if position_ids_BT is None else position_ids_BT[:, own],
-            before_BT[:, own].flatten().nonzero()[:, 0],
-            following_BT[:, own][before_BT[:, own]],
+            by_row(ids),
+            by_row(positions) if group is not None or not padded else None,
+            tensor(row[own_N] * share + column[own_N]),
+            tensor(targets[own_N]),
             lengths,
             group,
-            number_BT[:, own][before_BT[:, own]],
-            int(before_BT.sum()),
-            None if experts_BTR is None else experts_BTR[:, own],
-        )
-
-    @classmethod
-    def shared(cls, samples: Sequence[Sample], device: torch.device) -> "Columns":
-        """Return one row in which samples with a common beginning compute it once: a group's
-        prompt, the history of a trajectory's branches.
-
-        The samples are sorted by their tokens, so that each begins like the one before it as far as
-        any does. A sample's own columns are those of its tokens after that beginning; its other
-        tokens have their columns in the samples before. Each token attends to its own sample's
-        tokens alone, so log-probs are those of samples computed one by one, and gradients of a
-        common beginning add up.
-
-            tokens of two samples    1 2 3 4    1 2 5
-            the row                  1 2 3 4 5
-            their columns            0 1 2 3    0 1 4
-        """
-        tokens = [sample.token_ids_T for sample in samples]
-        masks = [sample.response_mask_T for sample in samples]
-        numbers = _in_order(tokens)
-        ids, positions, own = list[_Ids](), list[_Ids](), list[int]()
-        columns: dict[int, _Ids] = {}
-        before, width = None, 0
-        for number in numbers:
-            current = tokens[number]
-            common = 0 if before is None else _common_length(tokens[before], current)
-            new = len(current) - common
-            shared = columns[before][:common] if before is not None else np.zeros(0, np.int64)
-            columns[number] = np.concatenate([shared, np.arange(width, width + new)])
-            ids.append(current[common:])
-            positions.append(np.arange(common, len(current)))
-            own.append(new)
-            width += new
-            before = number
-
-        def tensor(arrays: Iterable[_Ids]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([*arrays])).to(device)
-
-        targets_N = tensor(t[mask] for t, mask in zip(tokens, masks, strict=True))
-        return cls(
-            tensor(ids)[None],
-            tensor(positions)[None],
-            tensor(columns[i][:-1][mask[1:]] for i, mask in enumerate(masks)),
-            targets_N,
-            lengths=[len(columns[number]) for number in numbers],
-            group=None,
-            number_N=torch.arange(len(targets_N), device=device),
-            total=len(targets_N),
-            column_S=tensor(columns[number] for number in numbers),
-            own=own,
+            tensor(own_N),
+            len(targets),
+            None if experts is None else by_row(experts),
+            tensor(_concatenated(columns[number] for number in order)) if shared else None,
+            own if shared else None,
         )
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -279,6 +306,54 @@ class Columns:
         if self.group is None:
             return values_N
         return self.group.union(values_N, self.number_N, self.total)
+
+
+def _placed(tokens: Sequence[_Ids], layout: Layout) -> tuple[list[int], list[_Ids], list[int]]:
+    """Return the numbers of sequences in the order of the row, the column of each token of each
+    sequence, and, in the row's order, the tokens at a sequence's end that are computed for it.
+
+    Padded sequences have a row each. Shared ones compute a common beginning once: a group's prompt,
+    the history of a trajectory's branches. They are sorted by their tokens, so that each begins
+    like the one before it as far as any does. Each token attends to its own sequence's tokens
+    alone, so log-probs are those of sequences computed one by one, and gradients of a common
+    beginning add up.
+
+        tokens of two sequences    1 2 3 4    1 2 5
+        the row                    1 2 3 4 5
+        their columns              0 1 2 3    0 1 4
+    """
+    order = _in_order(tokens) if layout == "shared" else list(range(len(tokens)))
+    columns: list[_Ids] = [np.zeros(0, np.int64)] * len(tokens)
+    own = list[int]()
+    before, width = -1, 0
+    for number in order:
+        common = 0
+        if layout == "shared" and before >= 0:
+            common = _common_length(tokens[before], tokens[number])
+        new = len(tokens[number]) - common
+        start = 0 if layout == "padded" else width
+        columns[number] = np.concatenate([columns[before][:common], np.arange(start, start + new)])
+        own.append(new)
+        before, width = number, width + new
+    return order, columns, own
+
+
+def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:
+    """Return `Columns.experts_BTR` of all columns; the last token of a sample has none."""
+    sizes = {len(s.experts) // (s.length - 1) for s in samples if s.experts}
+    if not sizes:
+        return None
+    (size,) = sizes
+    rows = np.zeros((count, 1 + size), np.uint8)
+    for sample, column_T in zip(samples, columns, strict=True):
+        if sample.experts:
+            rows_TR = np.frombuffer(sample.experts, np.uint8).reshape(-1, size)
+            rows[column_T[:-1]] = np.pad(rows_TR, ((0, 0), (1, 0)), constant_values=1)
+    return rows
+
+
+def _concatenated(parts: Iterable[_Ids]) -> _Ids:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _in_order(tokens: Sequence[_Ids]) -> list[int]:
@@ -326,22 +401,9 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
-    Without samples, it is a batch of one token that is not trained. `trajectory_tokens` are those
-    of the rank's share, and `version` is the weight version at the start of the step.
+    `trajectory_tokens` are those of the rank's share, and `version` is the weight version at the
+    start of the step.
     """
-    packed = layout != "padded"
-    if samples and layout == "shared":
-        columns = Columns.shared(samples, device)
-    elif samples:
-        ids = _joined([s.token_ids_T for s in samples], packed).to(device)
-        mask = _joined([s.response_mask_T for s in samples], packed).to(device)
-        positions = None
-        if packed:
-            positions = _joined([np.arange(s.length) for s in samples], packed).to(device)
-        columns = Columns.of(ids, mask, positions, group, _experts(samples, packed, device))
-    else:
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-        columns = Columns.of(ids, ids.bool(), None, group)
     numbers: dict[int, int] = {}
     for sample in samples:
         numbers.setdefault(sample.sequence, len(numbers))
@@ -367,31 +429,9 @@ def make_micro_batch(
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         version - picked((s.weight_versions_T for s in samples), np.int64),
     )
-    turn_N = picked((s.turns_T for s in samples), np.int64)
-    return MicroBatch(columns, tokens, turn_N, sum(s.length for s in samples))
-
-
-def _experts(samples: Sequence[Sample], packed: bool, device: torch.device) -> torch.Tensor | None:
-    """Return the rows of samples; the last token of each has none, and needs none."""
-    sizes = {len(s.experts) // (s.length - 1) for s in samples if s.experts}
-    if not sizes:
-        return None
-    (size,) = sizes
-    rows = []
-    for sample in samples:
-        row_TR = np.zeros((sample.length, 1 + size), np.uint8)
-        if sample.experts:
-            row_TR[:-1, 0] = 1
-            row_TR[:-1, 1:] = np.frombuffer(sample.experts, np.uint8).reshape(-1, size)
-        rows.append(row_TR)
-    return _joined(rows, packed).to(device)
-
-
-def _joined(rows: Sequence[Array], packed: bool) -> torch.Tensor:
-    if packed:
-        return torch.from_numpy(np.concatenate(rows))[None]
-    longest = max(map(len, rows))
-    padded = np.zeros((len(rows), longest, *rows[0].shape[1:]), dtype=rows[0].dtype)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return torch.from_numpy(padded)
+    return MicroBatch(
+        Columns.of(samples, layout, device, group),
+        tokens,
+        picked((s.turns_T for s in samples), np.int64),
+        sum(s.length for s in samples),
+    )

@@ -1,15 +1,9 @@
-"""Checkpoint folders: their contents, their order, when they are complete, which ones are kept.
+"""Checkpoint folders: their order, when they are complete, which ones are kept.
 
-    checkpoints/step-NNNN/     the model in Hugging Face's format, or the adapter in PEFT's
-      state/                   the state that a resumed run needs; see `checkpoint_state`
-        .metadata, *.distcp      weights and optimizer, torch's distributed checkpoint
-        rank-N.pt                schedule, version, random numbers of each rank
-        loop.json                the loop's: data order, groups not yet trained on
-        files.json               every file and its size: written last, so a checkpoint that
-                                 agrees with it is complete
-
-A checkpoint is written to `step-NNNN.tmp`, flushed to the disk and renamed; only then are older
-ones removed. Importing this needs no torch.
+`state/` of `checkpoints/step-NNNN` has what a resumed run needs (see `checkpoint_state`), the
+loop's state in loop.json, and files.json: every file and its size, written last, so that a
+checkpoint that agrees with it is complete. It is written to `step-NNNN.tmp`, flushed to the disk
+and renamed; only then are older ones removed. Importing this needs no torch.
 """
 
 import errno
@@ -85,10 +79,7 @@ def read_loop(folder: Path) -> JsonObject:
 
 
 def incomplete_reason(folder: Path) -> str:
-    """Return the reason why a checkpoint cannot be resumed from, or "" if it is complete.
-
-    A replacement that a crash interrupted is finished first.
-    """
+    """Return the reason why a checkpoint cannot be resumed from, or "" if it is complete."""
     recover(folder, _is_whole)
     return _flaw(folder)
 
@@ -130,10 +121,8 @@ def prune(
 ) -> None:
     """Remove all but the last `keep_last` checkpoints and the best, and what crashes left.
 
-    Args:
-        best: Step of a checkpoint that is kept in any case.
-        committed: Step of the newest one. Those of later steps, which a resumed run found
-            incomplete, are neither counted nor removed; None: the last one.
+    Those of steps after the newest that is `committed` (None: the last), which a resumed run found
+    incomplete, are neither counted nor removed.
     """
     folders = list_checkpoints(checkpoints)
     if committed is None:
@@ -148,6 +137,15 @@ def prune(
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, including the ranks' errors that torch wraps."""
+    while error is not None:
+        yield error
+        for failure, _ in getattr(error, "failures", {}).values():
+            yield from causes(failure)
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def translate_disk_full(path: Path) -> Iterator[None]:
     """Translate the errors that a full disk causes in any library into one sentence."""
@@ -155,14 +153,12 @@ def translate_disk_full(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reasons: list[str] = []
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             if isinstance(cause, OSError) and cause.errno in _FULL:
                 reasons.append(str(cause.strerror))
             elif isinstance(cause, RuntimeError) and "inline_container" in str(cause):
                 # torch's message for an incomplete write
                 reasons.append("the disk did not take everything")
-            cause = cause.__cause__ or cause.__context__
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
         if not reasons:

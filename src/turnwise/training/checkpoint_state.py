@@ -1,14 +1,14 @@
 """The state of a checkpoint: weights, optimizers and what each rank remembers.
 
-A rank writes its shards with torch's distributed checkpoint, which any number of ranks can read.
+A rank writes its shards with torch's distributed checkpoint (.metadata, *.distcp), which any number
+of ranks can read, and its schedule, version and random numbers to rank-N.pt.
 What the configuration decides (rates, decay, betas, the schedule) is not in it: a resumed run has
 what its configuration says. Loading never runs code stored in a checkpoint.
 """
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
-from turnwise.training.checkpoint import translate_disk_full
+from turnwise.training.checkpoint import causes, translate_disk_full
 from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
@@ -38,11 +38,7 @@ _Moments = dict[str, dict[str, torch.Tensor]]
 def save_state(
     folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: JsonObject
 ) -> None:
-    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks.
-
-    `updates` is added to `extra`: the updates that each learner has taken, its place in the
-    schedule.
-    """
+    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks."""
     state = folder / "state"
     states = {
         name: _state(
@@ -57,7 +53,7 @@ def save_state(
     }
     with translate_disk_full(state):
         try:
-            with _alone():
+            with warnings.catch_warnings(action="ignore"):  # a single rank has no process group
                 save(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # not an Exception: it would end the process
             # The first rank's error, which torch wraps.
@@ -90,8 +86,9 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
                 if f"{name}.optimizer.state.{own}.{step}" in saved
             }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
-        with _alone():  # into the parameters themselves, and into these moments
-            alone = not dist.is_initialized()
+        alone = not dist.is_initialized()
+        with warnings.catch_warnings(action="ignore"):  # as above
+            # Into the parameters themselves, and into these moments.
             load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
         own = state / f"rank-{rank}.pt"
         extra: JsonObject = torch.load(own if own.exists() else state / "rank-0.pt")
@@ -101,8 +98,8 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
         for name, learner in learners.items():
             learner.resume(moments[name], extra["updates"][name])
     except _UNREADABLE as error:
-        causes = [c for c in _causes(error) if isinstance(c, UnpicklingError)]
-        reason = first_line(causes[0] if causes else error)
+        refused = (cause for cause in causes(error) if isinstance(cause, UnpicklingError))
+        reason = first_line(next(refused, error))
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
 
@@ -158,21 +155,3 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Suppress torch's warning that a single rank has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, including the ranks' errors that torch wraps."""
-    while error is not None:
-        yield error
-        if isinstance(error, CheckpointException):
-            for failure, _ in error.failures.values():
-                yield from _causes(failure)
-        error = error.__cause__ or error.__context__

@@ -48,8 +48,7 @@ def export_model(
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
-    All ranks iterate over the tensors, which are gathered one by one; only rank 0 writes them, and
-    keeps none. Buffers keep their types.
+    All ranks gather the tensors one by one; only rank 0 writes them, and keeps none.
     """
     buffers = saved_buffers(model)
     with drained(chain(full_tensors(model), buffers.items())) as source:
@@ -82,10 +81,7 @@ def export_model(
 
 
 def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
-    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
-
-    All ranks gather its tensors one by one; only rank 0 keeps and writes them.
-    """
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0."""
     whole = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model)}
     if rank:
         return

@@ -1,9 +1,9 @@
 """The check before training: the trainer's log-probs are the model's own, in the run's layout.
 
 A few random sequences are scored one by one, with the attention that Transformers chose, and one of
-them is compared with the model's own logits. Then all are scored in the layout of the run. Layers
-that carry a state from one sequence of a row into the next, masks that ignore where sequences
-begin, windows that nothing applies: all show as a difference, whatever the architecture is.
+them is compared with the model's own logits. Then all are scored in the layout of the run. States
+that leak into the next sequence of a row, masks that ignore where sequences begin, windows that
+nothing applies: all show as a difference, whatever the architecture is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import is_packed, set_packed
-from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.context import CONTEXT_KEY, ContextGroup
+from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
+from turnwise.training.batching import ContextGroup, Layout, make_micro_batch
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
@@ -84,9 +83,8 @@ class ModelCheck:
         packed = is_packed(self._model)
         self._group: ContextGroup | None = None
         set_packed(self._model, False)
-        alone = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
-        self._alone = [] if isinstance(alone, str) else alone
-        own = _attempt(self._by_logits) if self._alone else alone
+        self._alone, why = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
+        own = _attempt(self._by_logits) if self._alone else ([], why)
         self.own = self._difference(own, self._alone[-1:])
         """Difference of the log-probs of one sequence from those by the model's own logits."""
         # With tokens after them, which are not scored: a batch of another shape.
@@ -141,16 +139,16 @@ class ModelCheck:
         return [logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].cpu()]
 
     def _difference(
-        self, found: list[torch.Tensor] | str, expected: Sequence[torch.Tensor]
+        self, found: tuple[list[torch.Tensor], str], expected: Sequence[torch.Tensor]
     ) -> Difference:
         """Return the largest difference of values of all samples, on any rank."""
-        error, nats = (found, inf) if isinstance(found, str) else ("", 0.0)
-        if isinstance(found, list):
-            for ours_T, theirs_T in zip(found, expected, strict=False):
-                # A model may give a token the probability 0: both are -inf then.
-                apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
-                blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
-                nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
+        values, error = found
+        nats = inf if error else 0.0
+        for ours_T, theirs_T in zip(values, expected, strict=False):
+            # A model may give a token the probability 0: both are -inf then.
+            apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
+            blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
+            nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
         alone = torch.cat(self._alone) if self._alone else torch.zeros(0)
         finite = alone[alone.isfinite()]
         spread = float(finite.std()) if len(finite) > 1 else 0.0
@@ -228,18 +226,17 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 
 def _sample(ids: list[int], scored: int, number: int) -> Sample:
     """Return a sample of which the first tokens are scored."""
-    none = [0] * len(ids)
-    return Sample.of(ids, [1] * scored + none[scored:], none, none, 0.0, number)
+    return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
 
 
-def _attempt(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | str:
-    """Return what a call computes, or why it cannot."""
+def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
+    """Return what a call computes, or nothing and the reason why it cannot."""
     try:
-        return compute()
+        return compute(), ""
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:
-        return str(error) if isinstance(error, InputError) else describe_error(error)
+        return [], str(error) if isinstance(error, InputError) else describe_error(error)
 
 
 @contextmanager

@@ -8,11 +8,13 @@ learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at ran
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -24,14 +26,17 @@ from transformers import (
 
 from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
+from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.internals.transformers import layer_classes
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.attention import use_packed_attention
-from turnwise.training.context import check_divisible
-from turnwise.training.lora import ModelName
-from turnwise.training.shards import can_be_sliced, read_tensor, weight_files
+from turnwise.training.attention import check_divisible, use_packed_attention
+from turnwise.training.batching import ContextGroup
+from turnwise.training.lora import ModelName, add_adapters
+from turnwise.training.model import Critic, Models, RoutingReplay, Scorer
+from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
+_Module = TypeVar("_Module", Scorer, Critic)
 POLICY = OtherModel()
 """The model of `model.path` itself."""
 
@@ -60,10 +65,8 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
 
 
 def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[ModelName, ...]:
-    """Return the roles that the policy's backbone plays with adapters; none without LoRA.
-
-    A model beside the policy is one of them unless it has a path or a precision of its own.
-    """
+    """Return the roles that the policy's backbone plays with adapters, those of models without a
+    path or a precision of their own; none without LoRA."""
     if not config.model.lora.rank:
         return ()
     shared = (
@@ -94,10 +97,7 @@ def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a causal language model without dropout, which would make every ratio wrong.
-
-    With several ranks it has no weights yet where `distribute` can read each rank's shards.
-    """
+    """Load a language model; with several ranks, without weights that `distribute` can read."""
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 
@@ -121,7 +121,7 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
     def prepared(model: PreTrainedModel) -> PreTrainedModel:
         exchanges = use_packed_attention(model, config.training.attention)
         check_divisible(model, config.training.context_parallel, exchanges)
-        return model.eval()
+        return model.eval()  # dropout would make every ratio wrong
 
     trust = config.model.trust_remote_code
     with translate_unreadable(path):
@@ -153,12 +153,6 @@ def translate_unreadable(path: str) -> Iterator[None]:
         raise InputError(f"the model {path} cannot be loaded: {error}") from error
 
 
-def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that computes the last hidden states, below its head."""
-    parts = (model.base_model, *model.children())
-    return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's decoder layers, as Transformers' models declare them, in their order."""
     names = layer_classes(model)
@@ -172,3 +166,59 @@ def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
     for layer in chosen:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return chosen
+
+
+def load_models(config: Config, device: torch.device, group: ContextGroup | None = None) -> Models:
+    """Load the policy and the models that are needed beside it, and distribute them."""
+    if config.training.attention == "flex_attention" and device.type == "cpu":
+        raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
+    beside = models_beside(config)
+    roles = shared_roles(config, beside)
+    # A frozen backbone needs no more precision than its forward passes.
+    model = load_model(config, dtype=dtype_of(config) if roles else learning_dtype(config))
+    if roles:
+        add_adapters(model, config.model.lora, roles)
+    replay = RoutingReplay(model) if config.engine.routing_replay else None
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay)
+    policy = distribute(scorer, config, device, POLICY)
+    reference = policy if "reference" in roles else None
+    if reference is None and (other := beside.get("reference")) is not None:
+        model = load_model(config, other, learning_dtype(config, other))  # as the policy's
+        frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
+        reference = distribute(frozen, config, device, other, trained=False)
+    value: Critic | Scorer | None = policy if "value" in roles else None
+    if value is None and (other := beside.get("value")) is not None:
+        critic = Critic(load_value_model(config, other), dtype_of(config, other))
+        value = distribute(critic, config, device, other)
+    give_back()
+    return Models(policy, reference, value, device, group)
+
+
+def distribute(
+    module: _Module,
+    config: Config,
+    device: torch.device,
+    other: OtherModel,
+    *,
+    trained: bool = True,
+) -> _Module:
+    """Move a module to its device, and shard it if there are several ranks.
+
+    Each decoder layer is gathered only for its own computation. The files of `other`, which the
+    module was made of, hold the weights that it still lacks.
+    """
+    if trained:
+        recompute(module, config.training.activation_checkpointing)
+    if not dist.is_initialized():
+        return module.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy()
+    if module.dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
+    for layer in (*decoder_layers(module), module):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    path = path_of(config, other)
+    with translate_unreadable(path):
+        if any(parameter.is_meta for parameter in module.parameters()):
+            read_shards(module, weight_files(path), device)
+    return module.to(device)

@@ -100,11 +100,9 @@ def trained_part(module: nn.Module, role: ModelName) -> nn.Module:
 
 def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Foreign]]:
     """Yield the parameters that an update of the engines must contain: their names in the plain
-    model, and PEFT's layers of those with an adapter.
-
-    These are the parameters of adapted layers, and of the linear layers beside them: an engine may
-    have fused these into one (query, key and value), which it can only load whole.
-    """
+    model, and PEFT's layers of those with an adapter."""
+    # Linear layers beside an adapted one, too: an engine may have fused these into one (query, key
+    # and value), which it can only load whole.
     adapted = adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in adapted}
     for block, module in model.named_modules():

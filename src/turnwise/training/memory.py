@@ -1,9 +1,8 @@
 """Memory of a rank, without loading or computing anything: `turnwise plan`, and the check of a run.
 
-What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the forward and
-backward pass of a micro-batch runs on tensors without data (torch's fake tensors), while the bytes
-of all tensors that are alive are counted. So the figure is that of the model's own code in
-Transformers, whatever its architecture. Attention and experts are replaced by functions whose
+What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the model's own
+code in Transformers computes a micro-batch forward and backward on torch's fake tensors, while the
+bytes of all that are alive are counted. Attention and experts are replaced by functions whose
 results have the same sizes: their kernels differ between devices.
 """
 
@@ -34,18 +33,18 @@ from turnwise.errors import InputError
 from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from turnwise.training.loading import (
     POLICY,
-    backbone_of,
     decoder_layers,
     dtype_of,
     is_classifier,
     learning_dtype,
+    models_beside,
     path_of,
     recompute,
     shared_roles,
     translate_unreadable,
 )
 from turnwise.training.lora import ModelName, add_adapters
-from turnwise.training.scoring import score_hidden
+from turnwise.training.model import backbone_of, score_hidden
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
@@ -117,10 +116,9 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     }
 
 
-def check_room(
-    config: Config, device: torch.device, ranks: int, beside: Mapping[ModelName, OtherModel]
-) -> None:
+def check_room(config: Config, device: torch.device, ranks: int) -> None:
     """Check that a rank has memory for all models and their optimizers; ignores activations."""
+    beside = models_beside(config)
     keys = {"reference": "algorithm.kl.model", "value": "algorithm.advantage.model"}
     for role, other in beside.items():
         if path_of(config, other) == path_of(config):

@@ -1,46 +1,37 @@
-"""The trainer's models: their computation, and their distribution over ranks by FSDP2."""
+"""The trainer's models: log-probs of given tokens, under the distribution that the engine samples
+from, and the value model's estimates.
+
+Temperature, top-k and top-p are applied as vLLM applies them: a temperature between 0 and 0.01 is
+0.01, and temperature 0, greedy, reports plain log-probs without top-k and top-p. Restrictions
+by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
+"""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
-from turnwise.config import Config, OtherModel, SamplingConfig
+from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
-from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.training.batching import Columns
-from turnwise.training.context import ContextGroup
-from turnwise.training.loading import (
-    POLICY,
-    backbone_of,
-    decoder_layers,
-    dtype_of,
-    learning_dtype,
-    load_model,
-    load_value_model,
-    models_beside,
-    path_of,
-    recompute,
-    shared_roles,
-    translate_unreadable,
-)
+from turnwise.training.attention import attending
+from turnwise.training.batching import Columns, ContextGroup
 from turnwise.training.lora import ModelName as ModelName
-from turnwise.training.lora import add_adapters, take_role, trained_part
-from turnwise.training.memory import check_room
-from turnwise.training.scoring import Scores, hidden_before, score_columns
-from turnwise.training.shards import read_shards, weight_files
+from turnwise.training.lora import take_role, trained_part
 
+_LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
+CHUNK_ELEMENTS = 2**25
+"""Maximum number of logits computed at once: 128 MiB in float32."""
 _KEY = "engine.routing_replay"
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 """Names of the classes of routers in Transformers."""
@@ -48,23 +39,22 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NARROW = 256  # most experts whose numbers are one byte each
 
 
-class RoutingReplay:
+class RoutingReplay(TorchFunctionMode):
     """The routers of a model, which repeat the engine's choice of experts (R3).
 
-    A mixture of experts amplifies rounding: where two experts are almost equally likely, engine and
-    trainer may choose differently, and the log-probs of the token differ at once. Here each router
-    computes its own probabilities, and takes them at the recorded experts, so that its gradient is
-    that of this choice (https://arxiv.org/abs/2510.11370). Tokens without a record are routed as
-    ever.
+    Where two experts are almost equally likely, rounding may decide, and the log-probs differ at
+    once. Each router computes its own probabilities and takes them at the recorded experts, so that
+    its gradient is that of this choice (https://arxiv.org/abs/2510.11370).
     """
 
     def __init__(self, model: Foreign) -> None:
+        super().__init__()
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
         """The choices of each token, layer and rank among its experts [N, L, K], and whether the
         token has any [N, 1]."""
-        self._experts = self._each = 0
+        self._experts = self._each = self._layer = self._made = 0
         for name, module in model.named_modules():
             layer = _LAYER.search(f".{name}.")
             if layer is not None and _ROUTER.search(type(module).__name__):
@@ -94,21 +84,12 @@ class RoutingReplay:
         """Compute one router, with the recorded choice in the place of its own."""
         if self._recorded is None:
             return route(*arguments)
-        chosen_NLK, known_N1 = self._recorded
-        with _Choice(chosen_NLK[:, layer], known_N1, self._experts) as choice:
+        self._layer, self._made = layer, 0
+        with self:
             result = route(*arguments)
-        if choice.made != 1:
+        if self._made != 1:
             raise InputError(f"{_KEY}: this model's routers choose in a way that is not known")
         return result
-
-
-class _Choice(TorchFunctionMode):
-    """The recorded experts as the result of a router's top-k over all experts."""
-
-    def __init__(self, chosen_NK: torch.Tensor, known_N1: torch.Tensor, experts: int) -> None:
-        super().__init__()
-        self.made = 0
-        self._chosen_NK, self._known_N1, self._experts = chosen_NK, known_N1, experts
 
     def __torch_function__(
         self,
@@ -117,14 +98,23 @@ class _Choice(TorchFunctionMode):
         args: Foreign = (),
         kwargs: dict[str, Foreign] | None = None,
     ) -> Foreign:
+        """Give the recorded experts as the result of a router's top-k over all experts."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
             return result
-        if result.indices.shape != self._chosen_NK.shape:
+        assert self._recorded is not None
+        chosen_NLK, known_N1 = self._recorded
+        chosen_NK = chosen_NLK[:, self._layer]
+        if result.indices.shape != chosen_NK.shape:
             return result
-        self.made += 1
-        indices_NK = torch.where(self._known_N1, self._chosen_NK, result.indices)
+        self._made += 1
+        indices_NK = torch.where(known_N1, chosen_NK, result.indices)
         return torch.return_types.topk((args[0].gather(-1, indices_NK), indices_NK))
+
+
+Scores = tuple[torch.Tensor, torch.Tensor]
+"""Log-probs of targets, and the entropy of the distribution that each was drawn from, in nats and
+without gradient: [N] each."""
 
 
 class Scorer(nn.Module):
@@ -183,19 +173,13 @@ class Critic(nn.Module):
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
     head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
     with torch.no_grad():
-        if trained is None:
-            head.weight.zero_()
-        else:
-            head.weight.copy_(trained.weight)
+        head.weight.copy_(torch.zeros(()) if trained is None else trained.weight)
     return head
 
 
 def _values_N(backbone: PreTrainedModel, head: nn.Linear, columns: Columns) -> torch.Tensor:
     values_N: torch.Tensor = head(hidden_before(backbone, columns))[:, 0].float()
     return columns.whole(values_N)
-
-
-_Module = TypeVar("_Module", Scorer, Critic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +200,7 @@ class Models:
     def score(
         self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the scores of targets by the policy or the reference model; by default under the
-        configuration's `sampling`."""
+        """Return the scores of targets by a model; by default under the run's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -262,61 +245,134 @@ class Models:
             yield from module.buffers()
 
 
-def load_models(
-    config: Config, device: torch.device, ranks: int, group: ContextGroup | None = None
-) -> Models:
-    """Load the policy and the models that are needed beside it, and distribute them."""
-    if config.training.attention == "flex_attention" and device.type == "cpu":
-        raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
-    beside = models_beside(config)
-    check_room(config, device, ranks, beside)
-    roles = shared_roles(config, beside)
-    # A frozen backbone needs no more precision than its forward passes.
-    model = load_model(config, dtype=dtype_of(config) if roles else learning_dtype(config))
-    if roles:
-        add_adapters(model, config.model.lora, roles)
-    replay = RoutingReplay(model) if config.engine.routing_replay else None
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay)
-    policy = distribute(scorer, config, device, POLICY)
-    reference = policy if "reference" in roles else None
-    if reference is None and (other := beside.get("reference")) is not None:
-        model = load_model(config, other, learning_dtype(config, other))  # as the policy's
-        frozen = Scorer(model, config.sampling, dtype_of(config, other))
-        frozen = frozen.requires_grad_(False)
-        reference = distribute(frozen, config, device, other, trained=False)
-    value: Critic | Scorer | None = policy if "value" in roles else None
-    if value is None and (other := beside.get("value")) is not None:
-        critic = Critic(load_value_model(config, other), dtype_of(config, other))
-        value = distribute(critic, config, device, other)
-    give_back()
-    return Models(policy, reference, value, device, group)
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that computes the last hidden states, below its head."""
+    parts = (model.base_model, *model.children())
+    return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
 
 
-def distribute(
-    module: _Module,
-    config: Config,
-    device: torch.device,
-    other: OtherModel,
-    *,
-    trained: bool = True,
-) -> _Module:
-    """Move a module to its device, and shard it if there are several ranks.
+def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
+    """Score the targets of all columns, of which this rank computes some."""
+    # Padding needs no attention mask: it is on the right, and attention is causal.
+    hidden_NH = hidden_before(backbone_of(model), columns)
+    logprobs_N, entropy_N = score_hidden(model, hidden_NH, columns.targets_N, sampling)
+    return columns.whole(logprobs_N), columns.whole(entropy_N)
 
-    Each decoder layer is gathered only for its own computation. The files of `other`, which the
-    module was made of, hold the weights that it still lacks.
+
+def score_hidden(
+    model: PreTrainedModel,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    sampling: SamplingConfig,
+) -> Scores:
+    """Score tokens by the last hidden states at the positions before them.
+
+    Where they are many, the logits are computed in chunks, and again for the backward pass, so that
+    no [B, T, V] tensor exists.
     """
-    if trained:
-        recompute(module, config.training.activation_checkpointing)
-    if not dist.is_initialized():
-        return module.to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy()
-    if module.dtype != torch.float32:
-        precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    for layer in (*decoder_layers(module), module):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    path = path_of(config, other)
-    with translate_unreadable(path):
-        if any(parameter.is_meta for parameter in module.parameters()):
-            read_shards(module, weight_files(path), device)
-    return module.to(device)
+    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    compute: Callable[..., Scores] = _score
+    if len(targets_N) > rows and torch.is_grad_enabled():
+        compute = partial(checkpoint, _score, use_reentrant=False)
+    chunks = [
+        compute(model, hidden_NH[start : start + rows], targets_N[start : start + rows], sampling)
+        for start in range(0, max(1, len(targets_N)), rows)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
+    """Return the last hidden states at the positions before masked tokens: [N, H]."""
+    given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
+    if columns.position_ids_BT is not None:
+        given["position_ids"] = columns.position_ids_BT
+    with attending(backbone, columns) as more:
+        hidden_BTH = backbone(**given, **more).last_hidden_state
+    hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
+    return hidden_NH
+
+
+@dataclass
+class _Output(BaseModelOutput):  # type: ignore[misc]
+    """A backbone's output of nothing but the last hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """Return the logits that a model makes of last hidden states, in float32: [N, V].
+
+    The model's own forward pass makes them, with these states in the place of its backbone's:
+    models scale or cap logits after the head, each in its way.
+    """
+    given: list[bool] = []
+
+    def give(*_: object, **__: object) -> BaseModelOutput:
+        given.append(True)
+        return _Output(last_hidden_state=hidden_NH[None])
+
+    backbone = backbone_of(model)
+    replaced = [backbone]
+    if (inner := backbone.get_decoder()) is not backbone:
+        replaced.append(inner)  # some models' forward passes call it directly
+    before = [module.__dict__.get("forward") for module in replaced]
+    for module in replaced:
+        module.forward = give
+    try:
+        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
+    finally:
+        for module, own in zip(replaced, before, strict=True):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+    if not given:
+        raise InputError(
+            f"a {model.config.model_type} model computes logits in a way that is not known"
+        )
+    return logits_NV.float()
+
+
+def _score(
+    model: PreTrainedModel,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    sampling: SamplingConfig,
+) -> Scores:
+    logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
+    total_N = torch.logsumexp(logits_NV, dim=-1)
+    logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
+    with torch.no_grad():
+        probabilities_NV = (logits_NV - total_N[:, None]).exp_()
+        mean_N = probabilities_NV.mul_(logits_NV.clamp(min=-1e9)).sum(dim=-1)
+        entropy_N = total_N - mean_N
+    return logprobs_N, entropy_N
+
+
+def _processed(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
+) -> torch.Tensor:
+    """Apply temperature, top-k and top-p as the engine does."""
+    if sampling.temperature == 0.0:
+        return logits_NV
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV / max(sampling.temperature, _LOWEST_TEMPERATURE)
+    if not 0 < sampling.top_k < logits_NV.shape[-1] and sampling.top_p >= 1.0:
+        return logits_NV
+    dropped_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+    if 0 < sampling.top_k < logits_NV.shape[-1]:
+        lowest_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        dropped_NV |= logits_NV < lowest_N1
+    if sampling.top_p < 1.0:
+        kept_NV = logits_NV.masked_fill(dropped_NV, float("-inf"))
+        sorted_NV, order_NV = kept_NV.sort(dim=-1)
+        outside_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        outside_NV[:, -1] = False
+        dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
+    # A target that has fallen out under newer weights stays: its ratio is small but not zero.
+    dropped_NV.scatter_(-1, targets_N[:, None], False)
+    return logits_NV.masked_fill(dropped_NV, float("-inf"))

@@ -6,9 +6,10 @@ shape and views: only its storage is emptied, and later filled again.
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,19 +26,17 @@ _Away = tuple[Any, int, torch.Tensor | None]
 
 
 class Offload:
-    """Offloads tensors and brings them back, by kind.
+    """Offloads tensors and brings them back, by kind: a function that lists the tensors there are.
 
-    A kind is a function that lists its tensors: an optimizer has some only after its first step.
-    `file` is the prefix of the files that hold values of a CPU. They are removed while they are
-    open, so that the process never leaves them behind.
+    Files in the folder hold values of a CPU, without names: a process never leaves them behind.
     """
 
     def __init__(
-        self, tensors: dict[str, Callable[[], Iterable[torch.Tensor]]], file: Path
+        self, tensors: dict[str, Callable[[], Iterable[torch.Tensor]]], folder: Path
     ) -> None:
         self._tensors = tensors
-        self._file = file
-        self._away: dict[str, tuple[list[_Away], BinaryIO]] = {}
+        self._folder = folder
+        self._away: dict[str, tuple[list[_Away], IO[bytes]]] = {}
         """By kind; the file has the values that are not in host memory, one after the other."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
@@ -53,23 +52,18 @@ class Offload:
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
                     host.copy_(_bytes(storage))
                 parts.append((storage, storage.nbytes(), host))
-            path = self._file.with_name(f"{self._file.name}-{kind}")
             try:
-                file = path.open("w+b")
-                try:
-                    path.unlink()
+                with ExitStack() as opened:
+                    file = opened.enter_context(TemporaryFile(dir=self._folder))
                     for storage in (storage for storage, _, host in parts if host is None):
                         for values in torch.split(_bytes(storage), _PART_BYTES):
                             # A storage that NumPy has accessed can no longer be resized.
                             file.write(values.clone().numpy().tobytes())
                     file.flush()
-                except BaseException:
-                    with suppress(OSError):  # what is not written yet: the disk is full
-                        file.close()
-                    raise
+                    opened.pop_all()  # it stays open
             except OSError as error:
                 raise TurnwiseError(
-                    f"the trainer's {kind} cannot be offloaded to {path}: {error}"
+                    f"the trainer's {kind} cannot be offloaded to {self._folder}: {error}"
                 ) from error
             for storage, _, _ in parts:
                 storage.resize_(0)
@@ -136,7 +130,7 @@ def _bytes(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _read(values: torch.Tensor, file: BinaryIO) -> None:
+def _read(values: torch.Tensor, file: IO[bytes]) -> None:
     for part in torch.split(values, _PART_BYTES):
         data = file.read(len(part))
         if len(data) < len(part):

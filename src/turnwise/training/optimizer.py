@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import ParamsT
 
 from turnwise.config import TrainingConfig
 
@@ -45,7 +44,7 @@ class TrainableModule:
         self._rate = rate
         self._total = total_updates
         kind = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
-        self.optimizer: torch.optim.Optimizer = kind(
+        self.optimizer = kind(
             decay_groups(module, training.weight_decay), lr=rate, weight_decay=0, betas=_ADAM_BETAS
         )
         self._set_rate()
@@ -64,10 +63,7 @@ class TrainableModule:
         self._set_rate()
 
     def step(self) -> tuple[float, bool]:
-        """Take an optimizer step; return the gradient's norm, and whether it was finite.
-
-        A step whose norm is not finite changes nothing.
-        """
+        """Take a step, unless the gradient's norm is not finite; return it, and whether it was."""
         norm: torch.Tensor = nn.utils.clip_grad_norm_(
             self.module.parameters(), self._training.max_grad_norm
         )
@@ -82,14 +78,11 @@ class TrainableModule:
         return float(norm), finite
 
     def _set_rate(self) -> None:
-        """Set the rate of the next step, a fraction of the configured one.
-
-        Updates after the last one of a linear decay have the rate of the last one: only a program's
-        own loop takes any, and a rate of 0 would train nothing.
-        """
+        """Set the rate of the next step, a fraction of the configured one."""
         warmup, total = self._training.warmup_steps, self._total
         fraction = min(1.0, (self.updates + 1) / (warmup + 1))
         if self._training.lr_schedule == "linear" and total is not None:
+            # After the last one, where a program's own loop may go on, it stays that of the last.
             fraction = min(fraction, max(1, total - self.updates) / max(1, total - warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate * fraction
@@ -111,7 +104,7 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, objec
     ]
 
 
-class RoundingAdamW(torch.optim.Optimizer):
+class RoundingAdamW(torch.optim.AdamW):
     """AdamW without float32 copies of the weights; its moments have the type of the weights.
 
     Each step draws its random bits from torch's seed and the number of the step, so a run that
@@ -119,17 +112,6 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     Source: Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float = 1e-8,
-    ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -9,36 +9,38 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import (
     Columns,
+    ContextGroup,
     Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
     threads_of,
 )
-from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.layout_check import ModelCheck, agreed_layout
-from turnwise.training.loading import missing_model
+from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
     ModelName,
     adapter_tensors,
     changed_parameters,
     merged_tensors,
 )
-from turnwise.training.model import load_models
-from turnwise.training.objective import TrainingObjective
+from turnwise.training.memory import check_room
 from turnwise.training.offload import Offload
 from turnwise.training.optimizer import TrainableModule
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
@@ -73,7 +75,7 @@ class TrainerRank:
     ) -> None:
         self._config = config
         self._training = training = config.training
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
         torch.manual_seed(config.seed)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -86,15 +88,16 @@ class TrainerRank:
         group = None
         if (size := training.context_parallel) > 1:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
-        algorithm = make_algorithm(config.algorithm)
-        self._models = models = load_models(config, self.device, ranks, group)
+        self._algorithm, algorithm = config.algorithm, make_algorithm(config.algorithm)
+        self._advantage, self._loss = algorithm.advantage, algorithm.loss
+        check_room(config, self.device, ranks)
+        self._models = models = load_models(config, self.device, group)
         checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
         preferred = layout_of(training, self.device)
         self.layout, self.layout_warning = agreed_layout(checks, training, preferred)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
-        self._objective = TrainingObjective(config, algorithm, self._models, ranks)
-        needed = algorithm.advantage.value_model
+        needed = self._advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
         learning = self._models.trained("policy")
         assert learning is not None
@@ -103,7 +106,6 @@ class TrainerRank:
         self._learners = {"policy": self._learner}
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
-        self._canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
         self._sender = make_sender(
             "in_process" if training.colocated and ranks == 1 else config.weights.transport,
@@ -116,7 +118,7 @@ class TrainerRank:
         )
         self._offload = Offload(
             {"params": self._models.weights, "optimizer": self._moments},
-            (run / f"offload-{rank}").absolute(),
+            run.absolute(),
         )
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
@@ -133,11 +135,9 @@ class TrainerRank:
         self._offload.bring_back(_ALL)
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
-        self._objective.prepare(batches, len(steps))
-        staleness = Counter[int]()
-        for batch in batches:
-            staleness.update(batch.tokens.staleness_N.tolist())
-        recorded: list[torch.Tensor] = []
+        self._prepare(batches, len(steps))
+        staleness = Counter(age for b in batches for age in b.tokens.staleness_N.tolist())
+        recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         updates = [
             self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
         ]
@@ -148,11 +148,10 @@ class TrainerRank:
         if self._training.colocated and on_gpu:
             torch.cuda.empty_cache()  # the engines wake up next, and need the memory
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        none = np.zeros((len(RECORDED), 0), np.float32)
         return StepReport(
             self.version,
             updates,
-            torch.cat(recorded, dim=1).cpu().numpy() if recorded else none,
+            torch.cat(recorded, dim=1).cpu().numpy(),
             staleness,
             sum(batch.size for batch in batches),
             time.perf_counter() - started,
@@ -179,9 +178,15 @@ class TrainerRank:
             learner.optimizer.zero_grad()  # of an update that failed
         for batch in batches:
             if not warming:
-                self._objective.policy(batch, share, report, recorded)
+                self._add_policy_gradient(batch, share, report, recorded)
             if critic is not None:
-                self._objective.value(batch, share, report)
+                assert batch.values_N is not None
+                assert batch.returns_N is not None
+                values_N = self._models.estimate(batch.columns)
+                loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
+                total = loss_N.sum() / share.total_tokens * self._ranks
+                total.backward()  # type: ignore[no-untyped-call]
+                report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.tokens.advantages_N)
         if not warming:
             report.learning_rate = self._learner.rate
@@ -194,6 +199,84 @@ class TrainerRank:
             report.skipped |= not finite
             self._check_skips("critic", finite)
         return report
+
+    def _prepare(self, batches: Sequence[MicroBatch], updates: int) -> None:
+        """Compute what the losses need before the first update of a step: log-probs of the policy
+        and of the reference model, values, and from them each token's advantage."""
+        kl, corrected = self._algorithm.kl, self._algorithm.correction.name != "none"
+        penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
+        with torch.no_grad():
+            for batch in batches:
+                if penalised or (corrected and updates > 1):
+                    batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
+                if self._loss.needs_reference or kl.coef:
+                    reference_N, _ = self._models.score("reference", batch.columns)
+                    batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
+                tokens, penalties_N = batch.tokens, None
+                if penalised:
+                    assert batch.old_logprobs_N is not None
+                    penalties_N = kl_N(batch.old_logprobs_N, reference_N, kl.estimator)
+                if self._advantage.needs_values:  # what the samples have are rewards
+                    batch.values_N = self._models.estimate(batch.columns)
+                    rewards_N = tokens.advantages_N
+                    if penalties_N is not None:
+                        rewards_N = rewards_N - kl.coef * penalties_N
+                    advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
+                    for span in batch.spans():
+                        steps = rewards_N[span], batch.values_N[span], batch.turn_N[span]
+                        advantages_N[span], returns_N[span] = of_time_steps(self._advantage, *steps)
+                    batch.tokens = replace(tokens, advantages_N=advantages_N)
+                    batch.returns_N = returns_N
+                elif penalties_N is not None and penalties_N.any():
+                    for span in batch.spans():
+                        tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
+        if self._advantage.normalise and self._advantage.needs_values:
+            sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
+            if self._ranks > 1:
+                dist.all_reduce(sums_3)
+            for batch in batches:
+                advantages_N = normalised(batch.tokens.advantages_N, sums_3)
+                batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
+
+    def _add_policy_gradient(
+        self,
+        batch: MicroBatch,
+        share: RankBatches,
+        report: UpdateReport,
+        recorded: list[torch.Tensor],
+    ) -> None:
+        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
+        logprobs_N, entropy_N = self._models.score("policy", batch.columns)
+        engine_N = batch.tokens.engine_logprobs_N
+        if self._algorithm.correction.name == "none":
+            old_N = engine_N
+        elif batch.old_logprobs_N is not None:
+            old_N = batch.old_logprobs_N
+        else:
+            old_N = logprobs_N.detach()  # the only update of its step
+        tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
+        single = self._config.loops == {"single_turn"}
+        turns = 1 if single else self._config.rollout.max_turns
+        made = objective(
+            self._algorithm,
+            self._loss,
+            tokens,
+            total_tokens=share.total_tokens,
+            total_trajectories=share.total_trajectories,
+            constant=self._config.sampling.max_tokens * turns,
+        )
+        # The factor compensates for FSDP, which averages gradients over ranks.
+        (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
+        report.add(made, logprobs_N.detach() - engine_N, entropy_N)
+        values = (
+            logprobs_N,
+            entropy_N,
+            tokens.advantages_N,
+            made.weights_N * made.correction_N,
+            made.result.ratio_N,
+            made.result.clipped_N,
+        )
+        recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def _check_skips(self, name: str, finite: bool) -> None:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1
@@ -228,13 +311,12 @@ class TrainerRank:
         """Publish this version for engines; return its manifest and canary."""
         self._offload.bring_back(["params"])
         manifest = self._sender.publish(self.version, self._tensors())
-        token_ids_1T = torch.tensor([self._canary], device=self.device)
-        mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
-        mask_1T[:, 0] = False
-        columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
+        canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
+        sample = Sample.to_score(canary, [1] * len(canary))
+        columns = Columns.of([sample], "padded", self.device, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)
-        return Publication(manifest, self._canary, expected.tolist())
+        return Publication(manifest, canary, expected.tolist())
 
     def _tensors(self) -> NamedTensors:
         """Yield the tensors of an update, each whole."""

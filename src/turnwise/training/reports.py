@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -76,13 +77,9 @@ class StepReport:
 def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     """Return the trainer's part of a step's metrics, as `turnwise.observe.metrics` names them.
 
-    Means are over trained tokens, then over the step's updates; tokens that are only counted are
-    excluded. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
-    first update; `staleness` counts tokens by the optimizer steps between the weights that sampled
-    them and those that began to train; `learning_rate` is that of the last update.
-
-    Args:
-        same: Number of consecutive ranks that report the same tokens.
+    Means are over trained tokens, then over the step's updates; `logprob_diff_*` are those before
+    the first update, `learning_rate` is that of the last. As many consecutive ranks as `same`
+    report the same tokens.
     """
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)
@@ -91,8 +88,8 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     first = updates[0]
     staleness = sum((report.staleness for report in reports), Counter[int]())
     metrics: JsonObject = {
-        "loss": _mean(sum(rank.loss for rank in ranks) for ranks in updates),
-        "grad_norm": _mean(ranks[0].grad_norm for ranks in updates),
+        "loss": fmean(sum(rank.loss for rank in ranks) for ranks in updates),
+        "grad_norm": fmean(ranks[0].grad_norm for ranks in updates),
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
@@ -101,7 +98,7 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         """Return the means of what a field of the updates has sums of, by name."""
         names = {name: None for ranks in updates for r in ranks for name in getattr(r, kind)}
         return {
-            name: _mean(
+            name: fmean(
                 _token_mean(ranks, (getattr(r, kind)[name] for r in ranks)) for ranks in updates
             )
             for name in names
@@ -124,11 +121,6 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": memory_gib,
     }
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:

@@ -57,13 +57,8 @@ class Sample:
         turns: Sequence[int] | None = None,
         experts: bytes = b"",
     ) -> "Sample":
-        """Make a sample of plain lists of one length; by default each sequence is a pair and a
-        trajectory by itself.
-
-        Args:
-            advantage: Of all tokens, or of each.
-            turns: Index of each token's turn; None makes all one turn.
-        """
+        """Make a sample of lists of one length, with the advantage of all tokens or of each; by
+        default it has one turn, and its sequence is a pair and a trajectory by itself."""
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
@@ -82,6 +77,12 @@ class Sample:
             counted_only,
             experts,
         )
+
+    @classmethod
+    def to_score(cls, token_ids: Sequence[int], mask: Sequence[int], number: int = 0) -> "Sample":
+        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+        none = [0] * len(token_ids)
+        return cls.of(token_ids, mask, none, none, 0.0, number)
 
     @property
     def length(self) -> int:

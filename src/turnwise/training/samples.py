@@ -112,7 +112,9 @@ def _add_group(
     batch.groups_without_signal += silent
     if advantages is None or (silent and config.algorithm.dynamic_sampling):
         batch.drop(group.trajectories, "no_signal")
-    elif algorithm.loss.needs_pairs:
+        return
+    pair_id = None
+    if algorithm.loss.needs_pairs:
         pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
         versions = [[v for turn in t.turns for v in turn.weight_versions] for t in pair]
         if not all(any(v >= oldest for v in each) for each in versions):  # half a pair is dropped
@@ -122,19 +124,17 @@ def _add_group(
         others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
-        for trajectory, advantage in zip(pair, advantages.values(), strict=True):
-            _add(batch, trajectory, advantage, oldest, pair_id)
-    else:
-        for index, trajectory in enumerate(group.trajectories):
-            _add(
-                batch,
-                trajectory,
-                advantages[index],
-                oldest,
-                # Without a KL penalty, advantages of 0 add nothing to the gradient.
-                counted_only=silent and not config.algorithm.kl.coef,
-                as_reward=algorithm.advantage.needs_values,
-            )
+    for index, advantage in advantages.items():
+        _add(
+            batch,
+            group.trajectories[index],
+            advantage,
+            oldest,
+            pair_id,
+            # Without a KL penalty, advantages of 0 add nothing to the gradient.
+            counted_only=silent and not config.algorithm.kl.coef,
+            as_reward=algorithm.advantage.needs_values,
+        )
 
 
 def _add(
@@ -142,16 +142,15 @@ def _add(
     trajectory: Trajectory,
     advantage: Sequence[float],
     oldest: int,
-    pair_id: int | None = None,
+    pair_id: int | None,
     *,
-    counted_only: bool = False,
-    as_reward: bool = False,
+    counted_only: bool,
+    as_reward: bool,
 ) -> None:
     """Add the branches of one trajectory, with tokens of versions before `oldest` masked.
 
-    Args:
-        as_reward: Whether the advantage is a reward, for a value model: the share of each turn is
-            at its last token, and the rest at the last token of each branch.
+    A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
+    the rest at the last token of each branch.
     """
     branches = trajectory.samples()
     masked = [_without_stale(branch, oldest) for branch in branches]
@@ -211,7 +210,7 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
     return replace(branch, response_mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Side:
     """The part of a trajectory that one player played; without players, the whole."""
 
@@ -219,6 +218,7 @@ class _Side:
     turns: list[int]  # indices of its turns
     reward: float
     turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
+    advantages: list[float] | None = None  # of each turn; None if it is not trained
 
 
 def _sides(group: Group, config: Config) -> list[list[_Side]]:
@@ -241,10 +241,9 @@ def _sides(group: Group, config: Config) -> list[list[_Side]]:
 def _of_groups(
     groups: Sequence[Group], config: Config, algorithm: Algorithm
 ) -> list[_Advantages | None]:
-    """Return the advantages of each group, or None if it is not trained.
+    """Return the advantages of each group, 0 without signal, or None if it is not trained.
 
-    A group without signal has advantages of 0; it contains no pair for a loss that compares pairs,
-    whose advantages are 1 for the chosen trajectory and -1 for the rejected one, in this order.
+    Those of a loss that compares pairs are 1 for the chosen trajectory, then -1 for the rejected.
     """
     if algorithm.loss.needs_pairs:
         pairs = [(group, choose_pairs(_rewards(group, config))) for group in groups]
@@ -258,51 +257,46 @@ def _of_groups(
             for group, pair in pairs
         ]
     sides = [_sides(group, config) for group in groups]
-    compared = [same for group in sides for same in group]
-    by_side = iter(_of_sides(compared, config, algorithm))
+    _compare([same for group in sides for same in group], config, algorithm)
     merged: list[_Advantages | None] = []
     for group, of_group in zip(groups, sides, strict=True):
-        found = [(same, next(by_side)) for same in of_group]
+        trained = [side for same in of_group for side in same if side.advantages is not None]
         advantages = {index: [0.0] * len(t.turns) for index, t in enumerate(group.trajectories)}
-        for same, values in found:
-            for side, value in zip(same, values or [], strict=values is not None):
-                for turn, advantage in zip(side.turns, value, strict=True):
-                    advantages[side.index][turn] = advantage
-        merged.append(None if all(values is None for _, values in found) else advantages)
+        for side in trained:
+            for turn, advantage in zip(side.turns, side.advantages or [], strict=True):
+                advantages[side.index][turn] = advantage
+        merged.append(advantages if trained else None)
     return merged
 
 
-def _of_sides(
-    compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm
-) -> list[list[list[float]] | None]:
-    """Return the advantages of each side's turns; None for sides that are not trained."""
+def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm) -> None:
+    """Give the sides that are trained the advantages of their turns."""
     advantage, name = algorithm.advantage, config.algorithm.advantage.name
-    if not advantage.per_turn:
-        of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
-        lengths = [None if group is None else len(group) for group in of_groups]
-        sizes = [len(same) for same in compared]
-        if len(lengths) != len(sizes) or any(
-            n is not None and n != size for n, size in zip(lengths, sizes, strict=True)
-        ):
-            raise InputError(
-                f"algorithm.advantage: {name} returns {lengths} advantages for groups of {sizes} "
-                "trajectories"
-            )
-        return [
-            None
-            if group is None
-            else [[value] * len(side.turns) for side, value in zip(same, group, strict=True)]
-            for same, group in zip(compared, of_groups, strict=True)
-        ]
-    given = [advantage.of_turns([side.turn_rewards for side in same]) for same in compared]
-    for same, of_turns in zip(compared, given, strict=True):
-        turns = [len(side.turns) for side in same]
-        if of_turns is not None and (found := [len(a) for a in of_turns]) != turns:
-            raise InputError(
-                f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
-                f"{turns} turns"
-            )
-    return given
+    if advantage.per_turn:
+        for same in compared:
+            given = advantage.of_turns([side.turn_rewards for side in same])
+            turns = [len(side.turns) for side in same]
+            if given is not None and (found := [len(a) for a in given]) != turns:
+                raise InputError(
+                    f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
+                    f"{turns} turns"
+                )
+            for side, own in zip(same, given or [], strict=False):
+                side.advantages = own
+        return
+    of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
+    lengths = [None if group is None else len(group) for group in of_groups]
+    sizes = [len(same) for same in compared]
+    if len(lengths) != len(sizes) or any(
+        n is not None and n != size for n, size in zip(lengths, sizes, strict=True)
+    ):
+        raise InputError(
+            f"algorithm.advantage: {name} returns {lengths} advantages for groups of {sizes} "
+            "trajectories"
+        )
+    for same, values in zip(compared, of_groups, strict=True):
+        for side, value in zip(same, values or [], strict=False):
+            side.advantages = [value] * len(side.turns)
 
 
 def _rewards(group: Group, config: Config) -> list[float]:
@@ -319,16 +313,14 @@ def _overlong(trajectory: Trajectory, config: Config) -> float:
 
 
 def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
-    """Return whether what the algorithm compares differs within the group.
-
-    These are the rewards that would be trained on: of the turns, if turns have advantages of their
-    own; otherwise, of the trajectories. May call the user's `Advantage`.
-    """
+    """Return whether what the algorithm compares differs within the group: the rewards of turns or
+    of trajectories. May call the user's `Advantage`."""
     if algorithm.loss.needs_pairs:
         return choose_pairs(_rewards(group, config)) is not None
     sides = _sides(group, config)
     if algorithm.advantage.per_turn and not algorithm.advantage.needs_values:
-        return any(any(map(any, found or [])) for found in _of_sides(sides, config, algorithm))
+        _compare(sides, config, algorithm)
+        return any(any(side.advantages or []) for same in sides for side in same)
     return any(has_signal([side.reward for side in same]) for same in sides)
 
 
@@ -369,13 +361,9 @@ def recent_versions(
     config: Config, version: int = 0, known: Iterable[int] | None = None
 ) -> deque[int]:
     """Return the weight versions at the end of the last steps, the oldest first, without those that
-    `training.max_staleness` does not need; each step adds its own.
+    `training.max_staleness`, which counts steps, does not need; each step adds its own.
 
-    The key counts steps, which make up to `training.updates_per_step` versions: fewer if
-    trajectories are few or an update is skipped, none while only the value model learns.
-
-    Args:
-        known: Those that the checkpoint of `version` has; None: it is an old one, or there is none.
+    A checkpoint of `version` has those that are `known`; None: it is an old one, or there is none.
     """
     if known is None:
         known = [oldest_version(config, version), version] if version else [0]

@@ -1,9 +1,8 @@
 """Weights of a sharded model: each rank reads its own from the files; all gather them whole.
 
-A model is built without memory for its weights (on the meta device) and sharded. Each parameter's
-shard is then read from the files, one parameter at a time, so no process ever holds the whole
-model. The layout of the files is Transformers' business: the experts of a layer are one parameter,
-for instance, and many tensors in the files. Engines and exported models get the form of the files.
+A model is built without memory for its weights (on the meta device) and sharded. Each shard is then
+read from the files, one parameter at a time, so no process ever holds the whole model. The experts
+of a layer may be one parameter and many tensors in the files, which engines and exports get.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,10 +50,8 @@ def weight_files(path: str) -> list[str]:
 
 
 def can_be_sliced(model: PreTrainedModel) -> bool:
-    """Return whether each rank's shards of a model's parameters are parts of tensors in its files.
-
-    They are not where the files fuse parameters that the model keeps apart, or interleave them.
-    """
+    """Return whether each rank's shards of a model's parameters are parts of tensors in its files:
+    not where these fuse parameters that the model keeps apart, or interleave them."""
     converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
     return all(
         len(converter.target_patterns) == 1
@@ -190,10 +187,7 @@ def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong into a model's files, such as the bias of some routers.
-
-    Training does not change them, so engines have them already.
-    """
+    """Return the buffers that belong into a model's files, such as the bias of some routers."""
     kept = model.state_dict().keys()
     found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return revert_weight_conversion(model, found) if found and _transforms(model) else found

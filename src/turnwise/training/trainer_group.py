@@ -6,18 +6,23 @@ computation, so the error that is raised is that of the dead rank.
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
+from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
+from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
     Layout,
     RankBatches,
@@ -28,7 +33,7 @@ from turnwise.training.batching import (
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
-from turnwise.weights.process_group import LOOPBACK
+from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
@@ -39,6 +44,44 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 5.0
 """Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
 _PING_SECONDS = 2.0
+
+
+class TrainerActor:
+    """The process of one rank of the policy."""
+
+    def __init__(self) -> None:
+        logs.follow()
+
+    def node(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def open_store(self, host: str) -> str:
+        """Open the ranks' rendezvous store on one address of this node; return host:port."""
+        # Kept open: a port that is only looked up may be taken a moment later.
+        self._store = open_store(host, 0)
+        return f"{host}:{self._store.port}"
+
+    def start(
+        self, config: Config, folder: str, rank: int, ranks: int, address: str
+    ) -> tuple[int, Layout, str]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches with a
+        warning about it."""
+        from turnwise.training.rank import TrainerRank  # with Transformers' models
+
+        policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
+        self._policy = policy
+        return os.getpid(), policy.layout, policy.layout_warning
+
+    def call(self, method: str, *args: object) -> object:
+        result: object = getattr(self._policy, method)(*args)
+        return result
+
+    def ping(self) -> None:
+        pass
+
+
+class ColocatedTrainerActor(TrainerActor, WorkerHost):
+    """One rank of the policy, and one rank of an engine's model in the same process."""
 
 
 class TrainerGroup:
@@ -62,8 +105,6 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
-        from turnwise.training.actor import ColocatedTrainerActor, TrainerActor
-
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
         find_transport(config.weights.transport)  # a wrong name is an error before ranks start
@@ -139,16 +180,14 @@ class TrainerGroup:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score the masked tokens of sequences with one of the trainer's models.
-
-        A first token, which nothing precedes, is never scored.
+        """Score the masked tokens of sequences, but for the first, with a model of the trainer.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
             under `sampling`, or, from the value model, the expected return before it.
         """
         samples = [
-            Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
+            Sample.to_score(ids, mask, number)
             for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
         ]
         found: dict[int, list[float]] = {}
@@ -233,16 +272,14 @@ class TrainerGroup:
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            clock = asyncio.get_running_loop().time
-            deadline = clock() + _GRACE_SECONDS
-            # After a failure, another rank's death may follow that explains it.
-            while pending := [wait for wait in waits if not wait.done()]:
-                failed = [w.exception() for w in waits if w.done()]
-                left = deadline - clock()
-                if left <= 0 or any(_rank_of_cause(error) == 0 for error in failed):
-                    break
-                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            with suppress(TimeoutError):  # after a failure, a death may follow that explains it
+                async with asyncio.timeout(_GRACE_SECONDS):
+                    while pending and not any(is_death(wait.exception()) for wait in done):
+                        more, pending = await asyncio.wait(
+                            pending, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        done |= more
             errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
             if errors:
                 raise min(errors, key=_rank_of_cause)

@@ -11,7 +11,12 @@ from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_advantage, make_algorithm
-from turnwise.training.algorithms.advantages import GaeAdvantage, normalised_by_turn, turn_returns
+from turnwise.training.algorithms.advantages import (
+    GaeAdvantage,
+    normalised_by_turn,
+    of_time_steps,
+    turn_returns,
+)
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
 
@@ -103,18 +108,13 @@ def test_a_loss_that_compares_trajectories_takes_no_advantages_of_turns() -> Non
 
 
 def test_gae_over_turns_is_gae_of_their_sums() -> None:
-    """The objective reduces tokens to turns; here both ends of that are computed by hand."""
-    from turnwise.training.objective import TrainingObjective
-
-    class Models:
-        pass
-
+    """Tokens are reduced to turns; here both ends of that are computed by hand."""
     config = config_of({"advantage": {"name": "gae", "level": "turn", "gamma": 0.9, "lam": 0.8}})
-    objective = TrainingObjective(config, make_algorithm(config.algorithm), Models(), 1)  # type: ignore[arg-type]
+    advantage = make_algorithm(config.algorithm).advantage
     rewards_T = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0])
     values_T = torch.tensor([0.3, 9.0, 0.5, 9.0, 9.0])
     turn_T = torch.tensor([4, 4, 7, 7, 7])
-    advantages_T, returns_T = objective._of_time_steps(rewards_T, values_T, turn_T)
+    advantages_T, returns_T = of_time_steps(advantage, rewards_T, values_T, turn_T)
     expected, returns = GaeAdvantage(Gae(gamma=0.9, lam=0.8)).of_tokens(
         torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.5])
     )

@@ -1,23 +1,20 @@
 """Training algorithms: pure functions and small classes on numbers and tensors, a formula each.
 
-    interface    `Advantage` and `Loss`, which a user's own class extends, and a loss's input
-    advantages   from rewards to advantages
-    losses       from log-probs and advantages to the loss of each token; with KL penalty,
-                 correction and reduction to the batch's
-    registry     the names in the configuration
-
-In the configuration, `algorithm.advantage` selects an `Advantage` and `algorithm.loss` a `Loss`,
-each by a short name or as `package.module:Class`; everything else works with any of them.
-Independent of models, engines and ranks.
+`algorithm.advantage` selects an `Advantage` and `algorithm.loss` a `Loss`, each by a short name or
+as `package.module:Class`; everything else works with any of them. A new one takes a class or a
+formula in `advantages` or `losses`, a line here, and a section in the configuration; a user-defined
+one needs none of these. Independent of models, engines and ranks.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from turnwise.config import AlgorithmConfig, OwnAdvantage, OwnLoss
+from turnwise.errors import InputError, describe_error
+from turnwise.training.algorithms import advantages, losses
 from turnwise.training.algorithms.interface import Advantage, Loss, TokenLoss, Tokens, ValueModel
-from turnwise.training.algorithms.registry import (
-    Algorithm,
-    make_advantage,
-    make_algorithm,
-    make_loss,
-)
 
 __all__ = [
     "Advantage",
@@ -30,3 +27,94 @@ __all__ = [
     "make_algorithm",
     "make_loss",
 ]
+
+_ADVANTAGES: dict[str, Callable[..., Advantage]] = {
+    "grpo": lambda _: advantages.WithinGroup(advantages.grpo),
+    "dr_grpo": lambda _: advantages.WithinGroup(advantages.dr_grpo),
+    "rloo": lambda _: advantages.WithinGroup(advantages.rloo),
+    "reinforce_pp": advantages.ReinforcePPAdvantage,
+    "turn_returns": lambda config: advantages.PerTurn(partial(advantages.returns_of_turns, config)),
+    "mt_grpo": lambda config: advantages.PerTurn(partial(advantages.mt_grpo, config)),
+    "gae": advantages.GaeAdvantage,
+}
+"""Makers of what the short names of `algorithm.advantage.name` stand for, from its section."""
+_LOSSES: dict[str, Callable[..., Loss]] = {
+    "ppo_clip": lambda config: losses.Formula(partial(losses.ppo_clip, config)),
+    "gspo": lambda config: losses.Formula(partial(losses.gspo, config)),
+    "cispo": lambda config: losses.Formula(partial(losses.cispo, config)),
+    "dpo": losses.DpoLoss,
+}
+"""The same for `algorithm.loss.name`."""
+_Kind = TypeVar("_Kind", Advantage, Loss)
+
+
+class _Section(Protocol):
+    """A section of the configuration."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """The two parts of an algorithm that are selected by name."""
+
+    advantage: Advantage
+    loss: Loss
+
+
+def make_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """Build the advantage estimator and the loss selected in the configuration.
+
+    Raises:
+        InputError: when a user-defined class cannot be imported or built, or the two parts and
+            `algorithm.correction` are incompatible.
+    """
+    advantage, loss = make_advantage(config.advantage), make_loss(config.loss)
+    conflict = ""
+    if loss.needs_pairs and advantage.needs_values:
+        conflict = f"cannot use the value model of algorithm.advantage {config.advantage.name}"
+    elif loss.needs_pairs and advantage.per_turn:
+        conflict = (
+            f"cannot use the turns' advantages of algorithm.advantage {config.advantage.name}"
+        )
+    elif loss.needs_pairs and config.correction.name != "none":
+        conflict = (
+            "has no importance ratio that algorithm.correction could correct: set its name to none"
+        )
+    if conflict:
+        raise InputError(f"algorithm.loss {config.loss.name} compares trajectories and {conflict}")
+    return Algorithm(advantage, loss)
+
+
+def make_advantage(config: _Section) -> Advantage:
+    """Build the advantage estimator of a section; raises `InputError` as `make_algorithm` does."""
+    return _made(config, "algorithm.advantage", Advantage, _ADVANTAGES)
+
+
+def make_loss(config: _Section) -> Loss:
+    """Build the loss of a section; raises `InputError` as `make_algorithm` does."""
+    return _made(config, "algorithm.loss", Loss, _LOSSES)
+
+
+def _made(
+    config: _Section, key: str, kind: type[_Kind], known: Mapping[str, Callable[..., _Kind]]
+) -> _Kind:
+    name = config.name
+    if not isinstance(config, OwnAdvantage | OwnLoss):
+        return known[name](config)
+    from turnwise.rollouts.environment import load_object
+
+    options = config.model_extra or {}
+    made = load_object(name, f"{key}.name")
+    if not (isinstance(made, type) and issubclass(made, kind)):
+        raise InputError(
+            f"{key}.name: {name} is not a subclass of turnwise.training.algorithms.{kind.__name__}"
+        )
+    try:
+        return made(**options)
+    except Exception as error:  # the user's code may raise anything
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise InputError(
+            f"{key}: {name}({given}) cannot be built: {describe_error(error)}"
+        ) from error

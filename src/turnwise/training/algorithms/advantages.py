@@ -259,6 +259,19 @@ class GaeAdvantage(Advantage):
         return error_N / 2
 
 
+def of_time_steps(
+    advantage: Advantage, rewards_T: torch.Tensor, values_T: torch.Tensor, turn_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the advantages and returns of one sequence's tokens, of which each has a turn."""
+    if advantage.level == "token":
+        return advantage.of_tokens(rewards_T, values_T)
+    _, step_T, lengths_K = torch.unique_consecutive(turn_T, return_inverse=True, return_counts=True)
+    rewards_K = rewards_T.new_zeros(len(lengths_K)).index_add(0, step_T, rewards_T)
+    values_K = values_T[lengths_K.cumsum(0) - lengths_K]
+    advantages_K, returns_K = advantage.of_tokens(rewards_K, values_K)
+    return advantages_K[step_T], returns_K[step_T]
+
+
 def moments(advantages_N: torch.Tensor) -> torch.Tensor:
     """Return count, sum and sum of squares, [3] in float64, for `normalised`; sum them
     over micro-batches and ranks."""
