@@ -16,8 +16,8 @@ from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.manifest import Manifest, Publication
 from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -44,8 +44,8 @@ class Published:
         self.version = 0
         self.logprobs = logprobs
 
-    async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, "shm", "", 0, ()), CANARY, self.logprobs)
+    async def publish(self) -> Manifest:
+        return Manifest(self.version, "shm", "", 0, (), 0, CANARY, self.logprobs)
 
     async def send(self, devices: Any) -> None: ...
 

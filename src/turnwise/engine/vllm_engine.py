@@ -36,6 +36,7 @@ from turnwise.engine.protocol import (
     Chunk,
     InFlight,
     PauseMode,
+    Rendezvous,
     Request,
     WeightUpdate,
 )
@@ -288,17 +289,8 @@ class VllmEngine:
         async with self._deadline("preparing for weight updates", self._timeout):
             await self._ask("expect_tensors", plain)
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         seconds = timeout or self._timeout
-        group = (rank_prefix, ip, port, world_size, train_world_size)
         async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
             await self._ask("join_collective", *group, seconds)
 

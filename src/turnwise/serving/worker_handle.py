@@ -20,7 +20,7 @@ from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Request, WeightUpdate
+from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
 from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
@@ -292,17 +292,8 @@ class WorkerHandle:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._call("wake_up", tags)
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
-        group = (rank_prefix, ip, port, world_size, train_world_size)
-        await self._call("init_collective", *group, timeout, seconds=timeout)
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
+        await self._call("init_collective", group, timeout, seconds=timeout)
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         devices: list[str] = await self._call("check_update", manifest)

@@ -1,11 +1,9 @@
 """The `ipc` transport: trainer and engine share a host, and on GPUs the device.
 
-The trainer packs tensors into two buffers in turn and sends their location over ZMQ; each engine
-worker answers once it has used a buffer, and when all have, that buffer is written again. A
-worker that fails is left out, and the others continue. On a CPU a buffer is nameless shared
-memory, on a GPU it is memory that the engine opens by its CUDA IPC handle, which has never been
-run; the protocol is the same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its
-device.
+The trainer packs tensors into two buffers in turn and sends their location over ZMQ; a buffer is
+written again when each worker has used it. A worker that fails is left out. On a CPU a buffer is
+nameless shared memory, on a GPU the engine opens it by its CUDA IPC handle, which has never been
+run. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
 
     engine                      trainer
     hello                  ->
@@ -37,21 +35,19 @@ from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
-from turnwise.weights.manifest import (
-    Manifest,
-    Source,
-    StateDictInfo,
-    check_exhausted,
-    pack,
-)
 from turnwise.weights.process_group import device_name
 from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
 from turnwise.weights.transport import (
+    Manifest,
     ReceiverOptions,
     SenderOptions,
+    Source,
+    StateDictInfo,
     StreamReceiver,
     StreamSender,
     Transport,
+    check_exhausted,
+    pack,
 )
 
 _LINGER_MS = 1000
@@ -61,17 +57,6 @@ _FOLDER = f"/tmp/turnwise-{os.getuid()}"
 """Folder of the sockets, which only this user may enter."""
 _PRIVATE = "trainer"
 _private_numbers = itertools.count()
-_CUDA_HANDLE = (
-    "device",
-    "handle",
-    "nbytes",
-    "offset",
-    "counter_handle",
-    "counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-"""The fields of torch's handle of CUDA memory, in their order."""
 
 
 class IpcTransport(Transport):
@@ -113,18 +98,12 @@ def _handle_of(buffer: torch.Tensor, file: int) -> JsonObject:
     if file >= 0:
         return {"address": address_of(file)}
     fields = share_gpu_memory(buffer)
-    return {
-        name: value.hex() if isinstance(value, bytes) else value
-        for name, value in zip(_CUDA_HANDLE, fields, strict=True)
-    }
+    return {"cuda": [each.hex() if isinstance(each, bytes) else each for each in fields]}
 
 
 def _open_buffer(handle: JsonObject, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
-        fields = [
-            bytes.fromhex(value) if isinstance(value, str) else value
-            for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
-        ]
+        fields = [bytes.fromhex(f) if isinstance(f, str) else f for f in handle["cuda"][1:]]
         index = torch.cuda.current_device() if device.index is None else device.index
         storage = open_gpu_memory(index, fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -203,11 +182,7 @@ class IpcSender(StreamSender):
             raise self._failures[0]
 
     def _offer(self, manifest: Manifest) -> None:
-        """Offer the manifest to waiting workers, in order, until the expected number accept.
-
-        A worker that disconnects before it answers has given up, maybe before this update began,
-        and the next one takes its place.
-        """
+        """Offer the manifest to waiting workers, in order, until the expected number accept."""
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
         offered: set[bytes] = set()
@@ -223,14 +198,13 @@ class IpcSender(StreamSender):
                     self._peers.add(peer)
                     self._check_answer(peer, message)
             elif time.monotonic() > deadline:
-                late = self._late(
-                    f"{'accept' if offered else 'request'} version {manifest.version}"
-                )
+                what = "accept" if offered else "request"
+                late = self._late(f"{what} version {manifest.version}")
                 for peer in offered:
                     self._drop(peer, late)
                 self._failures.append(late)
                 break
-            else:
+            else:  # the next one takes the place of a worker that has given up
                 offered = {peer for peer in offered if self._post(peer, {"ping": "a manifest"})}
         self._check_anyone()
 
@@ -393,10 +367,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def device_address(device: torch.device, rank: int = 0) -> str:
-    """Return the address where the trainer on a device meets the engine's worker on it.
-
-    On CPUs the addresses of workers differ by their ranks.
-    """
+    """Return the address where the trainer and a worker on its device meet; on CPUs, by rank."""
     return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
 
 

@@ -1,13 +1,10 @@
 """The process group of a trainer and its engines' workers, and the store at which ranks meet.
 
-Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL between GPUs. The
-group is independent of any that vLLM or the trainer has. NCCL has never been run.
-
-The store is torch's key-value store. By default that listens on all addresses of a machine and
-accepts any client. Here it listens on one, and every key begins with the run's secret, which Ray
-passes to its processes. The secret protects against accidents and scanners; a client that can reach
-the port and speaks the store's protocol can still list its keys, so nodes that train together
-should be on a private network.
+Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL, which has never been
+run, between GPUs. torch's key-value store, which listens on all addresses and accepts any client,
+here listens on one, and every key begins with the run's secret. That protects against accidents and
+scanners: a client that speaks the store's protocol can still list its keys, so nodes that train
+together should be on a private network.
 """
 
 import json
@@ -77,14 +74,11 @@ def device_name(device: torch.device) -> str:
 
 
 class ProcessGroup:
-    """One rank of the process group of a trainer and its engines.
+    """One rank of the process group of a trainer and its engines, apart from any other group.
 
     The trainer's `train_world_size` ranks come first; its rank 0 opens the store at `ip` and
-    `port`. All have to join within `seconds`.
-
-    Raises:
-        InputError: when the rank is taken or is not in the group, or the port is in use.
-        DeadlineError: when a rank has not joined in time; it names the first.
+    `port`. InputError when the rank is taken or is not in the group, or the port is in use;
+    DeadlineError, which names the first, when a rank has not joined within `seconds`.
     """
 
     def __init__(
@@ -266,11 +260,8 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
 
 
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
-    """Join the process group of the trainer's ranks, which all others of this process follow.
-
-    They meet at a store's `address`, host:port, within `seconds`, which is also the deadline of
-    each operation in the group.
-    """
+    """Join the default process group of the trainer's ranks, which meet at a store's `address`,
+    host:port, within `seconds`, also the deadline of each operation in the group."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
