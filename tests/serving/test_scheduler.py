@@ -70,7 +70,7 @@ async def long_tailed_sessions(slowdown: float, seed: int, concurrency: int = 51
             if index == len(plans) - 1:
                 now = asyncio.get_running_loop().time()
                 for worker in scheduler.workers.values():
-                    worker.add(0.0, now)
+                    scheduler._router.add_load(worker, 0.0, now)
                 loads.extend(worker.load_seconds / now for worker in scheduler.workers.values())
             prompt = [(index // 8 * 31 + i) % 997 + 1 for i in range(200)]
             route = Route(f"session-{index}", f"group-{index // 8}")

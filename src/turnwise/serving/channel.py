@@ -145,15 +145,8 @@ class Channel(asyncio.Protocol):
 async def listen(
     host: str, opened: Callable[[Channel], object], ports: str | None = None
 ) -> Address:
-    """Listen on a free port until the event loop ends.
-
-    Args:
-        opened: Called with each new channel whose other end has proven that it knows the token.
-        ports: The range of ports to take a free one from (`serving.ports`).
-
-    Raises:
-        InputError: when none of them is free.
-    """
+    """Listen on a free port, of the range `ports` if there is one, until the event loop ends; `opened`
+    is called with each new channel whose other end has proven that it knows the token."""
     token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
     unproven: dict[Channel, None] = {}
 
@@ -177,11 +170,7 @@ async def listen(
 
 
 async def connect(address: Address) -> Channel:
-    """Open a channel to a process that listens.
-
-    Raises:
-        OSError: when it cannot be reached, or does not know the token.
-    """
+    """Open a channel to a process that listens; OSError if it cannot be reached or proven."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()
     _, channel = await loop.create_connection(

@@ -19,7 +19,7 @@ from turnwise.core.actor import create_placement_group
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.errors import InputError
-from turnwise.serving.colocated.engine import on_actors
+from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.openai.address import with_api_key
 from turnwise.serving.worker_handle import WorkerHandle
 

@@ -1,8 +1,7 @@
 """The handle of a worker in another process: an `Engine` whose requests share one channel.
 
 Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
-the engine returns. A channel that is lost ends the requests on it; the next one opens another. All
-other calls, such as weight updates, are Ray's.
+the engine returns. All other calls, such as weight updates, are Ray's.
 """
 
 import asyncio
