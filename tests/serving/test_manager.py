@@ -103,17 +103,6 @@ def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:
     run_virtually(work())
 
 
-def test_a_manager_without_chats_says_how_to_get_them() -> None:
-    async def work() -> None:
-        async with simulated(1).running() as manager:
-            with pytest.raises(InputError, match="open it with open_manager"):
-                await manager.generate_sequences([[{"role": "user", "content": "2 + 2?"}]])
-            with pytest.raises(InputError, match="open it with open_manager"):
-                await manager.submit_chat_completions(print, {}, messages=[])
-
-    run_virtually(work())
-
-
 @pytest.mark.parametrize("way", ["die", "hang"])
 def test_a_lost_worker_comes_back_with_the_current_weights(
     way: str, caplog: pytest.LogCaptureFixture

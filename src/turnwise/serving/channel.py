@@ -145,8 +145,8 @@ class Channel(asyncio.Protocol):
 async def listen(
     host: str, opened: Callable[[Channel], object], ports: str | None = None
 ) -> Address:
-    """Listen on a free port, of the range `ports` if there is one, until the event loop ends; `opened`
-    is called with each new channel whose other end has proven that it knows the token."""
+    """Listen on a free port, of the range `ports` if given, until the event loop ends; `opened` is
+    called with each new channel whose other end has proven that it knows the token."""
     token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
     unproven: dict[Channel, None] = {}
 

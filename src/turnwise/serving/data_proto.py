@@ -26,7 +26,7 @@ class DataProto:
 
     Example:
         >>> prompts = DataProto.from_conversations([[{"role": "user", "content": "2 + 2?"}]])
-        >>> batch = await manager.generate_sequences(prompts)
+        >>> batch = manager.generate_sequences(prompts)
         >>> batch.batch["responses"].shape
     """
 

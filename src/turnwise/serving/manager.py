@@ -21,7 +21,6 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import (
     DeadlineError,
     EngineError,
-    InputError,
     TurnwiseError,
     WeightUpdateError,
     text_of,
@@ -32,10 +31,7 @@ from turnwise.serving.scheduler import Scheduler
 from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
-    from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
-    from turnwise.serving.data_proto import DataProto
     from turnwise.serving.worker_handle import WorkerHandle
-    from turnwise.trajectory import Message
 
 logger = logging.getLogger(__name__)
 
@@ -246,8 +242,6 @@ class AsyncLLMServerManager:
         """Failures of workers that have been restarted since."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
-        self.chats: ChatBackend | None = None
-        """Answers chats on the workers; set by its owner, `runtime.open_manager`."""
         self._start = start
         self._weights = weights
         self._supervisors = [
@@ -258,36 +252,6 @@ class AsyncLLMServerManager:
         self._asleep = False
         self._control = asyncio.Lock()
         """Lock of updates, sleep and wake-up, also held while a new worker joins."""
-
-    @property
-    def chat_scheduler(self) -> "ChatCompletionScheduler":
-        """An instance of the class in `rollout.chat_scheduler`, or of the base class.
-
-        Raises:
-            InputError: when the manager has no chat backend.
-        """
-        chats = self._opened_chats()
-        return chats.scheduler(chats)
-
-    async def submit_chat_completions(
-        self,
-        callback: "Callback",
-        callback_additional_info: dict[str, object],
-        **chat_complete_request: object,
-    ) -> None:
-        await self.chat_scheduler.submit_chat_completions(
-            callback, callback_additional_info, **chat_complete_request
-        )
-
-    async def generate_sequences(
-        self, prompts: "DataProto | Sequence[Sequence[Message]]", **sampling_params: object
-    ) -> "DataProto":
-        return await self._opened_chats().generate_sequences(prompts, **sampling_params)
-
-    def _opened_chats(self) -> "ChatBackend":
-        if self.chats is None:
-            raise InputError("this manager answers no chats: open it with open_manager")
-        return self.chats
 
     @property
     def engines(self) -> "list[WorkerHandle]":
