@@ -124,8 +124,8 @@ class Worker:
     """`load_seconds` and `tokens` at the last measurement."""
 
     def time_per_token(self) -> float:
-        """Return the seconds of a turn for a token: by Little's law the load's, by the tokens. Not a
-        number before they are known."""
+        """Return the seconds of a turn for a token (by Little's law, the load's by the tokens); not
+        a number before they are known."""
         seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
         tokens += self.tokens - self._seen[1]
