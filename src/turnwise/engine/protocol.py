@@ -43,10 +43,7 @@ STREAM_INTERVAL = 32
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Session, group and adapter of a request.
-
-    Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
-    """
+    """Session and group of a request, which routers keep on one engine, and its adapter."""
 
     session: str = ""
     """Name of the trajectory; "" for a request that belongs to none."""
@@ -225,12 +222,10 @@ class Engine(Generator, Protocol):
     ) -> int:
         """Load the weights that the manifest describes, and return the version that is now served.
 
-        Requests in flight are finished first (`drain`), ended with finish reason `abort`
-        (`abort`), or frozen during the update and continued under the new weights, with their
-        cache computed again (`keep`) or as it is (`keep_cache`). Later requests never use
-        cached prefixes of older weights. With `ipc` and `collective`, requests keep running
-        until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
-        pauses none: requests in flight keep their adapter unless they are to be aborted.
+        Requests in flight are treated as `weights.in_flight` says; later ones never use cached
+        prefixes of older weights. With a stream, requests keep running until the first chunk
+        arrives. An engine of a trained adapter (`weights.lora: adapter`) pauses none: requests in
+        flight keep their adapter unless they are to be aborted.
 
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or

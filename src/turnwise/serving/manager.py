@@ -1,9 +1,8 @@
 """A fleet of workers behind one scheduler: start, weights, sleep, wake and shutdown.
 
-Each worker has a supervisor that checks its health, and restarts it when it dies or hangs; one that
-only cannot be reached any more keeps running. A new worker gets the fleet's weights and state
-before it gets turns; meanwhile its predecessor's turns continue on other workers. If the restarts
-fail, the worker is given up, which is logged, and further attempts follow at growing intervals.
+Each worker has a supervisor that restarts it when it dies or hangs; one that only cannot be reached
+any more keeps running. A new worker gets the fleet's weights and state before it gets turns. If the
+restarts fail, the worker is given up, and further attempts follow at growing intervals.
 """
 
 import asyncio
@@ -82,11 +81,8 @@ class WorkerSupervisor:
         self.given_up = ""
         """Reason why the worker could not be restarted; "" unless it was given up."""
         self.restarts = 0
-        """Number of restarts in a row, since it last passed `_SETTLED_CHECKS` health checks.
-
-        Restarts after a death that a single request caused do not count, even if that is found
-        out after the restart.
-        """
+        """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, but for
+        those after a death that a single request caused, even if that is found out later."""
         self._serving = serving
         self._fleet = fleet
         self._failure = ""
@@ -175,8 +171,7 @@ class WorkerSupervisor:
                 scheduler.restore(self.name)
 
     async def _check_twice(self, engine: "WorkerHandle") -> None:
-        """Check the health, twice if the first deadline passes: this process may have been
-        suspended, so the answer may have arrived in time."""
+        """Check the health, twice if the first is late: this process may have been suspended."""
         seconds = self._serving.health_timeout / 2
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -298,17 +293,12 @@ class AsyncLLMServerManager:
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
 
-        A worker that dies or fails once all have found that the update fits is restarted; like any
-        restarted worker, it gets the weights before it serves. If all failed to load them, all are
-        kept: the next update may succeed.
+        A worker that dies or fails once all have found that the update fits is restarted, and gets
+        the weights before it serves. If all failed to load them, all are kept: the next update may
+        succeed. Raises as `WeightSync.update` does, and if no worker loaded the weights.
 
         Returns:
             The results of the workers that serve the weights.
-
-        Raises:
-            WeightUpdateError: when a worker refuses the update, in which case all keep their
-                weights, or when one's canary differs from the trainer's.
-            TurnwiseError: when no worker loaded it.
         """
 
         def settle(results: Mapping[Engine, object]) -> None:

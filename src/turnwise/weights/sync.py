@@ -106,8 +106,6 @@ class WeightSync:
     ) -> UpdateResults:
         """Bring the offered weights to all engines, or to none; return each one's result.
 
-        First all engines check that the weights fit.
-
         Args:
             settle: Called after the check, the push and the canaries with the results of the
                 engines in them, of which errors mean that an engine must not serve any more. If it
@@ -183,10 +181,8 @@ class WeightSync:
     async def _push(
         self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
-        """Update engines that were just checked, in parallel.
-
-        If one engine's death breaks a stream for all, the others get it once more without it.
-        """
+        """Update engines that were just checked. If one's death breaks a stream for all, the others
+        get it once more without it."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
@@ -297,14 +293,12 @@ async def check_canary(
     tolerance: float,
     version: int,
 ) -> tuple[float, float]:
-    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's.
-
-    Returns:
-        The mean and the largest absolute difference, in nats.
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's; return the
+    mean and the largest absolute difference, in nats.
 
     Raises:
-        WeightUpdateError: when the largest exceeds the tolerance, which the message names, or the
-            engine samples from another version.
+        WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
+            another version.
     """
     request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}")
     completion = await generate(engine, request)
