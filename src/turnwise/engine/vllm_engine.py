@@ -305,7 +305,7 @@ class VllmEngine:
         """
         adapter = self._adapters.new(POLICY, version)
         try:
-            loaded = await self._ask("load_adapter", adapter.number, self._adapters.trained)
+            loaded = await self._ask("load_update", adapter.number, self._adapters.trained)
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
                 await self._ask("remove_adapter", adapter.number)

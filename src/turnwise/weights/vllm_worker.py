@@ -177,32 +177,26 @@ class WorkerExtension:
         return {} if version is None else {"version": version}
 
     @_replying
-    def load_update(self) -> JsonObject:
-        """Load the open update; it has not `ended` if the trainer waits for reports of workers."""
-        self.start_weight_update()
-        self.update_weights({})
-        self.finish_weight_update()
-        return self._end_if_unreported()
-
-    @_replying
-    def load_adapter(self, number: int, config: JsonObject) -> JsonObject:
-        """Load the open update as an adapter, with PEFT's `config`, as `load_update` does."""
-        receiver = self.weight_transfer_engine.receiver
+    def load_update(self, number: int = 0, config: JsonObject | None = None) -> JsonObject:
+        """Load the open update, or with PEFT's `config` an adapter under `number`; it has not
+        `ended` if the trainer waits for reports of workers."""
+        engine = self.weight_transfer_engine
+        receiver = engine.receiver
         assert receiver is not None
-        tensors = (pair for chunk in receiver.chunks() for pair in chunk)
-        _put(self.model_runner.lora_manager, number, tensors, config)
-        return self._end_if_unreported()
+        if config is None:
+            self.start_weight_update()
+            self.update_weights({})
+            self.finish_weight_update()
+        else:
+            tensors = (pair for chunk in receiver.chunks() for pair in chunk)
+            _put(self.model_runner.lora_manager, number, tensors, config)
+        if not receiver.reports:
+            engine.end_update("")
+        return {"ended": not receiver.reports}
 
     @_replying
     def remove_adapter(self, number: int) -> None:
         self.model_runner.lora_manager.remove_adapter(number)
-
-    def _end_if_unreported(self) -> JsonObject:
-        receiver = self.weight_transfer_engine.receiver
-        ended = receiver is None or not receiver.reports
-        if ended:
-            self.weight_transfer_engine.end_update("")
-        return {"ended": ended}
 
     @_replying
     def capture_experts(self) -> None:
