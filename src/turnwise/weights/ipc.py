@@ -131,7 +131,6 @@ class IpcSender(StreamSender):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._callers: deque[bytes] = deque()
-        self._due = 1
         self._peers: set[bytes] = set()
         """Workers that are being served, and have not failed."""
         self._failures: list[TurnwiseError] = []
@@ -140,11 +139,10 @@ class IpcSender(StreamSender):
             self._socket.bind(self.address)
             for _ in range(2):
                 self._buffers.append(_new_buffer(self._buffer_bytes, self._device))
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self.close()
-            raise InputError(f"{self.address} cannot be bound: {error}") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, zmq.ZMQError):
+                raise InputError(f"{self.address} cannot be bound: {error}") from error
             raise
 
     def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
@@ -152,10 +150,10 @@ class IpcSender(StreamSender):
 
         When a worker fails, the others are still served before its error is raised.
         """
-        self._due = list(devices).count(device_name(self._device)) if devices else 1
-        if not self._due:
+        due = list(devices).count(device_name(self._device)) if devices else 1
+        if not due:
             return
-        self._offer(manifest)
+        self._offer(manifest, due)
         version, chunks = manifest.version, self._chunks
         use = f"use chunk {{}} of {len(chunks)} of version {version}"
         try:
@@ -181,18 +179,18 @@ class IpcSender(StreamSender):
         if self._failures:
             raise self._failures[0]
 
-    def _offer(self, manifest: Manifest) -> None:
-        """Offer the manifest to waiting workers, in order, until the expected number accept."""
+    def _offer(self, manifest: Manifest, due: int) -> None:
+        """Offer the manifest to waiting workers, in order, until so many have answered."""
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
         offered: set[bytes] = set()
-        while (answers := len(self._peers) + len(self._failures)) < self._due:
-            if self._callers and len(offered) + answers < self._due:
+        while (answers := len(self._peers) + len(self._failures)) < due:
+            if self._callers and len(offered) + answers < due:
                 peer = self._callers.popleft()
                 if self._post(peer, {"manifest": manifest.to_dict()}):
                     offered.add(peer)
-            elif self._readable(deadline):
-                peer, message = self._receive()
+            elif received := self._receive(deadline):
+                peer, message = received
                 if peer in offered:
                     offered.discard(peer)
                     self._peers.add(peer)
@@ -206,15 +204,16 @@ class IpcSender(StreamSender):
                 break
             else:  # the next one takes the place of a worker that has given up
                 offered = {peer for peer in offered if self._post(peer, {"ping": "a manifest"})}
-        self._check_anyone()
+        if not self._peers:
+            raise self._failures[0]
 
     def _await(self, what: str) -> None:
         """Wait until every worker has answered; drop those that do not in time."""
         deadline = time.monotonic() + self._timeout
         answered: set[bytes] = set()
         while waiting := self._peers - answered:
-            if self._readable(deadline):
-                peer, message = self._receive()
+            if received := self._receive(deadline):
+                peer, message = received
                 if peer in waiting:
                     answered.add(peer)
                     self._check_answer(peer, message)
@@ -223,14 +222,14 @@ class IpcSender(StreamSender):
                     self._drop(peer, self._late(what))
             else:
                 self._post_to_all({"ping": what})
-        self._check_anyone()
+        if not self._peers:
+            raise self._failures[0]
 
     def _post_to_all(self, message: JsonObject) -> None:
         for peer in list(self._peers):
             if not self._post(peer, message):
                 why = f"the engine at {self.address} disconnected during an update"
                 self._drop(peer, WeightUpdateError(why))
-        self._check_anyone()
 
     def _check_answer(self, peer: bytes, answer: JsonObject) -> None:
         if answer["error"]:
@@ -245,16 +244,11 @@ class IpcSender(StreamSender):
         self._post(peer, {"abort": str(error)})
         self._failures.append(error)
 
-    def _check_anyone(self) -> None:
-        if not self._peers:
-            raise self._failures[0]
-
-    def _readable(self, deadline: float) -> bool:
-        """Wait for a message, but only until the next ping is due."""
+    def _receive(self, deadline: float) -> tuple[bytes, JsonObject] | None:
+        """Wait for a message, and return its sender too; None when the next ping is due."""
         wait = min(_PING_SECONDS, deadline - time.monotonic())
-        return bool(self._socket.poll(_milliseconds(wait)))
-
-    def _receive(self) -> tuple[bytes, JsonObject]:
+        if not self._socket.poll(_milliseconds(wait)):
+            return None
         peer, body = self._socket.recv_multipart()
         message: JsonObject = json.loads(body)
         if "hello" in message:
