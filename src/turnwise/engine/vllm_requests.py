@@ -30,8 +30,7 @@ from turnwise.errors import EngineError
 if TYPE_CHECKING:
     from turnwise.internals import vllm
 
-_Watching = Callable[[], AbstractAsyncContextManager[object]]
-"""Limits the wait for a chunk."""
+_Watching = Callable[[], AbstractAsyncContextManager[object]]  # limits the wait for a chunk
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":

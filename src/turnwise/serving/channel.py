@@ -17,10 +17,8 @@ from turnwise.errors import EngineError
 from turnwise.serving.openai.address import listen as bind
 
 _LENGTH_BYTES = 8
-_BLOCK_BYTES = 32
-"""Size of the token, of a challenge and of a proof."""
-_PROOF_SECONDS = 10.0
-"""Time in which the other end has to prove that it knows the token."""
+_BLOCK_BYTES = 32  # size of the token, of a challenge and of a proof
+_PROOF_SECONDS = 10.0  # time in which the other end has to prove that it knows the token
 _MOST_UNPROVEN = 512
 """Maximum number of connections of a listener without a proof; the oldest is closed beyond it. All
 processes of a large run may connect at once."""

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-"""Pause before a restart, multiplied by the number of earlier restarts."""
+_RETRY_SECONDS = 1.0  # pause before a restart, multiplied by the number of earlier restarts
 _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 """First and longest pause between attempts to start a worker that was given up; each pause is twice
 the previous one."""
@@ -85,8 +84,7 @@ class WorkerSupervisor:
         those after a death that a single request caused, even if that is found out later."""
         self._serving = serving
         self._fleet = fleet
-        self._failure = ""
-        """Reason of the last failed request; "" after a successful health check."""
+        self._failure = ""  # reason of the last failed request; "" after a successful health check
         self._unreachable = ""
         """Reason why this process cannot reach the living worker; "" while it can."""
         self._checks = 0
@@ -242,8 +240,7 @@ class AsyncLLMServerManager:
         self._supervisors = [
             WorkerSupervisor(index, serving, self) for index in range(serving.workers)
         ]
-        self._sync: WeightSync | None = None
-        """Source of the last update; None before the first one."""
+        self._sync: WeightSync | None = None  # source of the last update; None before the first one
         self._asleep = False
         self._control = asyncio.Lock()
         """Lock of updates, sleep and wake-up, also held while a new worker joins."""

@@ -50,8 +50,7 @@ class WorkerStarter:
         self._hosts = hosts
         self._group: PlacementGroup | None = None
         self._making = asyncio.Lock()
-        self._starts: Counter[int] = Counter()
-        """Number of starts of each worker."""
+        self._starts: Counter[int] = Counter()  # number of starts of each worker
 
     async def __call__(self, name: str, index: int) -> WorkerHandle:
         """Start a worker in the bundles of its index.

@@ -37,15 +37,13 @@ which count most: beyond it the weight of earlier ones is halved."""
 _FORGETTING = 0.01
 """Share of its difference from the median that a slow worker is forgiven at each comparison, so
 that it is measured again even if it gets no turns."""
-_COMPARED = 4
-"""Number of choices for each worker between two comparisons of speeds."""
+_COMPARED = 4  # number of choices for each worker between two comparisons of speeds
 _SLOW = 1.5
 """Multiple of the median time per token above which a worker is slow: sessions leave it, and turns
 come to it only while the others are busier."""
 _BASE_LOAD = 8.0
 """Load that is added before a slow worker's is multiplied: an idle slow worker is not the first."""
-_TIE = 1e-9
-"""Weight of each served turn; decides only between workers with equal load."""
+_TIE = 1e-9  # weight of each served turn; decides only between workers with equal load
 
 
 class Supervisor(NamedTuple):
@@ -66,7 +64,6 @@ class ScheduledTurn:
     weight: float
     """Load that the turn adds to its worker."""
     sampled: list[int] = field(default_factory=list)
-    """Token ids sampled so far."""
     deaths: "list[Worker]" = field(default_factory=list)
     """Workers that died while they ran the turn."""
     failures: int = 0
@@ -104,9 +101,7 @@ class Worker:
     index: int = -1
     """Position in the router's arrays; -1 while the worker gets no new sessions."""
     turns: int = 0
-    """Number of turns given to the worker."""
     tokens: int = 0
-    """Number of tokens that the worker sampled."""
     load_seconds: float = 0.0
     """Integral of `load` over time."""
     failed_turns: Counter[str] = field(default_factory=Counter)
@@ -120,8 +115,7 @@ class Worker:
     """Time of the last change of `load`, of the event loop's clock."""
     measured: tuple[float, float] = (0.0, 0.0)
     """Seconds and tokens of `time_per_token`."""
-    _seen: tuple[float, int] = (0.0, 0)
-    """`load_seconds` and `tokens` at the last measurement."""
+    _seen: tuple[float, int] = (0.0, 0)  # `load_seconds` and `tokens` at the last measurement
 
     def time_per_token(self) -> float:
         """Return the seconds of a turn for a token (by Little's law, the load's by the tokens); not
@@ -168,8 +162,7 @@ class Router:
         self._known = serving.known_sessions
         self._loads_W = self._averages_W = self._turns_W = self._slowness_W = np.zeros(0)
         self._any_slow = False
-        self._choices = 0
-        """Number of choices since the speeds of workers were compared."""
+        self._choices = 0  # number of choices since the speeds of workers were compared
 
     def rebuild(self) -> None:
         """Rebuild the arrays after a worker was added or removed."""

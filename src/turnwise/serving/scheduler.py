@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 2
 """Failures on live workers after which a turn fails, because the request must be the cause."""
 _MOST_QUARANTINED = 1024
-_QUARANTINE_SECONDS = 600.0
-"""Time for which a request is refused; by then its cause may be fixed."""
+_QUARANTINE_SECONDS = 600.0  # time for which a request is refused; by then its cause may be fixed
 _PER_REQUEST = (
     "stop",
     "seed",
@@ -80,13 +79,11 @@ class Scheduler:
         self._router = Router(serving, self.events)
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
         """Time until which each request is refused, by its digest."""
-        self._alone = asyncio.Lock()
-        """Held by the suspect that runs."""
+        self._alone = asyncio.Lock()  # held by the suspect that runs
         self._suspects_clock = StallClock(turn_timeout)
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
-        self._closed = ""
-        """Reason why no worker will become usable; "" while one may."""
+        self._closed = ""  # reason why no worker will become usable; "" while one may
         self._followers: list[Follower] = []
 
     @property

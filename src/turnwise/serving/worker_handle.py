@@ -42,12 +42,9 @@ _ENVIRONMENT = {
 }
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
-_RETRY_SECONDS = 0.5
-"""Time after which an actor to which Ray lost its connection is asked again."""
-_SHUTDOWN_SECONDS = 5.0
-"""Time in which an engine ends; its process is killed then."""
-_MAX_CALLS = 4096
-"""Maximum number of calls that run at once in a worker's actor."""
+_RETRY_SECONDS = 0.5  # time after which an actor to which Ray lost its connection is asked again
+_SHUTDOWN_SECONDS = 5.0  # time in which an engine ends; its process is killed then
+_MAX_CALLS = 4096  # maximum number of calls that run at once in a worker's actor
 
 _Inbox = asyncio.Queue[Chunk | Exception]
 

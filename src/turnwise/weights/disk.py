@@ -42,8 +42,7 @@ from turnwise.weights.transport import (
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
-_PART_BYTES = 2 * 2**20
-"""Bytes of a tensor that are copied at once to be written."""
+_PART_BYTES = 2 * 2**20  # bytes of a tensor that are copied at once to be written
 _KEPT = 2
 _LOCK = "owner.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -51,10 +51,8 @@ from turnwise.weights.transport import (
 )
 
 _LINGER_MS = 1000
-_PING_SECONDS = 1.0
-"""Interval at which a trainer checks that its engines are alive."""
-_FOLDER = f"/tmp/turnwise-{os.getuid()}"
-"""Folder of the sockets, which only this user may enter."""
+_PING_SECONDS = 1.0  # interval at which a trainer checks that its engines are alive
+_FOLDER = f"/tmp/turnwise-{os.getuid()}"  # folder of the sockets, which only this user may enter
 _PRIVATE = "trainer"
 _private_numbers = itertools.count()
 
@@ -131,8 +129,7 @@ class IpcSender(StreamSender):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._callers: deque[bytes] = deque()
-        self._peers: set[bytes] = set()
-        """Workers that are being served, and have not failed."""
+        self._peers: set[bytes] = set()  # workers that are being served, and have not failed
         self._failures: list[TurnwiseError] = []
         self._buffers: list[tuple[torch.Tensor, int]] = []
         try:

@@ -32,8 +32,7 @@ _ABORT_CHECK_SECONDS = 0.25
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """torch's variable; unless it is 0, a broadcast that fails or is late ends the process: here the
 deadline is ours, and an engine outlives its trainer's update."""
-_LINGER_SECONDS = 0.5
-"""Time after its deadline until an abandoned broadcast ends by itself."""
+_LINGER_SECONDS = 0.5  # time after its deadline until an abandoned broadcast ends by itself
 
 
 def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
@@ -98,8 +97,7 @@ class ProcessGroup:
         """Number of the last update that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
-        self._group: Foreign
-        """torch's backend, whose stubs lack the methods that are used here."""
+        self._group: Foreign  # torch's backend, whose stubs lack the methods that are used here
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)

@@ -19,8 +19,7 @@ from turnwise.errors import TurnwiseError, WeightUpdateError
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 
 _T = TypeVar("_T")
-_CHECK_SHARE = 0.25
-"""Fraction of an update's time in which engines check whether it fits."""
+_CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 

@@ -401,8 +401,7 @@ class StreamSender(WeightSender):
         self._chunks = _split(entries, options.buffer_bytes)
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
-        self._path = ""
-        """Address at which engines find this sender, for their manifest."""
+        self._path = ""  # address at which engines find this sender, for their manifest
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         return Manifest(version, self.transport, self._path, *self._layout)

@@ -25,8 +25,7 @@ from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Manifest, Receiver, ReceiverOptions, find_transport
 
 _P = ParamSpec("_P")
-_Modules = Mapping[str, vllm.BaseLayerWithLoRA]
-"""vLLM's layers that may have an adapter, by name."""
+_Modules = Mapping[str, vllm.BaseLayerWithLoRA]  # vLLM's layers that may have an adapter, by name
 logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
@@ -115,8 +114,7 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
-    _validated: Manifest | None
-    """The update that was checked last; None once it is opened."""
+    _validated: Manifest | None  # the update that was checked last; None once it is opened
 
     @_replying
     def report_device_id(self) -> JsonObject:
