@@ -168,7 +168,7 @@ async def listen(
 
 
 async def connect(address: Address) -> Channel:
-    """Open a channel to a process that listens; OSError if it cannot be reached or proven."""
+    """Open a channel; OSError if the listener is not reached, or does not know the token."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()
     _, channel = await loop.create_connection(
