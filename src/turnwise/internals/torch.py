@@ -95,7 +95,15 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
-for _name in (*OwnGroups.__annotations__, "group_count", "default_pg"):
+_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+)
+for _name in (*_REGISTRIES, "group_count", "default_pg"):
     internal(c10d._World, _name)
 internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
