@@ -35,9 +35,8 @@ from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
-from turnwise.weights.manifest import Publication
 from turnwise.weights.sync import UpdateResults, WeightSync
-from turnwise.weights.transport import make_sender
+from turnwise.weights.transport import Manifest, make_sender
 
 CALLERS, PROMPT_TOKENS, NEW_TOKENS = 64, 50, 128
 WINDOW = 1.0
@@ -52,12 +51,12 @@ class Trainer:
         self._sender = make_sender("shm", self._named, torch.float32, timeout=30)
         self.version = 0
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         self.version += 1
         with torch.no_grad():
             for _, parameter in self._named:
                 parameter.mul_(1.0 + 1e-6)
-        return Publication(self._sender.publish(self.version, iter(self._named)))
+        return self._sender.publish(self.version, iter(self._named))
 
     async def send(self, devices: Sequence[str]) -> None: ...
 
@@ -72,8 +71,10 @@ class Policy(WeightSync):
 
     in_flight: InFlight = "keep"
 
-    async def update(self, engines: Iterable[Engine], in_flight: InFlight) -> UpdateResults:
-        return await super().update(engines, self.in_flight)
+    async def update(
+        self, engines: Iterable[Engine], in_flight: InFlight, *settle: Any
+    ) -> UpdateResults:
+        return await super().update(engines, self.in_flight, *settle)
 
 
 def configuration(path: Path) -> Config:

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from benchmarks.report import Claim, parser, report
 from turnwise.core.json_types import dtype_name
-from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (
+    Manifest,
     Receiver,
     ReceiverOptions,
     WeightSender,

@@ -23,6 +23,7 @@ from turnwise.engine.protocol import (
     FinishReason,
     InFlight,
     PauseMode,
+    Rendezvous,
     Request,
     WeightUpdate,
 )
@@ -261,15 +262,7 @@ class SimulatedEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.resume()
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         pass
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:

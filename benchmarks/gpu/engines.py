@@ -129,9 +129,9 @@ async def _update(place: Place, llm: Any, rank: TrainerRank, transport: str) -> 
     )
     try:
         published = rank.publish()
-        devices = await llm.check_update(published.manifest)
+        devices = await llm.check_update(published)
         sending = asyncio.to_thread(rank.send, devices)
-        await asyncio.gather(sending, llm.update_weights(published.manifest, "keep", 60.0))
+        await asyncio.gather(sending, llm.update_weights(published, "keep", 60.0))
         mean, largest = await check_canary(
             llm, published.prompt, published.logprobs, 0.2, published.version
         )

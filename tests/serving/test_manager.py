@@ -16,8 +16,8 @@ from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.manifest import Manifest, Publication
 from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -44,8 +44,8 @@ class Published:
         self.version = 0
         self.logprobs = logprobs
 
-    async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, "shm", "", 0, ()), CANARY, self.logprobs)
+    async def publish(self) -> Manifest:
+        return Manifest(self.version, "shm", "", 0, (), 0, CANARY, self.logprobs)
 
     async def send(self, devices: Any) -> None: ...
 
@@ -99,17 +99,6 @@ def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:
         with pytest.raises(InputError, match="worker-2's model"):
             await simulated(4, start).start()
         assert all(engine._dead for engine in started)
-
-    run_virtually(work())
-
-
-def test_a_manager_without_chats_says_how_to_get_them() -> None:
-    async def work() -> None:
-        async with simulated(1).running() as manager:
-            with pytest.raises(InputError, match="open it with open_manager"):
-                await manager.generate_sequences([[{"role": "user", "content": "2 + 2?"}]])
-            with pytest.raises(InputError, match="open it with open_manager"):
-                await manager.submit_chat_completions(print, {}, messages=[])
 
     run_virtually(work())
 

@@ -16,7 +16,7 @@ from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Request, Route, generate
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.scheduler import Scheduler, remaining
-from turnwise.weights.manifest import Manifest
+from turnwise.weights.transport import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=128)
 PROMPT = list(range(1, 211))

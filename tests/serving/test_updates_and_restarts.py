@@ -14,8 +14,8 @@ from turnwise.config import SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import EngineError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.manifest import Manifest, Publication
 from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import Manifest
 
 SEND_SECONDS = 5.0
 SAMPLING = SamplingConfig(max_tokens=64)
@@ -28,8 +28,8 @@ class Sending(Published):
         super().__init__()
         self.transport, self.version = transport, version
 
-    async def publish(self) -> Publication:
-        return Publication(Manifest(self.version, self.transport, "", 0, ()), CANARY, self.logprobs)
+    async def publish(self) -> Manifest:
+        return Manifest(self.version, self.transport, "", 0, (), 0, CANARY, self.logprobs)
 
     async def send(self, devices: Any) -> None:
         await asyncio.sleep(SEND_SECONDS)

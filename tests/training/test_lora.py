@@ -105,7 +105,7 @@ def test_what_an_engine_fuses_travels_whole(make_policy: Make) -> None:
     names = [name for name, _ in policy._sent()]
     first = [name for name in names if ".layers.0." in name]
     assert {name.split(".")[-2] for name in first} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert [entry.name for entry in policy.publish().manifest.tensors] == names
+    assert [entry.name for entry in policy.publish().tensors] == names
 
 
 def test_reference_and_value_model_share_the_backbone(make_policy: Make, model_path: str) -> None:
@@ -185,7 +185,7 @@ def test_a_frozen_model_keeps_the_precision_of_its_forward_passes(
     kinds = {p.dtype for n, p in model_of(policy).named_parameters() if ".lora_" not in n}
     assert kinds == {torch.bfloat16}
     assert {p.dtype for p in policy._learner.module.parameters()} == {torch.float32}
-    assert {e.dtype for e in policy.publish().manifest.tensors} == {"bfloat16"}
+    assert {e.dtype for e in policy.publish().tensors} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
             metrics[ranks] = [await policy.train(batch) for _ in range(2)]
             names = ("policy", "reference", "value")
             scored[ranks] = [await policy.score(name, *tokens) for name in names]
-            manifest = (await policy.publish()).manifest
+            manifest = await policy.publish()
             sent[ranks] = {name: tensor.clone() for name, tensor in load(manifest)}
             await policy.save(checkpoint.begin(folder))
             checkpoint.commit(folder)

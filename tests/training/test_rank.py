@@ -341,7 +341,7 @@ def test_small_steps_are_not_lost_to_bfloat16(
     ]
     assert min(moved[1:]) > 0.5
     assert metrics["logprob_diff_max"] < 0.5
-    manifest = policy.publish().manifest
+    manifest = policy.publish()
     assert {tensor.dtype for tensor in manifest.tensors} == {"bfloat16"}
     folder = tmp_path / "half"
     policy.save(checkpoint.begin(folder))

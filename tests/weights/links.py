@@ -13,12 +13,18 @@ import torch
 
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
 from turnwise.core.json_types import dtype_name
+from turnwise.engine.protocol import Rendezvous
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.manifest import StateDictInfo
 from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.transport import Receiver, SenderOptions, StreamReceiver, StreamSender
+from turnwise.weights.transport import (
+    Receiver,
+    SenderOptions,
+    StateDictInfo,
+    StreamReceiver,
+    StreamSender,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,7 +105,8 @@ class CollectiveLink:
         return (await asyncio.gather(make, self.join_engine(engine)))[0]
 
     async def join_engine(self, engine: WorkerHandle) -> None:
-        await engine._call("init_collective", 0, "127.0.0.1", self.port, 2, 1, JOIN_SECONDS)
+        group = Rendezvous(0, "127.0.0.1", self.port, 2, 1)
+        await engine._call("init_collective", group, JOIN_SECONDS)
 
     def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         assert self._group is not None

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from turnwise.core.actor import get_with_deadline
-from turnwise.weights.manifest import Manifest, Publication, canary_prompt
 from turnwise.weights.process_group import free_address
-from turnwise.weights.transport import make_sender
+from turnwise.weights.transport import Manifest, canary_prompt, make_sender
 
 
 @ray.remote(num_cpus=0)
@@ -117,8 +116,9 @@ class Ranks:
             )
         )
 
-    async def publish(self) -> Publication:
-        return Publication((await self.all("publish"))[0])
+    async def publish(self) -> Manifest:
+        manifest: Manifest = (await self.all("publish"))[0]
+        return manifest
 
     async def send(self, devices: Sequence[str]) -> None:
         await self.all("send", list(devices))

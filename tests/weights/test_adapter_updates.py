@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,10 +22,9 @@ from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.manifest import Publication
 from turnwise.weights.process_group import free_address
 from turnwise.weights.sync import WeightSync, check_canary
-from turnwise.weights.transport import make_sender
+from turnwise.weights.transport import Manifest, make_sender
 
 RANK = 4
 GREEDY = SamplingConfig(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -54,11 +54,11 @@ class AdapterTrainer:
         self.model.take(merged(self.model.original, self._tensors(version), config))
         return self.model
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         canary = self.model.canary
         expected = self.at(self.version).logprobs(canary, 1)
         manifest = self.sender.publish(self.version, self.tensors(self.version))
-        return Publication(manifest, canary, expected)
+        return replace(manifest, prompt=canary, logprobs=expected)
 
     async def send(self, devices: Sequence[str]) -> None:
         tensors = self.tensors(self.version)
@@ -78,7 +78,7 @@ class Updates:
         self.engine, self.trainer = engine, trainer
         self._sync = WeightSync(trainer, timeout=240, patience=240)
 
-    async def to(self, version: int, in_flight: str = "keep") -> Publication:
+    async def to(self, version: int, in_flight: str = "keep") -> Manifest:
         self.trainer.version = version
         published = await self._sync.publish()
         results = await self._sync.update([self.engine], in_flight)  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ async def test_the_canary_finds_an_adapter_that_is_not_applied(
     try:
         trainer = AdapterTrainer(model_path)
         published = await trainer.publish()
-        await engine.update_weights(published.manifest)
+        await engine.update_weights(published)
         with pytest.raises(WeightUpdateError, match="its weights are not the trainer's"):
             await check_canary(engine, published.prompt, published.logprobs, 1e-3, 1)
         base = Model(model_path).logprobs(published.prompt, 1)

@@ -22,6 +22,7 @@ from tests.weights.links import (
     state_dict_info,
 )
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
+from turnwise.engine.protocol import Rendezvous
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import process_group
@@ -191,8 +192,8 @@ async def test_an_engine_waits_for_its_trainers_group_no_longer_than_told(
 ) -> None:
     port = free_port()
     with pytest.raises(DeadlineError, match=rf"worker-0: the trainer did not open .*{port}"):
-        await engine._call("init_collective", 0, HERE, port, 2, 1, 0.5)
+        await engine._call("init_collective", Rendezvous(0, HERE, port, 2, 1), 0.5)
     with pytest.raises(InputError, match="worker-0: rank 4 is outside the process group of 2"):
-        await engine._call("init_collective", 3, HERE, port, 2, 1, 0.5)
+        await engine._call("init_collective", Rendezvous(3, HERE, port, 2, 1), 0.5)
     with pytest.raises(WeightUpdateError, match="call init_collective before"):
         await engine._call("receive_weights", "collective", "", 1.0)

@@ -17,8 +17,7 @@ from tests.weights.links import CPU, assert_same, some_tensors
 from tests.weights.trainer import Named
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.disk import DiskSender, DiskTransport, load
-from turnwise.weights.manifest import Manifest
-from turnwise.weights.transport import ReceiverOptions
+from turnwise.weights.transport import Manifest, ReceiverOptions
 
 
 def validate(manifest: Manifest) -> None:

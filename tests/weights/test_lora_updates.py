@@ -36,5 +36,5 @@ async def test_the_canary_tells_base_from_base_plus_adapter(
         prompt, expected = published.prompt, published.logprobs
         with pytest.raises(WeightUpdateError, match="weights are not the trainer's"):
             await check_canary(ready, prompt, expected, 1e-3, version - 1)
-        await ready.update_weights(published.manifest)
+        await ready.update_weights(published)
         assert (await check_canary(ready, prompt, expected, 1e-3, version))[1] < 1e-4

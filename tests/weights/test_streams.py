@@ -36,10 +36,9 @@ from turnwise.config import SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights.manifest import chunk_bytes, plan_chunks
 from turnwise.weights.shm import ShmSender
 from turnwise.weights.sync import check_canary
-from turnwise.weights.transport import Receiver
+from turnwise.weights.transport import Receiver, chunk_bytes, plan_chunks
 
 SMALL = 64 * 2**10
 """Bytes of a buffer that the test model's weights fill dozens of times."""

@@ -17,9 +17,8 @@ from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.ipc import IpcSender
-from turnwise.weights.manifest import Publication
 from turnwise.weights.sync import Updated, WeightSync, check_canary
-from turnwise.weights.transport import SenderOptions, make_sender
+from turnwise.weights.transport import Manifest, SenderOptions, make_sender
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +73,10 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
 class Silent:
     """A trainer that publishes, and never answers again."""
 
-    def __init__(self, published: Publication) -> None:
+    def __init__(self, published: Manifest) -> None:
         self._published = published
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         return self._published
 
     async def send(self, devices: Any) -> None:
@@ -103,7 +102,7 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
 ) -> None:
     tensors = Model(model_path).tensors
     sender = make_sender(transport, tensors)
-    sync = WeightSync(Silent(Publication(sender.publish(1, tensors))), timeout=240, patience=1)
+    sync = WeightSync(Silent(sender.publish(1, tensors)), timeout=240, patience=1)
     published = await sync.publish()
     fit, _ = await sync._check([ready], published)
     outcome = (await sync._push(published, fit, "keep", 1))[ready]

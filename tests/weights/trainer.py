@@ -18,9 +18,14 @@ from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.shards import full_tensors
 from turnwise.weights.collective import CollectiveSender
-from turnwise.weights.manifest import Publication, canary_prompt
 from turnwise.weights.process_group import free_address
-from turnwise.weights.transport import SenderOptions, StreamSender, make_sender
+from turnwise.weights.transport import (
+    Manifest,
+    SenderOptions,
+    StreamSender,
+    canary_prompt,
+    make_sender,
+)
 
 PROMPT = list(range(5, 45))
 JOIN_SECONDS = 240.0
@@ -124,8 +129,8 @@ class OneRank:
         self.version = version
         self.model.perturb(0.05)
 
-    async def publish(self) -> Publication:
-        return Publication(self.sender.publish(self.version, self.model.tensors))
+    async def publish(self) -> Manifest:
+        return self.sender.publish(self.version, self.model.tensors)
 
     async def send(self, devices: Sequence[str]) -> None:
         await asyncio.to_thread(self.sender.send, self.version, self.model.tensors, devices)

@@ -12,7 +12,7 @@ import torch
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Request, generate
+from turnwise.engine.protocol import Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 
@@ -155,7 +155,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
     ) -> None:
         """Join the trainer's process group (gloo on a CPU, NCCL on GPUs) with the ranks from
         `train_world_size + rank_prefix` on."""
-        await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
+        group = Rendezvous(rank_prefix, ip, port, world_size, train_world_size)
+        await self._engine.init_collective(group)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
         """Load the weights that an `IpcSender` on this device sends; returns True."""

@@ -10,12 +10,13 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
-from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
+from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import Message
 
 _Result = TypeVar("_Result")
+_Opened = tuple[AsyncLLMServerManager, ChatBackend]
 _START_SECONDS = 120.0
 """Deadline of the work before the engines start: imports and Ray."""
 _STOP_SECONDS = 60.0
@@ -40,8 +41,8 @@ class LLMServerManager:
         if not isinstance(config, Config):
             config = load_config(config, overrides, optional=("environment", "data.path"))
         self.config = config
-        self._thread: EventLoopThread[AsyncLLMServerManager] | None = None
-        self._opened: AsyncLLMServerManager | None = None
+        self._thread: EventLoopThread[_Opened] | None = None
+        self._opened: _Opened | None = None
         self._asleep = False
 
     def __enter__(self) -> Self:
@@ -64,12 +65,13 @@ class LLMServerManager:
     @property
     def chat_scheduler(self) -> ChatCompletionScheduler:
         """The scheduler of chats; its methods may be awaited on any event loop, as callbacks do."""
-        return self._manager.chat_scheduler
+        chats = self._running[1]
+        return chats.scheduler(chats)
 
     @property
     def server_addresses(self) -> list[str]:
         """Base URLs of the workers' own OpenAI servers (`serving.worker_servers`)."""
-        return list(self._manager.base_urls.values())
+        return list(self._running[0].base_urls.values())
 
     def submit_chat_completions(
         self,
@@ -92,7 +94,7 @@ class LLMServerManager:
         """Hold conversations in parallel; see `ChatBackend.generate_sequences`."""
         self._check_awake()
         return self._call(
-            lambda manager: manager.generate_sequences(prompts, **sampling_params),
+            lambda _, chats: chats.generate_sequences(prompts, **sampling_params),
             NO_DEADLINE,  # each conversation has its own
             "the conversations",
         )
@@ -100,13 +102,13 @@ class LLMServerManager:
     def sleep(self) -> None:
         """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
         seconds = self.config.engine.request_timeout
-        self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
+        self._call(lambda manager, _: manager.sleep(), seconds, "the engines to sleep")
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes all of it."""
         seconds = self.config.engine.request_timeout
-        self._call(lambda manager: manager.wake_up(tags), seconds, "the engines to wake up")
+        self._call(lambda manager, _: manager.wake_up(tags), seconds, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
 
     def _check_awake(self) -> None:
@@ -114,17 +116,17 @@ class LLMServerManager:
             raise InputError("the engines sleep: call wake_up first")
 
     @property
-    def _manager(self) -> AsyncLLMServerManager:
+    def _running(self) -> _Opened:
         if self._opened is None:
             raise InputError("the manager does not run: use it inside its with block")
         return self._opened
 
     def _call(
         self,
-        work: Callable[[AsyncLLMServerManager], Coroutine[object, None, _Result]],
+        work: Callable[[AsyncLLMServerManager, ChatBackend], Coroutine[object, None, _Result]],
         seconds: float,
         who: str,
     ) -> _Result:
-        manager, thread = self._manager, self._thread
+        opened, thread = self._running, self._thread
         assert thread is not None
-        return thread.call(lambda: work(manager), seconds, who)
+        return thread.call(lambda: work(*opened), seconds, who)

@@ -1,7 +1,6 @@
 """LoRA adapters in PEFT's format that an engine applies beside or on top of its model.
 
-Reading and checking them needs neither vLLM nor PEFT, so a mistake in one is reported before
-anything slow starts.
+Reading them needs neither vLLM nor PEFT, so mistakes are reported before anything slow starts.
 """
 
 import json
@@ -72,13 +71,11 @@ class EngineAdapters:
         return cls(paths, trained, max(ranks, default=0))
 
     def arguments(self, on_cpu: bool) -> JsonObject:
-        """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters.
-
-        On a CPU one slot stays empty: vLLM 0.32 applies its last slot to the requests without an
-        adapter that share a batch with others.
-        """
+        """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters."""
         if not self.rank:
             return {}
+        # On a CPU one slot stays empty: vLLM 0.32 applies its last slot to the requests without an
+        # adapter that share a batch with others.
         versions = VERSIONS + 1 if self.trained is not None else 0  # one is being loaded
         count = len(self.paths) + versions
         return {
@@ -116,10 +113,9 @@ class LoadedAdapter:
 class AdapterTable:
     """The adapters of an engine by name, and the requests that use each.
 
-    vLLM finds an adapter by a number, and keeps its cached prefixes apart by name and path. Both
-    are new for every adapter that is loaded, so no request reads what another adapter has cached.
-    Versions of a trained adapter share the name `POLICY`. A request keeps the version that was the
-    newest when it began; one that no request uses any more is dropped by the next update.
+    Number, name and path in vLLM are new for every adapter that is loaded, so no request reads what
+    another adapter has cached. A request keeps the version that was the newest when it began; one
+    that no request uses any more is dropped by the next update.
     """
 
     def __init__(self, trained: JsonObject | None = None) -> None:
@@ -183,13 +179,8 @@ def key_of(name: str) -> str:
 
 
 def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
-    """Return an adapter's folder on this machine and PEFT's configuration (r, lora_alpha,
-    target_modules ...), checked with the shapes of its tensors.
-
-    Args:
-        path: Folder, or Hugging Face name, which is downloaded.
-        key: The configuration key that names it, for errors.
-    """
+    """Return the folder of an adapter, which is downloaded if need be, and PEFT's configuration of
+    it, checked with the shapes of its tensors; `key` names it in errors."""
     check_adapter(path, key)
     folder = Path(path).expanduser()
     if not folder.is_dir():

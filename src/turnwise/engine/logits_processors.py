@@ -41,14 +41,12 @@ def written(sampling: SamplingConfig) -> list[Call]:
 
 
 def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
-    """Check the processors that a request names, and return them in one form; idempotent.
+    """Check the processors that a request names against `engine.logits_processors_allowed`, and
+    return them in one form; idempotent. Nothing is imported here.
 
     Args:
         chosen: A list of `package.module:name` (or `package.module.name`), or of
-            `{"qualname": ..., "args": [...], "kwargs": {...}}`, which is called with its arguments
-            and gives the processor.
-        allowed: `engine.logits_processors_allowed`; InputError for other names. Nothing is
-            imported here.
+            `{"qualname": ..., "args": [...], "kwargs": {...}}`, whose call gives the processor.
     """
     if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
         raise InputError(f"logits_processors is a list of at most {MOST} processors")

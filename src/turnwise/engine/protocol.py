@@ -7,7 +7,7 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from turnwise.config import SamplingConfig
@@ -43,10 +43,7 @@ STREAM_INTERVAL = 32
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Session, group and adapter of a request.
-
-    Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
-    """
+    """Session and group of a request, which routers keep on one engine, and its adapter."""
 
     session: str = ""
     """Name of the trajectory; "" for a request that belongs to none."""
@@ -106,25 +103,6 @@ class Chunk:
     stored_tokens: int = 0
     """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""
 
-    def __add__(self, following: "Chunk") -> "Chunk":
-        """Join two chunks; the finish reason is that of the second."""
-        return Chunk(
-            self.token_ids + following.token_ids,
-            self.logprobs + following.logprobs,
-            self.weight_versions + following.weight_versions,
-            following.finish_reason,
-            following.stop_reason,
-            following.cached_tokens or self.cached_tokens,
-            following.prompt_logprobs or self.prompt_logprobs,
-            self.alternatives + following.alternatives,
-            self.prompt_alternatives + following.prompt_alternatives,
-            following.first_token_age,
-            following.queued,
-            following.worker,
-            following.experts,
-            following.stored_tokens or self.stored_tokens,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -176,6 +154,17 @@ class TurnTimes(NamedTuple):
     """Seconds of tools and environment after the turn; None if they ran in an agent."""
 
 
+class Rendezvous(NamedTuple):
+    """The process group of a trainer and its engines, as one engine joins it."""
+
+    rank_prefix: int
+    """The engine's first rank, counted after the trainer's; each of its workers takes one."""
+    ip: str
+    port: int
+    world_size: int
+    train_world_size: int
+
+
 class WeightUpdate(Protocol):
     """The description of one weight update, as engines see it."""
 
@@ -213,18 +202,8 @@ class Engine(Generator, Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
-        """Join the trainer's process group, with the ranks from `train_world_size + rank_prefix`.
-
-        Each worker takes one rank. Nothing is computed until all ranks have joined.
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
+        """Join the trainer's process group. Nothing is computed until all ranks have joined.
 
         Raises:
             DeadlineError: when one has not after `timeout` (`engine.request_timeout`) seconds.
@@ -243,12 +222,10 @@ class Engine(Generator, Protocol):
     ) -> int:
         """Load the weights that the manifest describes, and return the version that is now served.
 
-        Requests in flight are finished first (`drain`), ended with finish reason `abort`
-        (`abort`), or frozen during the update and continued under the new weights, with their
-        cache computed again (`keep`) or as it is (`keep_cache`). Later requests never use
-        cached prefixes of older weights. With `ipc` and `collective`, requests keep running
-        until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
-        pauses none: requests in flight keep their adapter unless they are to be aborted.
+        Requests in flight are treated as `weights.in_flight` says; later ones never use cached
+        prefixes of older weights. With a stream, requests keep running until the first chunk
+        arrives. An engine of a trained adapter (`weights.lora: adapter`) pauses none: requests in
+        flight keep their adapter unless they are to be aborted.
 
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or
@@ -278,25 +255,36 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
 
 async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
-    """Join a stream's chunks; see `joined`."""
     return joined([chunk async for chunk in chunks], request_id)
 
 
 def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
-    """Join the chunks of a whole stream into one completion; EngineError without a finish
-    reason."""
-    last = chunks[-1] if chunks else None
-    if last is None or last.finish_reason is None:
+    """Join the chunks of a whole stream; EngineError without a finish reason."""
+    whole = join(chunks) if chunks else None
+    if whole is None or whole.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")
     return Completion(
-        [token for chunk in chunks for token in chunk.token_ids],
-        [logprob for chunk in chunks for logprob in chunk.logprobs],
-        [version for chunk in chunks for version in chunk.weight_versions],
-        last.finish_reason,
-        last.cached_tokens,
-        next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs), None),
-        None if last.first_token_age is None else time.time() - last.first_token_age,
-        last.queued,
-        last.worker,
-        last.experts,
+        whole.token_ids,
+        whole.logprobs,
+        whole.weight_versions,
+        whole.finish_reason,
+        whole.cached_tokens,
+        whole.prompt_logprobs,
+        None if whole.first_token_age is None else time.time() - whole.first_token_age,
+        whole.queued,
+        whole.worker,
+        whole.experts,
+    )
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """Join consecutive chunks; the finish reason, counts and times are the last one's."""
+    return replace(
+        chunks[-1],
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        weight_versions=[version for chunk in chunks for version in chunk.weight_versions],
+        prompt_logprobs=next((c.prompt_logprobs for c in chunks if c.prompt_logprobs), None),
+        alternatives=[one for chunk in chunks for one in chunk.alternatives],
+        prompt_alternatives=[one for chunk in chunks for one in chunk.prompt_alternatives],
     )

@@ -7,8 +7,7 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 """
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -25,7 +24,6 @@ from turnwise.engine.adapters import (
     POLICY,
     AdapterTable,
     EngineAdapters,
-    LoadedAdapter,
     key_of,
 )
 from turnwise.engine.logits_processors import ADAPTER, EXTRA_ARG, name_of, with_request
@@ -36,11 +34,11 @@ from turnwise.engine.protocol import (
     Chunk,
     InFlight,
     PauseMode,
+    Rendezvous,
     Request,
     WeightUpdate,
 )
-from turnwise.engine.token_streams import TokenStreams
-from turnwise.engine.vllm_requests import make_chunk, sampling_params
+from turnwise.engine.vllm_requests import TokenStreams, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
 from turnwise.errors import (
     DeadlineError,
@@ -54,7 +52,6 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.internals.vllm import SamplingParams, TokensInput
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -143,14 +140,14 @@ class VllmEngine:
                 self._loaded.add(name)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
-        run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
         vllm = self._vllm
         with self._adapters.using(request.route.adapter, request.id) as adapter:
             self._pending.add(request.id)
             try:
                 inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
                 watching = partial(self._moving, f"with request {request.id} waiting")
-                async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
+                made = self._streams.chunks(inputs, params, request.id, adapter, watching)
+                async with aclosing(made) as chunks:
                     async for chunk in chunks:
                         if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
                             raise await self._unsampled(request.id)
@@ -187,44 +184,6 @@ class VllmEngine:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
         stalled = f"{self.name}, {waiting}, sampled no token"
         return self._clock.watching(stalled, "engine.request_timeout")
-
-    async def _frontend_chunks(
-        self,
-        inputs: "TokensInput",
-        params: "SamplingParams",
-        request_id: str,
-        adapter: LoadedAdapter | None,
-        watching: Callable[[], AbstractAsyncContextManager[object]],
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a request that needs vLLM's frontend, which gets every token."""
-        interval, params.stream_interval = params.stream_interval or 1, 1
-        sampled, few = 0, None
-        first: float | None = None
-        lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
-        stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
-        async with aclosing(stream) as outputs:
-            while True:
-                async with watching():
-                    output = await anext(outputs, None)
-                if output is None:
-                    return
-                piece = output.outputs[0]
-                finished = piece.finish_reason is not None
-                labels = versions or piece.weight_versions
-                if not versions and not finished:
-                    labels = self._vllm.weight_versions_so_far(self._llm, request_id)
-                now = time.monotonic()
-                if first is None and piece.token_ids:
-                    first = now
-                age = None if first is None else now - first
-                chunk = make_chunk(output, labels or (), sampled, age)
-                sampled += len(piece.token_ids)
-                few = chunk if few is None else few + chunk
-                if finished or len(few.token_ids) >= interval:
-                    yield few
-                    few = None
-                if finished:
-                    return
 
     async def _unsampled(self, request_id: str) -> TrajectoryError:
         """Return the error of a request whose token has no distribution: its logits processor
@@ -288,17 +247,8 @@ class VllmEngine:
         async with self._deadline("preparing for weight updates", self._timeout):
             await self._ask("expect_tensors", plain)
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         seconds = timeout or self._timeout
-        group = (rank_prefix, ip, port, world_size, train_world_size)
         async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
             await self._ask("join_collective", *group, seconds)
 
@@ -322,8 +272,7 @@ class VllmEngine:
     async def _load(
         self, what: str, manifest: JsonObject, seconds: float, in_flight: InFlight
     ) -> int:
-        """Open an update in all workers, and load it; requests run until its first chunk
-        arrives."""
+        """Open an update in all workers, and load it once its first chunk arrives."""
         async with self._deadline(what, seconds + _GRACE_SECONDS):
             try:
                 offers = await self._ask("open_update", manifest, seconds)
@@ -356,30 +305,24 @@ class VllmEngine:
         """
         adapter = self._adapters.new(POLICY, version)
         try:
-            loaded = await self._ask("load_adapter", adapter.number, self._adapters.trained)
+            loaded = await self._ask("load_update", adapter.number, self._adapters.trained)
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
                 await self._ask("remove_adapter", adapter.number)
             raise
         self._adapters.add(POLICY, adapter)  # before others are aborted: they go on with this one
         for old in self._adapters.excess():
-            await self._abort(old)  # first: vLLM cannot compute a request whose adapter is missing
+            # First: vLLM cannot compute a request whose adapter is missing.
+            await self._streams.abort(old.users)
             await self._ask("remove_adapter", old.number)
         if in_flight == "abort":
             for old in self._adapters.older:
-                await self._abort(old)
+                await self._streams.abort(old.users)
         return loaded
 
-    async def _abort(self, adapter: LoadedAdapter) -> None:
-        await self._streams.abort(adapter.users)
-        await self._llm.abort(list(adapter.users))
-
     async def _load_weights(self, version: int, in_flight: InFlight) -> list[JsonObject]:
-        """Load the open update while requests in flight are paused, and resume them under
-        `version`.
-
-        A failure leaves the engine paused: it must not serve half an update.
-        """
+        """Load the open update while requests are paused, and resume them under `version`; not
+        after a failure: the engine must not serve half an update."""
         keep_cache = in_flight == "keep_cache"
         pausing = self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
         await self._answered(pausing)
@@ -393,8 +336,7 @@ class VllmEngine:
         return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
-        """Call a method of the engine's workers, which return plain values, or an error that is
-        raised here; see `vllm_worker`."""
+        """Call a method of `WorkerExtension` in all workers; raises the error of one of them."""
         call = self._llm.collective_rpc(method, args=args)
         replies: list[JsonObject] = await self._answered(call, f"a call of {method}")
         for reply in replies:
@@ -403,8 +345,7 @@ class VllmEngine:
         return replies
 
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        """Await an answer of the engine's process; EngineError when it died: vLLM never answers a
-        call that was in flight then."""
+        """Await an answer of the engine's process, which vLLM never gives if that has died."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():

@@ -1,18 +1,36 @@
 """Requests in vLLM's terms: sampling parameters in, chunks out.
 
-Importing this module does not import vLLM, which takes seconds.
+vLLM's frontend (`AsyncLLM.generate`) has a detokenizer, log-probs by rank and an object for each
+output, and wakes its caller for each of them. A request of nothing but token ids needs none of
+that: here the outputs of the engine's process become chunks at once. All other requests, such as
+those with stop strings, pass through the frontend. Importing this module does not import vLLM.
 """
 
-from collections.abc import Iterable
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import TYPE_CHECKING, cast
 
 from turnwise.config import SamplingConfig
+from turnwise.core.deadlines import StallClock
+from turnwise.engine.adapters import LoadedAdapter
 from turnwise.engine.logits_processors import extra_args
-from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, FinishReason, Sampling
+from turnwise.engine.protocol import (
+    STREAM_INTERVAL,
+    Alternatives,
+    Chunk,
+    FinishReason,
+    Sampling,
+    join,
+)
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
+
+_Watching = Callable[[], AbstractAsyncContextManager[object]]  # limits the wait for a chunk
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":
@@ -49,6 +67,266 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
     return params
 
 
+class TokenStreams:
+    """The requests of one engine; the clock notes each output as progress."""
+
+    def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
+        from turnwise.internals import vllm  # seconds to import
+
+        self._vllm = vllm
+        self._llm = weakref.proxy(llm)  # its output processor refers to this object
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._streams: dict[str, _Stream] = {}
+        """Unfinished requests without the frontend, by vLLM's internal id."""
+        self._outputs = llm.output_processor
+        self._process, self._propagate = vllm.divert_outputs(llm, self._receive, self._fail)
+        config = llm.vllm_config
+        self._direct = not (
+            config.aux_output_config.enabled
+            or config.scheduler_config.max_num_queued_reqs is not None
+            or config.scheduler_config.max_num_queued_tokens is not None
+            or config.watermark_config is not None
+            or self._outputs.tracing_enabled
+        )
+
+    def chunks(
+        self,
+        inputs: "vllm.TokensInput",
+        params: "vllm.SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
+        watching: _Watching,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of a new request; closing aborts it."""
+        plain = params.logprobs == 0 and params.prompt_logprobs is None and not params.detokenize
+        run = self._direct_chunks if self._direct and plain else self._frontend_chunks
+        return run(inputs, params, request_id, adapter, watching)
+
+    async def _direct_chunks(
+        self,
+        inputs: "vllm.TokensInput",
+        params: "vllm.SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
+        watching: _Watching,
+    ) -> AsyncGenerator[Chunk, None]:
+        llm = self._llm
+        if llm.errored:
+            raise self._vllm.EngineDeadError
+        request = llm.input_processor.process_inputs(
+            request_id,
+            inputs,
+            params,
+            supported_tasks=await llm.get_supported_tasks(),
+            lora_request=adapter.request if adapter is not None else None,
+        )
+        request.external_req_id = request_id
+        request.request_id = f"{request_id}-ids-{next(self._numbers)}"
+        self._vllm.read_outputs(llm)
+        stats = None
+        if self._outputs.log_stats:
+            stats = self._vllm.RequestStateStats(arrival_time=request.arrival_time)
+        stream = _Stream(request, adapter.version if adapter is not None else None, stats)
+        self._streams[stream.request_id] = stream
+        try:
+            await llm.engine_core.add_request_async(request)
+        except BaseException:
+            self._streams.pop(stream.request_id, None)
+            raise
+        try:
+            finished = False
+            while not finished:
+                async with watching():
+                    chunk = await stream.chunks.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if self._streams.pop(stream.request_id, None) is not None:  # it has not ended
+                await self._abort([stream])
+
+    async def _frontend_chunks(
+        self,
+        inputs: "vllm.TokensInput",
+        params: "vllm.SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
+        watching: _Watching,
+    ) -> AsyncGenerator[Chunk, None]:
+        interval, params.stream_interval = params.stream_interval or 1, 1
+        clock = asyncio.get_running_loop().time
+        sampled, few = 0, list[Chunk]()
+        first: float | None = None
+        lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
+        stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
+        async with aclosing(stream) as outputs:
+            while True:
+                async with watching():
+                    output = await anext(outputs, None)
+                if output is None:
+                    return
+                piece = output.outputs[0]
+                finished = piece.finish_reason is not None
+                labels = versions or piece.weight_versions
+                if not versions and not finished:
+                    labels = self._vllm.weight_versions_so_far(self._llm, request_id)
+                if first is None and piece.token_ids:
+                    first = clock()
+                age = None if first is None else clock() - first
+                few.append(make_chunk(output, labels or (), sampled, age))
+                sampled += len(piece.token_ids)
+                if finished or sum(len(chunk.token_ids) for chunk in few) >= interval:
+                    yield join(few)
+                    few = []
+                if finished:
+                    return
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End requests with finish reason `abort`; unknown ones are ignored."""
+        named = {*request_ids}
+        ended = [each for each in self._streams.values() if each.external_req_id in named]
+        for stream in ended:
+            del self._streams[stream.request_id]
+            stream.end("abort")
+        await self._abort(ended)
+        await self._llm.abort(list(named))
+
+    async def _abort(self, streams: "Sequence[_Stream]") -> None:
+        for stream in streams:
+            self._outputs.lora_states.request_finished(stream.request_id, stream.lora_name)
+        await self._llm.engine_core.abort_requests_async([each.request_id for each in streams])
+
+    def _receive(
+        self,
+        outputs: "list[vllm.EngineCoreOutput]",
+        timestamp: float | None = None,
+        stats: "vllm.IterationStats | None" = None,
+        weight_version: str | None = None,
+    ) -> "vllm.OutputProcessorOutput":
+        """Pass the engine's outputs on, in place of vLLM's `process_outputs`."""
+        self._clock.moved()
+        others = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                others.append(output)
+                continue
+            if stats is not None:  # counted with the times of all its tokens
+                times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
+                assert stream.stats is not None
+                before, first = stream.stats.last_token_ts, stream.is_prefilling
+                when = times[-1] if times else timestamp
+                self._vllm.count_output(self._outputs, stream, output, when, stats)
+                if times and not first:
+                    stats.inter_token_latencies_iter[-1:] = [
+                        after - earlier for earlier, after in itertools.pairwise([before, *times])
+                    ]
+            stream.add(output, weight_version)
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+                self._vllm.count_end(self._outputs, stream, output.finish_reason, stats)
+        return self._process(others, timestamp, stats, weight_version=weight_version)
+
+    def _fail(self, error: Exception) -> None:
+        """Raise an error from all requests, in place of vLLM's `propagate_error`."""
+        shown = error
+        if not isinstance(error, self._vllm.EngineDeadError):
+            shown = self._vllm.EngineGenerateError()
+            shown.__cause__ = error
+        for stream in self._streams.values():
+            stream.chunks.put_nowait(shown)
+        self._streams.clear()
+        self._propagate(error)
+
+
+class _Stream:
+    """The chunks of one request; the attributes of other names are those of vLLM's statistics.
+
+    Args:
+        version: Version of the adapter that samples all tokens; None if the weights' counts.
+    """
+
+    parent_req = None
+
+    def __init__(
+        self,
+        request: "vllm.EngineCoreRequest",
+        version: int | None,
+        stats: "vllm.RequestStateStats | None",
+    ) -> None:
+        params, lora = request.sampling_params, request.lora_request
+        self.request_id = request.request_id
+        self.external_req_id = request.external_req_id
+        self.lora_name = lora.lora_name if lora is not None else None
+        self.prompt_len = len(request.prompt_token_ids)
+        self.max_tokens_param = params.max_tokens
+        self.is_prefilling = True
+        self.num_cached_tokens = self._stored = 0
+        self.stats = stats
+        self.chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        """Each of `stream_interval` tokens; an error ends the request."""
+        self._version = version
+        self._interval = params.stream_interval or 1
+        self._first: float | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    def add(self, output: "vllm.EngineCoreOutput", label: str | None) -> None:
+        """Add an output; a chunk follows once it has enough tokens."""
+        token_ids, rows = output.new_token_ids, output.new_logprobs
+        logprobs = [] if rows is None else rows.logprobs[:, 0].tolist()
+        if len(logprobs) != len(token_ids):
+            found = f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
+            return self.chunks.put_nowait(EngineError(f"vLLM gave {found}"))
+        if token_ids:
+            version = self._version
+            if version is None:
+                if label is None:
+                    why = "vLLM did not report the weights of its tokens"
+                    return self.chunks.put_nowait(EngineError(why))
+                version = _version_of(label)
+            self._token_ids += token_ids
+            self._logprobs += logprobs
+            self._versions += [version] * len(token_ids)
+            if self._first is None:
+                self._first = asyncio.get_running_loop().time()
+        if self.is_prefilling:
+            self.is_prefilling = False
+            if output.prefill_stats is not None:
+                self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+                self._stored = output.prefill_stats.num_cache_creation_tokens
+        if output.finish_reason is not None:
+            self.end(str(output.finish_reason), output.stop_reason)
+        elif len(self._token_ids) >= self._interval:
+            self.end(None)
+
+    def end(self, reason: str | None, stop_reason: int | str | None = None) -> None:
+        """End a chunk with the tokens so far and, for a reason, the request."""
+        if reason == "error":
+            error = EngineError(f"vLLM failed in request {self.external_req_id}")
+            return self.chunks.put_nowait(error)
+        age = None if self._first is None else asyncio.get_running_loop().time() - self._first
+        queued = None
+        if self.stats is not None:
+            queued = max(0.0, self.stats.scheduled_ts - self.stats.queued_ts)
+        chunk = Chunk(
+            self._token_ids,
+            self._logprobs,
+            self._versions,
+            cast(FinishReason | None, reason),
+            stop_reason,
+            self.num_cached_tokens,
+            first_token_age=age,
+            queued=queued,
+            stored_tokens=self._stored,
+        )
+        self.chunks.put_nowait(chunk)
+        self._token_ids, self._logprobs, self._versions = [], [], []
+
+
 def make_chunk(
     output: "vllm.RequestOutput",
     labels: Iterable["vllm.WeightVersionSpan"],
@@ -77,7 +355,7 @@ def make_chunk(
         raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
     end = start + len(token_ids)
     versions = [
-        version_of(span.version)
+        _version_of(span.version)
         for span in labels
         for _ in range(max(span.start, start), min(span.end, end))
     ]
@@ -114,6 +392,6 @@ def _alternatives(flat: "vllm.FlatLogprobs") -> Alternatives:
     return [ranked[first:last] for first, last in bounds]
 
 
-def version_of(label: str) -> int:
+def _version_of(label: str) -> int:
     """Return a label as a number; "default" is vLLM's label for weights that it loaded itself."""
     return 0 if label == "default" else int(label)

@@ -60,17 +60,16 @@ async def open_server(config: Config, progress: Display = SILENT) -> AsyncIterat
 @asynccontextmanager
 async def open_manager(
     config: Config, progress: Display = SILENT
-) -> AsyncIterator[AsyncLLMServerManager]:
-    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`."""
+) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
+    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit."""
     async with _open_fleet(
         config,
         progress,
         CHATS,
         partial(import_chat_scheduler, config),
         lambda chat_scheduler, manager: ChatBackend(config, manager.scheduler, chat_scheduler),
-    ) as (manager, chats):
-        manager.chats = chats
-        yield manager
+    ) as opened:
+        yield opened
 
 
 @asynccontextmanager

@@ -17,10 +17,8 @@ from turnwise.errors import EngineError
 from turnwise.serving.openai.address import listen as bind
 
 _LENGTH_BYTES = 8
-_BLOCK_BYTES = 32
-"""Size of the token, of a challenge and of a proof."""
-_PROOF_SECONDS = 10.0
-"""Time in which the other end has to prove that it knows the token."""
+_BLOCK_BYTES = 32  # size of the token, of a challenge and of a proof
+_PROOF_SECONDS = 10.0  # time in which the other end has to prove that it knows the token
 _MOST_UNPROVEN = 512
 """Maximum number of connections of a listener without a proof; the oldest is closed beyond it. All
 processes of a large run may connect at once."""
@@ -145,15 +143,8 @@ class Channel(asyncio.Protocol):
 async def listen(
     host: str, opened: Callable[[Channel], object], ports: str | None = None
 ) -> Address:
-    """Listen on a free port until the event loop ends.
-
-    Args:
-        opened: Called with each new channel whose other end has proven that it knows the token.
-        ports: The range of ports to take a free one from (`serving.ports`).
-
-    Raises:
-        InputError: when none of them is free.
-    """
+    """Listen on a free port, of the range `ports` if given, until the event loop ends; `opened` is
+    called with each new channel whose other end has proven that it knows the token."""
     token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
     unproven: dict[Channel, None] = {}
 
@@ -177,11 +168,7 @@ async def listen(
 
 
 async def connect(address: Address) -> Channel:
-    """Open a channel to a process that listens.
-
-    Raises:
-        OSError: when it cannot be reached, or does not know the token.
-    """
+    """Open a channel; OSError if the listener is not reached, or does not know the token."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()
     _, channel = await loop.create_connection(

@@ -26,7 +26,7 @@ class DataProto:
 
     Example:
         >>> prompts = DataProto.from_conversations([[{"role": "user", "content": "2 + 2?"}]])
-        >>> batch = await manager.generate_sequences(prompts)
+        >>> batch = manager.generate_sequences(prompts)
         >>> batch.batch["responses"].shape
     """
 
@@ -73,6 +73,7 @@ class DataProto:
             position_ids [N, P + R].
         """
         import torch  # a second to import
+        from torch.nn.utils.rnn import pad_sequence
 
         samples = [
             (row, trajectory.messages, sample, sample.response_mask.index(1))
@@ -83,10 +84,8 @@ class DataProto:
             raise InputError("the batch would be empty: no token was sampled")
 
         def padded(lists: list[list[Any]], fill: float, *, left: bool = False) -> torch.Tensor:
-            width = max(map(len, lists))
-            fills = [[fill] * (width - len(each)) for each in lists]
-            pairs = zip(fills, lists, strict=True) if left else zip(lists, fills, strict=True)
-            return torch.tensor([[*first, *second] for first, second in pairs])
+            rows, side = list(map(torch.tensor, lists)), "left" if left else "right"
+            return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
         def right(name: str, fill: float) -> torch.Tensor:
             return padded([getattr(sample, name)[at:] for *_, sample, at in samples], fill)

@@ -2,6 +2,7 @@
 
 Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. A
 message brings several requests, and one for each step of the engine returns the chunks of all.
+The fork server imports this module, without Ray.
 """
 
 import asyncio
@@ -36,10 +37,8 @@ Event = tuple[str, Chunk | Exception]
 
 
 class Mailbox:
-    """Requests of one process that uses the engine, and their events that are not sent yet.
-
-    When the process closes its channel, or dies, its requests are cancelled.
-    """
+    """Requests of one process that uses the engine, cancelled when it closes its channel or dies,
+    and their events that are not sent yet."""
 
     def __init__(
         self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"
@@ -120,7 +119,7 @@ class EngineWorker:
         logs.follow()
         config, engine = self._config, self._config.engine
         if self._bundle_indices is not None:
-            from turnwise.serving.colocated.engine import on_bundles  # needs Ray
+            from turnwise.serving.colocated.host import on_bundles  # needs Ray
 
             engine = on_bundles(engine, self._bundle_indices, self._name)
         vllm_args = dict(engine.vllm_args)
@@ -165,10 +164,8 @@ class EngineWorker:
         return None if self._server is None else str(self._server.base_url)
 
     async def shutdown(self, exit_after: float | None = None) -> bool:
-        """End the server and the engine, and return True; the owner kills the actor.
-
-        It cannot once Ray's head is gone: after `exit_after` seconds this process ends by itself.
-        """
+        """End the server and the engine, and return True. The owner kills the actor, or, if Ray's
+        head is gone, the process ends by itself after `exit_after` seconds."""
         if exit_after is not None:
             asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
         if self._server is not None:

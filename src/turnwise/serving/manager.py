@@ -1,9 +1,8 @@
 """A fleet of workers behind one scheduler: start, weights, sleep, wake and shutdown.
 
-Each worker has a supervisor that checks its health, and restarts it when it dies or hangs; one that
-only cannot be reached any more keeps running. A new worker gets the fleet's weights and state
-before it gets turns; meanwhile its predecessor's turns continue on other workers. If the restarts
-fail, the worker is given up, which is logged, and further attempts follow at growing intervals.
+Each worker has a supervisor that restarts it when it dies or hangs; one that only cannot be reached
+any more keeps running. A new worker gets the fleet's weights and state before it gets turns. If the
+restarts fail, the worker is given up, and further attempts follow at growing intervals.
 """
 
 import asyncio
@@ -21,7 +20,6 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import (
     DeadlineError,
     EngineError,
-    InputError,
     TurnwiseError,
     WeightUpdateError,
     text_of,
@@ -32,15 +30,11 @@ from turnwise.serving.scheduler import Scheduler
 from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
-    from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
-    from turnwise.serving.data_proto import DataProto
     from turnwise.serving.worker_handle import WorkerHandle
-    from turnwise.trajectory import Message
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-"""Pause before a restart, multiplied by the number of earlier restarts."""
+_RETRY_SECONDS = 1.0  # pause before a restart, multiplied by the number of earlier restarts
 _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 """First and longest pause between attempts to start a worker that was given up; each pause is twice
 the previous one."""
@@ -86,15 +80,11 @@ class WorkerSupervisor:
         self.given_up = ""
         """Reason why the worker could not be restarted; "" unless it was given up."""
         self.restarts = 0
-        """Number of restarts in a row, since it last passed `_SETTLED_CHECKS` health checks.
-
-        Restarts after a death that a single request caused do not count, even if that is found
-        out after the restart.
-        """
+        """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, but for
+        those after a death that a single request caused, even if that is found out later."""
         self._serving = serving
         self._fleet = fleet
-        self._failure = ""
-        """Reason of the last failed request; "" after a successful health check."""
+        self._failure = ""  # reason of the last failed request; "" after a successful health check
         self._unreachable = ""
         """Reason why this process cannot reach the living worker; "" while it can."""
         self._checks = 0
@@ -179,8 +169,7 @@ class WorkerSupervisor:
                 scheduler.restore(self.name)
 
     async def _check_twice(self, engine: "WorkerHandle") -> None:
-        """Check the health, twice if the first deadline passes: this process may have been
-        suspended, so the answer may have arrived in time."""
+        """Check the health, twice if the first is late: this process may have been suspended."""
         seconds = self._serving.health_timeout / 2
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -246,48 +235,15 @@ class AsyncLLMServerManager:
         """Failures of workers that have been restarted since."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
-        self.chats: ChatBackend | None = None
-        """Answers chats on the workers; set by its owner, `runtime.open_manager`."""
         self._start = start
         self._weights = weights
         self._supervisors = [
             WorkerSupervisor(index, serving, self) for index in range(serving.workers)
         ]
-        self._sync: WeightSync | None = None
-        """Source of the last update; None before the first one."""
+        self._sync: WeightSync | None = None  # source of the last update; None before the first one
         self._asleep = False
         self._control = asyncio.Lock()
         """Lock of updates, sleep and wake-up, also held while a new worker joins."""
-
-    @property
-    def chat_scheduler(self) -> "ChatCompletionScheduler":
-        """An instance of the class in `rollout.chat_scheduler`, or of the base class.
-
-        Raises:
-            InputError: when the manager has no chat backend.
-        """
-        chats = self._opened_chats()
-        return chats.scheduler(chats)
-
-    async def submit_chat_completions(
-        self,
-        callback: "Callback",
-        callback_additional_info: dict[str, object],
-        **chat_complete_request: object,
-    ) -> None:
-        await self.chat_scheduler.submit_chat_completions(
-            callback, callback_additional_info, **chat_complete_request
-        )
-
-    async def generate_sequences(
-        self, prompts: "DataProto | Sequence[Sequence[Message]]", **sampling_params: object
-    ) -> "DataProto":
-        return await self._opened_chats().generate_sequences(prompts, **sampling_params)
-
-    def _opened_chats(self) -> "ChatBackend":
-        if self.chats is None:
-            raise InputError("this manager answers no chats: open it with open_manager")
-        return self.chats
 
     @property
     def engines(self) -> "list[WorkerHandle]":
@@ -334,17 +290,12 @@ class AsyncLLMServerManager:
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
 
-        A worker that dies or fails once all have found that the update fits is restarted; like any
-        restarted worker, it gets the weights before it serves. If all failed to load them, all are
-        kept: the next update may succeed.
+        A worker that dies or fails once all have found that the update fits is restarted, and gets
+        the weights before it serves. If all failed to load them, all are kept: the next update may
+        succeed. Raises as `WeightSync.update` does, and if no worker loaded the weights.
 
         Returns:
             The results of the workers that serve the weights.
-
-        Raises:
-            WeightUpdateError: when a worker refuses the update, in which case all keep their
-                weights, or when one's canary differs from the trainer's.
-            TurnwiseError: when no worker loaded it.
         """
 
         def settle(results: Mapping[Engine, object]) -> None:

@@ -19,7 +19,7 @@ from turnwise.core.actor import create_placement_group
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.errors import InputError
-from turnwise.serving.colocated.engine import on_actors
+from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.openai.address import with_api_key
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -50,8 +50,7 @@ class WorkerStarter:
         self._hosts = hosts
         self._group: PlacementGroup | None = None
         self._making = asyncio.Lock()
-        self._starts: Counter[int] = Counter()
-        """Number of starts of each worker."""
+        self._starts: Counter[int] = Counter()  # number of starts of each worker
 
     async def __call__(self, name: str, index: int) -> WorkerHandle:
         """Start a worker in the bundles of its index.

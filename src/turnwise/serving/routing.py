@@ -1,14 +1,10 @@
 """The workers and turns of a fleet, and the choice of a worker for each turn.
 
-A session stays on the worker that holds its KV cache unless that worker is overloaded; the first
-turns of a group run on one worker, so that they share their prompt's cache; every other turn goes
-to the least loaded worker. Loads are stored in arrays, so a choice among a thousand workers costs
-little more than among eight.
-
-The constants were found by simulation and are checked in `tests/serving/test_scheduler.py`: eight
-workers, sessions of 1 to 12 turns whose tools take 0.3 s to a minute, one worker four times slower
-than the others. Goals: even load, at least 95 % of the turns on the session's worker, few turns on
-a slow worker: whatever its load, its tokens take longer, and a step ends with its last turn.
+A session stays on the worker that holds its KV cache unless that worker is overloaded or slow; the
+first turns of a group run on one worker, so that they share their prompt's cache; every other turn
+goes to the least loaded worker. Loads are stored in arrays, so a choice among a thousand workers
+costs little more than among eight. The constants were found by the simulation that
+`tests/serving/test_scheduler.py` repeats.
 """
 
 import asyncio
@@ -32,26 +28,22 @@ _SLACK = 4.0
 _SMOOTHING = 128
 """Turns of each worker over which its load is averaged: many, so that a burst moves no session."""
 _LASTING = 1.05
-"""Multiple of the mean average load above which a session leaves its worker: lower values move
-sessions for noise, higher ones leave them on a slow worker."""
+"""Multiple of the mean average load above which a session leaves its worker; lower is noise."""
 _AVERAGE_WEIGHT = 32
-"""Weight of the average load, relative to the present one, in the choice of a session's worker: a
-slow worker has a high average, and gets fewer sessions rather than fewer turns of each."""
+"""Weight of the average load, relative to the present one, in the choice of a session's worker."""
 _ENOUGH_TOKENS, _RECENT_TOKENS = 512, 8192
 """Number of sampled tokens after which the speed of a worker is known, and that of the last ones
 which count most: beyond it the weight of earlier ones is halved."""
 _FORGETTING = 0.01
 """Share of its difference from the median that a slow worker is forgiven at each comparison, so
 that it is measured again even if it gets no turns."""
-_COMPARED = 4
-"""Number of choices for each worker between two comparisons of speeds."""
+_COMPARED = 4  # number of choices for each worker between two comparisons of speeds
 _SLOW = 1.5
 """Multiple of the median time per token above which a worker is slow: sessions leave it, and turns
 come to it only while the others are busier."""
 _BASE_LOAD = 8.0
 """Load that is added before a slow worker's is multiplied: an idle slow worker is not the first."""
-_TIE = 1e-9
-"""Weight of each served turn; decides only between workers with equal load."""
+_TIE = 1e-9  # weight of each served turn; decides only between workers with equal load
 
 
 class Supervisor(NamedTuple):
@@ -72,7 +64,6 @@ class ScheduledTurn:
     weight: float
     """Load that the turn adds to its worker."""
     sampled: list[int] = field(default_factory=list)
-    """Token ids sampled so far."""
     deaths: "list[Worker]" = field(default_factory=list)
     """Workers that died while they ran the turn."""
     failures: int = 0
@@ -110,9 +101,7 @@ class Worker:
     index: int = -1
     """Position in the router's arrays; -1 while the worker gets no new sessions."""
     turns: int = 0
-    """Number of turns given to the worker."""
     tokens: int = 0
-    """Number of tokens that the worker sampled."""
     load_seconds: float = 0.0
     """Integral of `load` over time."""
     failed_turns: Counter[str] = field(default_factory=Counter)
@@ -126,14 +115,11 @@ class Worker:
     """Time of the last change of `load`, of the event loop's clock."""
     measured: tuple[float, float] = (0.0, 0.0)
     """Seconds and tokens of `time_per_token`."""
-    _seen: tuple[float, int] = (0.0, 0)
-    """`load_seconds` and `tokens` at the last measurement."""
+    _seen: tuple[float, int] = (0.0, 0)  # `load_seconds` and `tokens` at the last measurement
 
     def time_per_token(self) -> float:
-        """Return the seconds that a turn takes for a token; not a number before it is known.
-
-        By Little's law they are the load's seconds by the tokens.
-        """
+        """Return the seconds of a turn for a token (by Little's law, the load's by the tokens); not
+        a number before they are known."""
         seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
         tokens += self.tokens - self._seen[1]
@@ -176,8 +162,7 @@ class Router:
         self._known = serving.known_sessions
         self._loads_W = self._averages_W = self._turns_W = self._slowness_W = np.zeros(0)
         self._any_slow = False
-        self._choices = 0
-        """Number of choices since the speeds of workers were compared."""
+        self._choices = 0  # number of choices since the speeds of workers were compared
 
     def rebuild(self) -> None:
         """Rebuild the arrays after a worker was added or removed."""
@@ -218,11 +203,8 @@ class Router:
         return worker
 
     def _choose(self, route: Route) -> Worker:
-        """Return the session's worker, the group's, or the least loaded.
-
-        A session's first worker is chosen mainly by average load, because it will also run the
-        session's later turns.
-        """
+        """Return the session's worker, the group's, or the least loaded: for a new session mainly
+        by average load, because it will also run the session's later turns."""
         loads_W, averages_W, count = self._loads_W, self._averages_W, len(self.usable)
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
         self._choices += 1

@@ -1,13 +1,10 @@
 """Runs each turn on one worker of a fleet, and continues it on another if that worker fails.
 
-The scheduler is a `Generator` like a single engine; `routing` chooses the worker of a turn. A turn
-whose worker died or hung continues on another from the tokens sampled so far, or restarts if its
-sampling parameters do not allow that (`remaining`).
-
-A request that crashes its worker must not crash others too. When two workers have died while they
-ran it, and no other request can have been the cause, it is quarantined: it fails, and equal
-requests are refused for a while. If several requests were running at two deaths, each of these
-suspects is retried alone, while no other suspect runs.
+A turn whose worker died or hung continues on another from the tokens sampled so far, or restarts if
+its sampling parameters do not allow that (`remaining`). A request that crashes its worker must not
+crash others too. When two workers have died while they ran it, and no other request can have been
+the cause, it is quarantined: it fails, and equal requests are refused for a while. If several
+requests were running at two deaths, each of these suspects is retried alone.
 """
 
 import array
@@ -33,8 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 2
 """Failures on live workers after which a turn fails, because the request must be the cause."""
 _MOST_QUARANTINED = 1024
-_QUARANTINE_SECONDS = 600.0
-"""Time for which a request is refused; by then its cause may be fixed."""
+_QUARANTINE_SECONDS = 600.0  # time for which a request is refused; by then its cause may be fixed
 _PER_REQUEST = (
     "stop",
     "seed",
@@ -47,7 +43,6 @@ _PER_REQUEST = (
     "extra_args",
 )
 """Sampling parameters that make a token depend on the request's earlier tokens."""
-
 
 Follower = Callable[..., None]
 """Another scheduler over the same workers, in another process, called with each change:
@@ -84,13 +79,11 @@ class Scheduler:
         self._router = Router(serving, self.events)
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
         """Time until which each request is refused, by its digest."""
-        self._alone = asyncio.Lock()
-        """Held by the suspect that runs."""
+        self._alone = asyncio.Lock()  # held by the suspect that runs
         self._suspects_clock = StallClock(turn_timeout)
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
-        self._closed = ""
-        """Reason why no worker will become usable; "" while one may."""
+        self._closed = ""  # reason why no worker will become usable; "" while one may
         self._followers: list[Follower] = []
 
     @property
@@ -107,8 +100,7 @@ class Scheduler:
         self._router.rebuild()
         self._closed = ""
         self._changed.set()
-        for follower in self._followers:
-            follower("add", name, engine)
+        self._tell("add", name, engine)
         return worker
 
     def lead(self, follower: Follower) -> None:
@@ -116,6 +108,10 @@ class Scheduler:
         for worker in self.workers.values():
             follower("add", worker.name, worker.engine)
         self._followers.append(follower)
+
+    def _tell(self, *change: object) -> None:
+        for follower in self._followers:
+            follower(*change)
 
     def leave(self, follower: Follower) -> None:
         """Report nothing more to a follower."""
@@ -137,8 +133,7 @@ class Scheduler:
 
     def restore(self, name: str) -> None:
         """Use a worker again: it is alive, so only the request failed."""
-        for follower in self._followers:
-            follower("restore", name)
+        self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
             worker.settle(lost=False)
@@ -150,8 +145,7 @@ class Scheduler:
 
         Turns that failed on it continue on others.
         """
-        for follower in self._followers:  # which may reach it, and wait for an answer
-            follower("restore", name)
+        self._tell("restore", name)  # others may reach it, and wait for an answer
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
                 worker.usable = False
@@ -165,16 +159,14 @@ class Scheduler:
             worker.note_suspects()
         worker.settle(lost=True)
         self._router.rebuild()
-        for follower in self._followers:
-            follower("remove", name)
+        self._tell("remove", name)
         return worker
 
     def close(self, why: str) -> None:
         """Fail turns that wait for a worker, until a worker is added."""
         self._closed = why
         self._changed.set()
-        for follower in self._followers:
-            follower("close", why)
+        self._tell("close", why)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion; see `Generator.stream`.
@@ -282,8 +274,8 @@ class Scheduler:
     async def _handle_failure(
         self, turn: ScheduledTurn, worker: Worker, error: EngineError | DeadlineError
     ) -> None:
-        """Find out whether the turn or the worker caused a failure; raise if the turn has failed
-        too often, or crashed the worker: then equal requests are refused for a while."""
+        """Find out whether the turn or the worker caused a failure; raise if the turn did, or has
+        failed too often."""
         name = turn.request.id
         if await self._is_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]
@@ -322,16 +314,12 @@ class Scheduler:
         """Raise `EngineError`, with the remaining time, when a request is quarantined."""
         if not self._quarantined:
             return
-        digest = _digest(request)
-        until = self._quarantined.get(digest)
-        if until is None:
-            return
+        until = self._quarantined.get(_digest(request), 0.0)
         if (left := until - asyncio.get_running_loop().time()) > 0:
             raise EngineError(
                 f"{request.id} is refused for another {left:.0f} s: the same prompt and sampling "
                 "crashed two workers"
             )
-        del self._quarantined[digest]
 
     async def _is_alive(self, worker: Worker) -> bool:
         try:
@@ -342,10 +330,7 @@ class Scheduler:
         return True
 
     async def _is_lost(self, worker: Worker, why: str) -> bool:
-        """Ask the supervisor whether a worker on which a request failed is lost.
-
-        Until the answer, which takes milliseconds if the worker is alive, it gets no turns.
-        """
+        """Ask the supervisor whether a worker is lost; until the answer it gets no turns."""
         if self.workers.get(worker.name) is not worker:
             return True
         if worker.usable:

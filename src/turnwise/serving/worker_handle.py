@@ -1,8 +1,7 @@
 """The handle of a worker in another process: an `Engine` whose requests share one channel.
 
 Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
-the engine returns. A channel that is lost ends the requests on it; the next one opens another. All
-other calls, such as weight updates, are Ray's.
+the engine returns. All other calls, such as weight updates, are Ray's.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Request, WeightUpdate
+from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
 from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
@@ -43,12 +42,9 @@ _ENVIRONMENT = {
 }
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
-_RETRY_SECONDS = 0.5
-"""Time after which an actor to which Ray lost its connection is asked again."""
-_SHUTDOWN_SECONDS = 5.0
-"""Time in which an engine ends; its process is killed then."""
-_MAX_CALLS = 4096
-"""Maximum number of calls that run at once in a worker's actor."""
+_RETRY_SECONDS = 0.5  # time after which an actor to which Ray lost its connection is asked again
+_SHUTDOWN_SECONDS = 5.0  # time in which an engine ends; its process is killed then
+_MAX_CALLS = 4096  # maximum number of calls that run at once in a worker's actor
 
 _Inbox = asyncio.Queue[Chunk | Exception]
 
@@ -292,17 +288,8 @@ class WorkerHandle:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._call("wake_up", tags)
 
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
-        group = (rank_prefix, ip, port, world_size, train_world_size)
-        await self._call("init_collective", *group, timeout, seconds=timeout)
+    async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
+        await self._call("init_collective", group, timeout, seconds=timeout)
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         devices: list[str] = await self._call("check_update", manifest)

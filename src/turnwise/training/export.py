@@ -37,7 +37,7 @@ from turnwise.training.lora import (
 )
 from turnwise.training.shards import full_tensors, saved_buffers, tensor_shapes
 from turnwise.weights.disk import write_shard
-from turnwise.weights.manifest import chunk_bytes, drained, plan_chunks
+from turnwise.weights.transport import chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""

@@ -22,7 +22,7 @@ from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.training.shards import whole
-from turnwise.weights.manifest import NamedTensors
+from turnwise.weights.transport import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""

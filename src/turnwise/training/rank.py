@@ -46,9 +46,8 @@ from turnwise.training.optimizer import TrainableModule
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
-from turnwise.weights.manifest import NamedTensors, Publication, canary_prompt
 from turnwise.weights.process_group import free_address, join_ranks
-from turnwise.weights.transport import make_sender
+from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
 
 _PLAIN = SamplingConfig()
 _ALL = ("params", "optimizer")
@@ -307,7 +306,7 @@ class TrainerRank:
             scored += [(s.sequence, part.tolist()) for s, part in zip(samples, parts, strict=True)]
         return scored
 
-    def publish(self) -> Publication:
+    def publish(self) -> Manifest:
         """Publish this version for engines; return its manifest and canary."""
         self._offload.bring_back(["params"])
         manifest = self._sender.publish(self.version, self._tensors())
@@ -316,7 +315,7 @@ class TrainerRank:
         columns = Columns.of([sample], "padded", self.device, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)
-        return Publication(manifest, canary, expected.tolist())
+        return replace(manifest, prompt=canary, logprobs=expected.tolist())
 
     def _tensors(self) -> NamedTensors:
         """Yield the tensors of an update, each whole."""

@@ -32,9 +32,8 @@ from turnwise.training.batching import (
 )
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
-from turnwise.weights.manifest import Publication
 from turnwise.weights.process_group import LOOPBACK, open_store
-from turnwise.weights.transport import find_transport
+from turnwise.weights.transport import Manifest, find_transport
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName
@@ -205,10 +204,10 @@ class TrainerGroup:
             spread.append([next(values) if scored else 0.0 for scored in sample.response_mask_T])
         return spread
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         """Publish the weights; return rank 0's manifest, and the canary of this version."""
-        published: list[Publication] = await self._same("publish its weights", "publish")
-        self.version = published[0].manifest.version  # of a step that failed half-way, too
+        published: list[Manifest] = await self._same("publish its weights", "publish")
+        self.version = published[0].version  # of a step that failed half-way, too
         return published[0]
 
     async def send(self, devices: Sequence[str]) -> None:

@@ -21,22 +21,20 @@ import torch.distributed as dist
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.manifest import (
-    Manifest,
-    Source,
-    StateDictInfo,
-    check_exhausted,
-    chunk_bytes,
-    pack,
-)
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
+    Manifest,
     ReceiverOptions,
     SenderOptions,
+    Source,
+    StateDictInfo,
     StreamReceiver,
     StreamSender,
     Transport,
+    check_exhausted,
+    chunk_bytes,
+    pack,
 )
 
 _ACCEPT_SHARE = 0.25

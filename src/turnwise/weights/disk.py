@@ -3,8 +3,7 @@
 Each sender has a subfolder of its own, so that runs can share the folder: it is locked while its
 process lives, and removed at the end, or by a later run on the same machine. A version is a folder
 of shards of bounded size, in the model's order. It is written under a temporary name and then
-renamed, so a visible version is complete; the last two are kept. Engines read one tensor at a time.
-The other transports are cheaper; this one needs only a common file system.
+renamed, so a visible version is complete; the last two are kept.
 """
 
 import fcntl
@@ -23,30 +22,27 @@ from safetensors import SafetensorError, safe_open
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.manifest import (
+from turnwise.weights.transport import (
     Chunk,
     Manifest,
     NamedTensors,
+    Receiver,
+    ReceiverOptions,
+    SenderOptions,
     Source,
+    StoredReceiver,
+    Transport,
+    WeightSender,
     check_exhausted,
     check_next,
     chunk_bytes,
     drained,
     plan_chunks,
 )
-from turnwise.weights.transport import (
-    Receiver,
-    ReceiverOptions,
-    SenderOptions,
-    StoredReceiver,
-    Transport,
-    WeightSender,
-)
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
-_PART_BYTES = 2 * 2**20
-"""Bytes of a tensor that are copied at once to be written."""
+_PART_BYTES = 2 * 2**20  # bytes of a tensor that are copied at once to be written
 _KEPT = 2
 _LOCK = "owner.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -167,11 +163,8 @@ class DiskSender(WeightSender):
 
 
 def _remove_dead(shared: Path) -> None:
-    """Remove the subfolders of senders of this machine that have ended.
-
-    A lock that can be taken proves this only where the kernel is that of the owner: on a network
-    file system, locks may be unknown to other machines.
-    """
+    """Remove the subfolders of senders that have ended, which only a lock of this kernel proves: on
+    a network file system, locks may be unknown to other machines."""
     for path in shared.glob(f"*/{_LOCK}"):
         with suppress(OSError):  # another process removed it
             lock = os.open(path, os.O_RDWR)
@@ -196,14 +189,10 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
     """Write the next tensors of a source, which must be those of the shard, as safetensors."""
     # The format: the length of the header, the header, the tensors' bytes.
     header: JsonObject = {"__metadata__": {"format": "pt"}}
-    header |= {
-        entry.name: {
-            "dtype": _TYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
-        }
-        for entry in shard
-    }
+    for entry in shard:
+        offsets = [entry.offset, entry.offset + entry.nbytes]
+        kind = _TYPES[entry.dtype]
+        header[entry.name] = {"dtype": kind, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 
 import torch
 
-from turnwise.core.json_types import dtype_name
 from turnwise.errors import WeightUpdateError
 from turnwise.internals.torch import changes_of
-from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry
 from turnwise.weights.transport import (
+    Manifest,
+    NamedTensors,
     Receiver,
     ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
+    lay_out,
 )
 
 _published: tuple[int, dict[str, tuple[torch.Tensor, int]]] | None = None
@@ -49,11 +50,8 @@ class InProcessTransport(Transport):
 
 
 class InProcessSender(WeightSender):
-    """Publishes named tensors, in their own type, to the worker in this process.
-
-    Only the last version is available, and only until it is loaded. Tensors that are gathered from
-    shards, or merged with an adapter, amount to a copy of the model for that time.
-    """
+    """Publishes named tensors, in their own type, to the worker in this process: only the last
+    version, and only until it is loaded."""
 
     transport = "in_process"
 
@@ -62,11 +60,8 @@ class InProcessSender(WeightSender):
         global _published
         named = {name: tensor.detach() for name, tensor in tensors}
         _published = version, {name: (t, changes_of(t)) for name, t in named.items()}
-        entries = tuple(
-            TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), 0, t.nbytes)
-            for name, t in named.items()
-        )
-        return Manifest(version, self.transport, "", sum(e.nbytes for e in entries), entries)
+        entries, nbytes = lay_out(named.items(), None, alignment=1)
+        return Manifest(version, self.transport, "", nbytes, entries)
 
     def close(self) -> None:
         global _published

@@ -1,11 +1,9 @@
 """The `ipc` transport: trainer and engine share a host, and on GPUs the device.
 
-The trainer packs tensors into two buffers in turn and sends their location over ZMQ; each engine
-worker answers once it has used a buffer, and when all have, that buffer is written again. A
-worker that fails is left out, and the others continue. On a CPU a buffer is nameless shared
-memory, on a GPU it is memory that the engine opens by its CUDA IPC handle, which has never been
-run; the protocol is the same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its
-device.
+The trainer packs tensors into two buffers in turn and sends their location over ZMQ; a buffer is
+written again when each worker has used it. A worker that fails is left out. On a CPU a buffer is
+nameless shared memory, on a GPU the engine opens it by its CUDA IPC handle, which has never been
+run. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
 
     engine                      trainer
     hello                  ->
@@ -37,41 +35,26 @@ from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
-from turnwise.weights.manifest import (
-    Manifest,
-    Source,
-    StateDictInfo,
-    check_exhausted,
-    pack,
-)
 from turnwise.weights.process_group import device_name
 from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
 from turnwise.weights.transport import (
+    Manifest,
     ReceiverOptions,
     SenderOptions,
+    Source,
+    StateDictInfo,
     StreamReceiver,
     StreamSender,
     Transport,
+    check_exhausted,
+    pack,
 )
 
 _LINGER_MS = 1000
-_PING_SECONDS = 1.0
-"""Interval at which a trainer checks that its engines are alive."""
-_FOLDER = f"/tmp/turnwise-{os.getuid()}"
-"""Folder of the sockets, which only this user may enter."""
+_PING_SECONDS = 1.0  # interval at which a trainer checks that its engines are alive
+_FOLDER = f"/tmp/turnwise-{os.getuid()}"  # folder of the sockets, which only this user may enter
 _PRIVATE = "trainer"
 _private_numbers = itertools.count()
-_CUDA_HANDLE = (
-    "device",
-    "handle",
-    "nbytes",
-    "offset",
-    "counter_handle",
-    "counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-"""The fields of torch's handle of CUDA memory, in their order."""
 
 
 class IpcTransport(Transport):
@@ -113,18 +96,12 @@ def _handle_of(buffer: torch.Tensor, file: int) -> JsonObject:
     if file >= 0:
         return {"address": address_of(file)}
     fields = share_gpu_memory(buffer)
-    return {
-        name: value.hex() if isinstance(value, bytes) else value
-        for name, value in zip(_CUDA_HANDLE, fields, strict=True)
-    }
+    return {"cuda": [each.hex() if isinstance(each, bytes) else each for each in fields]}
 
 
 def _open_buffer(handle: JsonObject, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
-        fields = [
-            bytes.fromhex(value) if isinstance(value, str) else value
-            for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
-        ]
+        fields = [bytes.fromhex(f) if isinstance(f, str) else f for f in handle["cuda"][1:]]
         index = torch.cuda.current_device() if device.index is None else device.index
         storage = open_gpu_memory(index, fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -152,20 +129,17 @@ class IpcSender(StreamSender):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._callers: deque[bytes] = deque()
-        self._due = 1
-        self._peers: set[bytes] = set()
-        """Workers that are being served, and have not failed."""
+        self._peers: set[bytes] = set()  # workers that are being served, and have not failed
         self._failures: list[TurnwiseError] = []
         self._buffers: list[tuple[torch.Tensor, int]] = []
         try:
             self._socket.bind(self.address)
             for _ in range(2):
                 self._buffers.append(_new_buffer(self._buffer_bytes, self._device))
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self.close()
-            raise InputError(f"{self.address} cannot be bound: {error}") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, zmq.ZMQError):
+                raise InputError(f"{self.address} cannot be bound: {error}") from error
             raise
 
     def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
@@ -173,10 +147,10 @@ class IpcSender(StreamSender):
 
         When a worker fails, the others are still served before its error is raised.
         """
-        self._due = list(devices).count(device_name(self._device)) if devices else 1
-        if not self._due:
+        due = list(devices).count(device_name(self._device)) if devices else 1
+        if not due:
             return
-        self._offer(manifest)
+        self._offer(manifest, due)
         version, chunks = manifest.version, self._chunks
         use = f"use chunk {{}} of {len(chunks)} of version {version}"
         try:
@@ -202,45 +176,41 @@ class IpcSender(StreamSender):
         if self._failures:
             raise self._failures[0]
 
-    def _offer(self, manifest: Manifest) -> None:
-        """Offer the manifest to waiting workers, in order, until the expected number accept.
-
-        A worker that disconnects before it answers has given up, maybe before this update began,
-        and the next one takes its place.
-        """
+    def _offer(self, manifest: Manifest, due: int) -> None:
+        """Offer the manifest to waiting workers, in order, until so many have answered."""
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
         offered: set[bytes] = set()
-        while (answers := len(self._peers) + len(self._failures)) < self._due:
-            if self._callers and len(offered) + answers < self._due:
+        while (answers := len(self._peers) + len(self._failures)) < due:
+            if self._callers and len(offered) + answers < due:
                 peer = self._callers.popleft()
                 if self._post(peer, {"manifest": manifest.to_dict()}):
                     offered.add(peer)
-            elif self._readable(deadline):
-                peer, message = self._receive()
+            elif received := self._receive(deadline):
+                peer, message = received
                 if peer in offered:
                     offered.discard(peer)
                     self._peers.add(peer)
                     self._check_answer(peer, message)
             elif time.monotonic() > deadline:
-                late = self._late(
-                    f"{'accept' if offered else 'request'} version {manifest.version}"
-                )
+                what = "accept" if offered else "request"
+                late = self._late(f"{what} version {manifest.version}")
                 for peer in offered:
                     self._drop(peer, late)
                 self._failures.append(late)
                 break
-            else:
+            else:  # the next one takes the place of a worker that has given up
                 offered = {peer for peer in offered if self._post(peer, {"ping": "a manifest"})}
-        self._check_anyone()
+        if not self._peers:
+            raise self._failures[0]
 
     def _await(self, what: str) -> None:
         """Wait until every worker has answered; drop those that do not in time."""
         deadline = time.monotonic() + self._timeout
         answered: set[bytes] = set()
         while waiting := self._peers - answered:
-            if self._readable(deadline):
-                peer, message = self._receive()
+            if received := self._receive(deadline):
+                peer, message = received
                 if peer in waiting:
                     answered.add(peer)
                     self._check_answer(peer, message)
@@ -249,14 +219,14 @@ class IpcSender(StreamSender):
                     self._drop(peer, self._late(what))
             else:
                 self._post_to_all({"ping": what})
-        self._check_anyone()
+        if not self._peers:
+            raise self._failures[0]
 
     def _post_to_all(self, message: JsonObject) -> None:
         for peer in list(self._peers):
             if not self._post(peer, message):
                 why = f"the engine at {self.address} disconnected during an update"
                 self._drop(peer, WeightUpdateError(why))
-        self._check_anyone()
 
     def _check_answer(self, peer: bytes, answer: JsonObject) -> None:
         if answer["error"]:
@@ -271,16 +241,11 @@ class IpcSender(StreamSender):
         self._post(peer, {"abort": str(error)})
         self._failures.append(error)
 
-    def _check_anyone(self) -> None:
-        if not self._peers:
-            raise self._failures[0]
-
-    def _readable(self, deadline: float) -> bool:
-        """Wait for a message, but only until the next ping is due."""
+    def _receive(self, deadline: float) -> tuple[bytes, JsonObject] | None:
+        """Wait for a message, and return its sender too; None when the next ping is due."""
         wait = min(_PING_SECONDS, deadline - time.monotonic())
-        return bool(self._socket.poll(_milliseconds(wait)))
-
-    def _receive(self) -> tuple[bytes, JsonObject]:
+        if not self._socket.poll(_milliseconds(wait)):
+            return None
         peer, body = self._socket.recv_multipart()
         message: JsonObject = json.loads(body)
         if "hello" in message:
@@ -393,10 +358,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def device_address(device: torch.device, rank: int = 0) -> str:
-    """Return the address where the trainer on a device meets the engine's worker on it.
-
-    On CPUs the addresses of workers differ by their ranks.
-    """
+    """Return the address where the trainer and a worker on its device meet; on CPUs, by rank."""
     return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
 
 

@@ -1,13 +1,10 @@
 """The process group of a trainer and its engines' workers, and the store at which ranks meet.
 
-Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL between GPUs. The
-group is independent of any that vLLM or the trainer has. NCCL has never been run.
-
-The store is torch's key-value store. By default that listens on all addresses of a machine and
-accepts any client. Here it listens on one, and every key begins with the run's secret, which Ray
-passes to its processes. The secret protects against accidents and scanners; a client that can reach
-the port and speaks the store's protocol can still list its keys, so nodes that train together
-should be on a private network.
+Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL, which has never been
+run, between GPUs. torch's key-value store, which listens on all addresses and accepts any client,
+here listens on one, and every key begins with the run's secret. That protects against accidents and
+scanners: a client that speaks the store's protocol can still list its keys, so nodes that train
+together should be on a private network.
 """
 
 import json
@@ -35,8 +32,7 @@ _ABORT_CHECK_SECONDS = 0.25
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """torch's variable; unless it is 0, a broadcast that fails or is late ends the process: here the
 deadline is ours, and an engine outlives its trainer's update."""
-_LINGER_SECONDS = 0.5
-"""Time after its deadline until an abandoned broadcast ends by itself."""
+_LINGER_SECONDS = 0.5  # time after its deadline until an abandoned broadcast ends by itself
 
 
 def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
@@ -77,14 +73,11 @@ def device_name(device: torch.device) -> str:
 
 
 class ProcessGroup:
-    """One rank of the process group of a trainer and its engines.
+    """One rank of the process group of a trainer and its engines, apart from any other group.
 
     The trainer's `train_world_size` ranks come first; its rank 0 opens the store at `ip` and
-    `port`. All have to join within `seconds`.
-
-    Raises:
-        InputError: when the rank is taken or is not in the group, or the port is in use.
-        DeadlineError: when a rank has not joined in time; it names the first.
+    `port`. InputError when the rank is taken or is not in the group, or the port is in use;
+    DeadlineError, which names the first, when a rank has not joined within `seconds`.
     """
 
     def __init__(
@@ -104,8 +97,7 @@ class ProcessGroup:
         """Number of the last update that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
-        self._group: Foreign
-        """torch's backend, whose stubs lack the methods that are used here."""
+        self._group: Foreign  # torch's backend, whose stubs lack the methods that are used here
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
@@ -266,11 +258,8 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
 
 
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
-    """Join the process group of the trainer's ranks, which all others of this process follow.
-
-    They meet at a store's `address`, host:port, within `seconds`, which is also the deadline of
-    each operation in the group.
-    """
+    """Join the default process group of the trainer's ranks, which meet at a store's `address`,
+    host:port, within `seconds`, also the deadline of each operation in the group."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)

@@ -14,21 +14,19 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.manifest import (
+from turnwise.weights.transport import (
     Manifest,
     NamedTensors,
-    check_exhausted,
-    drained,
-    lay_out,
-    pack,
-)
-from turnwise.weights.transport import (
     Receiver,
     ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
+    check_exhausted,
+    drained,
+    lay_out,
+    pack,
 )
 
 _FOLDER = "/dev/shm"
@@ -101,11 +99,7 @@ def address_of(file: int) -> str:
 
 
 def open_address(address: str, what: str) -> int:
-    """Open a file of another process, which `address_of` named there; `what` names it in errors.
-
-    It may not be the file that was meant: the number of a process means another one in another
-    container.
-    """
+    """Open a file of another process, which `address_of` named there; `what` names it in errors."""
     path, _, identity = address.partition("#")
     try:
         file = os.open(path, os.O_RDWR)
@@ -113,7 +107,7 @@ def open_address(address: str, what: str) -> int:
         raise WeightUpdateError(
             f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
         ) from error
-    if _identity(file) != identity:
+    if _identity(file) != identity:  # a container may have another process of that number
         os.close(file)
         raise WeightUpdateError(
             f"{what} is another file here; trainer and engine must share a host, and see the same "

@@ -1,28 +1,25 @@
 """The driver's side of every transport: brings the trainer's weights to engines.
 
 It handles neither tensors nor processes, only a `Trainer` and `Engine`s. It returns one result per
-engine, so the manager knows which to restart.
-
-After its update each engine must score a fixed prompt, the canary, as the trainer does. That finds
-errors that checksums cannot: tensors that arrived intact but were packed, tied or cached wrongly
-inside the engine.
+engine, so the manager knows which to restart. After its update each engine must score a fixed
+prompt, the canary, as the trainer does. That finds errors that checksums cannot: tensors that
+arrived intact but were packed, tied or cached wrongly inside the engine.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from turnwise.config import SamplingConfig
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import Engine, InFlight, Request, generate
+from turnwise.engine.protocol import Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import TurnwiseError, WeightUpdateError
-from turnwise.weights.manifest import Publication, StateDictInfo
-from turnwise.weights.transport import find_transport
+from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 
-_CHECK_SHARE = 0.25
-"""Fraction of an update's time in which engines check whether it fits."""
+_T = TypeVar("_T")
+_CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 
@@ -37,12 +34,14 @@ class Updated(NamedTuple):
 
 UpdateResults: TypeAlias = dict[Engine, Updated | TurnwiseError]
 """Each engine's state after an update, or the error that prevented it."""
+_Devices: TypeAlias = Mapping[Engine, list[str]]
+"""The devices of the workers of engines that can load an update."""
 
 
 class Trainer(Protocol):
     """All ranks of a trainer as one; each call reaches every rank, in the order of the calls."""
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         """Call every rank's `WeightSender.publish` with the current weights; returns rank 0's."""
 
     async def send(self, devices: Sequence[str]) -> None:
@@ -80,20 +79,20 @@ class WeightSync:
         published_again: Callable[[], Awaitable[object]] | None = None,
         tolerance: float | None = None,
     ) -> None:
-        self.current: Publication | None = None
+        self.current: Manifest | None = None
         """The last version that no engine refused: later engines get it."""
         self._trainer = trainer
         self._timeout = timeout
         self._patience = patience
         self._published_again = published_again
         self._tolerance = tolerance
-        self._offered: Publication | None = None
+        self._offered: Manifest | None = None
         self._expected: StateDictInfo | None = None
         """The tensors of every update: those of the first; None before it."""
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
-    async def publish(self) -> Publication:
+    async def publish(self) -> Manifest:
         """Have the trainer publish its weights, and offer them to engines."""
         self._offered = await self._publish(self._timeout)
         return self._offered
@@ -106,8 +105,6 @@ class WeightSync:
     ) -> UpdateResults:
         """Bring the offered weights to all engines, or to none; return each one's result.
 
-        First all engines check that the weights fit.
-
         Args:
             settle: Called after the check, the push and the canaries with the results of the
                 engines in them, of which errors mean that an engine must not serve any more. If it
@@ -118,16 +115,13 @@ class WeightSync:
                 when an engine's canary differs from the trainer's.
         """
         offered, engines = _published(self._offered), list(engines)
-        if differs := offered.manifest.mismatch(self._expected):
+        if differs := offered.mismatch(self._expected):
             raise WeightUpdateError(f"refused a weight update: {differs}")
         fit, errors = await self._check(engines, offered)
-        for error in errors.values():
-            if isinstance(error, WeightUpdateError):
-                raise error
+        _raise_refusals(errors)
         self.current = offered
         if self._expected is None:
-            tensors = offered.manifest.tensors
-            self._expected = {entry.name: (entry.shape, entry.dtype) for entry in tensors}
+            self._expected = offered.info
         settle({engine: errors.get(engine) for engine in engines})
         pushed = await self._push(offered, fit, in_flight, self._timeout)
         settle(pushed)
@@ -142,7 +136,7 @@ class WeightSync:
         If the trainer has to send them again, it sends its newest.
         """
         published, seconds = _published(self.current), self._timeout
-        lasting = find_transport(published.manifest.transport).lasting
+        lasting = find_transport(published.transport).lasting
         if not lasting:  # the trainer may be training again before it sends
             seconds = self._patience
             published = await self._publish(seconds)
@@ -160,83 +154,63 @@ class WeightSync:
             raise result
         return result.version
 
-    async def _publish(self, seconds: float) -> Publication:
+    async def _publish(self, seconds: float) -> Manifest:
         async with deadline(seconds, "the trainer did not publish its weights"):
             return await self._trainer.publish()
 
     async def _check(
-        self, engines: Iterable[Engine], published: Publication
+        self, engines: Iterable[Engine], published: Manifest
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
         """Return the devices of engines that can load a version, and the errors of the others."""
+
+        async def check(engine: Engine) -> list[str]:
+            missed = f"{engine.name} did not check the update to version {published.version}"
+            async with deadline(self._timeout * _CHECK_SHARE, missed):
+                return await engine.check_update(published)
+
         fit: dict[Engine, list[str]] = {}
         errors: UpdateResults = {}
-
-        async def check(engine: Engine) -> None:
-            missed = f"{engine.name} did not check the update to version {published.version}"
-            try:
-                async with deadline(self._timeout * _CHECK_SHARE, missed):
-                    fit[engine] = await engine.check_update(published.manifest)
-            except TurnwiseError as error:
-                errors[engine] = error
-
-        engines = list(engines)
-        await together(map(check, engines))
-        return {engine: fit[engine] for engine in engines if engine in fit}, errors
+        for engine, result in (await _outcomes(engines, check)).items():
+            if isinstance(result, TurnwiseError):
+                errors[engine] = result
+            else:
+                fit[engine] = result
+        return fit, errors
 
     async def _push(
-        self,
-        published: Publication,
-        fit: Mapping[Engine, list[str]],
-        in_flight: InFlight,
-        seconds: float,
+        self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
-        """Update engines that were just checked, in parallel.
-
-        If one engine's death breaks a stream for all, the others get it once more without it.
-        """
+        """Update engines that were just checked. If one's death breaks a stream for all, the others
+        get it once more without it."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
         failed = [engine for engine, result in results.items() if not isinstance(result, Updated)]
-        if failed and find_transport(published.manifest.transport).streamed:
+        if failed and find_transport(published.transport).streamed:
             healthy, _ = await self._check(failed, published)
             if 0 < len(healthy) < len(failed) and (left := end - clock()) > 0:
                 results |= await self._attempt(published, healthy, in_flight, left)
         return results
 
-    async def _compare(self, published: Publication, engines: Iterable[Engine]) -> UpdateResults:
-        results: UpdateResults = {}
+    async def _compare(self, published: Manifest, engines: Iterable[Engine]) -> UpdateResults:
         if not published.prompt or (tolerance := self._tolerance) is None:
-            return results
+            return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
 
-        async def compare(engine: Engine) -> None:
-            try:
-                differences = await check_canary(engine, *expected)
-                results[engine] = Updated(published.version, *differences)
-            except WeightUpdateError:
-                raise
-            except TurnwiseError as error:
-                results[engine] = error
+        async def compare(engine: Engine) -> Updated:
+            return Updated(published.version, *await check_canary(engine, *expected))
 
-        await together(map(compare, engines))
+        results = await _outcomes(engines, compare)
+        _raise_refusals(results)
         return results
 
     async def _attempt(
-        self,
-        published: Publication,
-        fit: Mapping[Engine, list[str]],
-        in_flight: InFlight,
-        seconds: float,
+        self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
-        async def update(engine: Engine) -> Updated | TurnwiseError:
-            try:
-                served = await engine.update_weights(published.manifest, in_flight, seconds)
-                return Updated(served)
-            except TurnwiseError as error:
-                return error
+        async def update(engine: Engine) -> Updated:
+            return Updated(await engine.update_weights(published, in_flight, seconds))
 
-        transport = find_transport(published.manifest.transport)
+        transport = find_transport(published.transport)
         if not fit:
             return {}
         if transport.needs_group and self._group != list(fit):
@@ -245,7 +219,7 @@ class WeightSync:
             except TurnwiseError as error:
                 return dict.fromkeys(fit, error)
         if not transport.streamed:
-            return dict(zip(fit, await together(map(update, fit)), strict=True))
+            return await _outcomes(fit, update)
 
         async def send() -> TurnwiseError | None:
             try:
@@ -257,14 +231,14 @@ class WeightSync:
 
         async with task_group() as tasks:
             sending = tasks.create_task(send())
-            results = dict(zip(fit, await together(map(update, fit)), strict=True))
+            results = await _outcomes(fit, update)
         if (failure := sending.result()) is not None:
             self._group = []
             if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
         return results
 
-    async def _make_group(self, fit: Mapping[Engine, list[str]], seconds: float) -> None:
+    async def _make_group(self, fit: _Devices, seconds: float) -> None:
         """Create a process group of the trainer's rank 0 and the engines' workers."""
         self._group = []
         async with deadline(seconds, "the trainer did not open a rendezvous address"):
@@ -272,7 +246,7 @@ class WeightSync:
         *starts, workers = accumulate(map(len, fit.values()), initial=0)
         joined = await asyncio.gather(
             *(
-                engine.init_collective(start, ip, port, 1 + workers, 1, seconds)
+                engine.init_collective(Rendezvous(start, ip, port, 1 + workers, 1), seconds)
                 for engine, start in zip(fit, starts, strict=True)
             ),
             self._trainer.join(ip, port, workers, seconds),
@@ -284,10 +258,31 @@ class WeightSync:
         self._group = list(fit)
 
 
-def _published(publication: Publication | None) -> Publication:
-    if publication is None:
+def _published(manifest: Manifest | None) -> Manifest:
+    if manifest is None:
         raise WeightUpdateError("no weights have been published yet")
-    return publication
+    return manifest
+
+
+def _raise_refusals(results: UpdateResults) -> None:
+    for result in results.values():
+        if isinstance(result, WeightUpdateError):
+            raise result
+
+
+async def _outcomes(
+    engines: Iterable[Engine], call: Callable[[Engine], Awaitable[_T]]
+) -> dict[Engine, _T | TurnwiseError]:
+    """Call all engines at once; return each one's result or error."""
+
+    async def outcome(engine: Engine) -> _T | TurnwiseError:
+        try:
+            return await call(engine)
+        except TurnwiseError as error:
+            return error
+
+    engines = list(engines)
+    return dict(zip(engines, await together(map(outcome, engines)), strict=True))
 
 
 async def check_canary(
@@ -297,14 +292,12 @@ async def check_canary(
     tolerance: float,
     version: int,
 ) -> tuple[float, float]:
-    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's.
-
-    Returns:
-        The mean and the largest absolute difference, in nats.
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's; return the
+    mean and the largest absolute difference, in nats.
 
     Raises:
-        WeightUpdateError: when the largest exceeds the tolerance, which the message names, or the
-            engine samples from another version.
+        WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
+            another version.
     """
     request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}")
     completion = await generate(engine, request)

@@ -1,36 +1,27 @@
 """Transports: ways to send weights from a trainer to its engines.
 
-A transport is one class, found by its short name or as `package.module:Class`. It makes the
-`WeightSender` of a trainer's rank, and in each engine worker the `Receiver` of an update. To add
-one, write a file with a subclass of `Transport`, and name it in `TRANSPORTS`, or in the
-configuration alone: `weights.transport: my_package.my_module:MyTransport`.
-
-A stream (`ipc`, `collective`) sends its manifest, then the tensors in chunks that pass through two
-buffers in turn, so that neither side needs memory for a second model.
+A transport is one class. It makes the `WeightSender` of a trainer's rank, which describes an update
+by a `Manifest`, and the `Receiver` of it in each engine's worker. To add one, write a file with a
+subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A stream (`ipc`,
+`collective`) sends its manifest, then the tensors in chunks that pass through two buffers in turn,
+so that neither side needs memory for a second model.
 """
 
 import os
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from turnwise.core.json_types import JsonObject, dtype_name
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
-from turnwise.weights.manifest import (
-    Chunk,
-    Manifest,
-    NamedTensors,
-    Source,
-    StateDictInfo,
-    chunk_bytes,
-    drained,
-    lay_out,
-)
 
 if TYPE_CHECKING:
     from turnwise.weights.process_group import ProcessGroup
@@ -51,7 +42,182 @@ WAIT_SECONDS = 120.0
 ANSWER_SHARE = 0.5
 """Fraction of an update's time for each answer of a worker to a stream, so that the others can
 still be served when it gives none."""
+_ALIGNMENT = 256
 _CPU = torch.device("cpu")
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Source = Iterator[tuple[str, torch.Tensor]]
+"""Named tensors that are consumed once, in order. A trainer may gather each from its ranks' shards
+only when it is reached, so every rank consumes all of them, and none holds two whole ones."""
+StateDictInfo = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and torch's name of the type, by tensor name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Location of one tensor in its buffer or file: `nbytes` from byte `offset`."""
+
+    name: str
+    dtype: str
+    """torch's name of the type, such as `float32`."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in a flat tensor of bytes on any device, without a copy."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
+        return flat.view(self.shape)
+
+
+Chunk = tuple[TensorEntry, ...]
+"""Tensors that share one buffer or file; offsets count from its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One update that a trainer has prepared: the location of its bytes, and their tensors.
+
+    Our own processes exchange it as an object; `to_dict` is for vLLM's calls and for messages.
+    """
+
+    version: int
+    transport: str
+    """Name under which `find_transport` finds the transport."""
+    path: str
+    """shm: the buffer. disk: the folder of the version. ipc: the trainer's address, or "" for the
+    device's."""
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+    """Tensors in order; the offsets of a stream count through all chunks, see `chunks`."""
+    buffer_bytes: int = 0
+    """Maximum size of a chunk of a stream; 0 if the tensors are not sent in chunks."""
+    prompt: Sequence[int] = ()
+    """Token ids of the canary, a fixed prompt; empty if the trainer scores none."""
+    logprobs: Sequence[float] = ()
+    """The log-probs that the trainer gives to the canary's tokens 1..T-1, in nats."""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The tensors of a stream, by chunk."""
+        return _split(self.tensors, self.buffer_bytes)
+
+    @property
+    def info(self) -> StateDictInfo:
+        return {entry.name: (entry.shape, entry.dtype) for entry in self.tensors}
+
+    def to_dict(self) -> JsonObject:
+        """Return all but the canary, which no engine needs, as plain values."""
+        tree = asdict(self)
+        del tree["prompt"], tree["logprobs"]
+        return tree
+
+    @classmethod
+    def from_dict(cls, tree: JsonObject) -> "Manifest":
+        tensors = (TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in tree["tensors"])
+        return cls(**{**tree, "tensors": tuple(tensors)})
+
+    def mismatch(self, expected: StateDictInfo | None) -> str:
+        """Describe the first tensor that is not as expected; "" when all are.
+
+        If nothing is `expected`, any tensors are right, each once.
+        """
+        seen = set()
+        for entry in self.tensors:
+            what = f"{entry.name} of version {self.version}"
+            if entry.name in seen:
+                return f"{entry.name} is listed twice in the manifest of version {self.version}"
+            seen.add(entry.name)
+            if expected is None:
+                continue
+            if entry.name not in expected:
+                return f"{what} was not expected"
+            shape, dtype = expected[entry.name]
+            if entry.shape != tuple(shape):
+                return f"{what} is {entry.shape}, not {tuple(shape)}"
+            if entry.dtype != dtype:
+                return f"{what} is {entry.dtype}, not {dtype}"
+        if missing := next((name for name in expected or () if name not in seen), None):
+            return f"{missing} is missing from version {self.version}"
+        return ""
+
+
+def canary_prompt(vocab_size: int) -> list[int]:
+    """Return 32 token ids, the same in every run with this size of vocabulary."""
+    generator = random.Random(vocab_size)
+    return [generator.randrange(vocab_size) for _ in range(32)]
+
+
+def lay_out(
+    tensors: NamedTensors, dtype: torch.dtype | None, alignment: int = _ALIGNMENT
+) -> tuple[tuple[TensorEntry, ...], int]:
+    """Return consecutive, aligned entries for named tensors, and their total size in bytes.
+
+    They are all of `dtype`, or each has its own.
+    """
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        kind = dtype or tensor.dtype
+        nbytes = tensor.numel() * kind.itemsize
+        entries.append(TensorEntry(name, dtype_name(kind), tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // alignment) * alignment
+    return tuple(entries), offset
+
+
+def plan_chunks(
+    tensors: NamedTensors, dtype: torch.dtype | None, buffer_bytes: int, alignment: int = _ALIGNMENT
+) -> tuple[Chunk, ...]:
+    """Divide tensors, in order, into chunks of at most `buffer_bytes`, or one larger tensor."""
+    return _split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
+
+
+def _split(entries: tuple[TensorEntry, ...], buffer_bytes: int) -> tuple[Chunk, ...]:
+    chunks: list[list[TensorEntry]] = []
+    start = 0
+    for entry in entries:
+        if not chunks or entry.offset + entry.nbytes - start > buffer_bytes:
+            chunks.append([])
+            start = entry.offset
+        chunks[-1].append(replace(entry, offset=entry.offset - start))
+    return tuple(map(tuple, chunks))
+
+
+def chunk_bytes(chunk: Chunk) -> int:
+    return chunk[-1].offset + chunk[-1].nbytes
+
+
+@contextmanager
+def drained(tensors: NamedTensors) -> Iterator[Source]:
+    """Consume named tensors to the end, even after an error: other ranks gather along."""
+    source = iter(tensors)
+    try:
+        yield source
+    finally:
+        deque(source, maxlen=0)
+
+
+def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
+    """Copy the next tensors of a source, which must be those of the chunk, into a buffer."""
+    for entry in chunk:
+        tensor = check_next(entry, source)
+        entry.in_bytes(buffer).copy_(tensor)
+        del tensor  # before the next one is gathered
+
+
+def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
+    """Take the next tensor of a source, which must be the entry's."""
+    name, tensor = next(source, ("nothing", None))
+    if tensor is None or name != entry.name:
+        raise WeightUpdateError(f"the model's tensors changed: got {name} instead of {entry.name}")
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightUpdateError(f"the shape of {entry.name} changed")
+    return tensor.detach()
+
+
+def check_exhausted(source: Source) -> None:
+    """Raise `WeightUpdateError` when the source has a tensor left."""
+    for name, _ in source:
+        raise WeightUpdateError(f"the model's tensors changed: {name} came after the last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +252,9 @@ class ReceiverOptions:
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
         """Return the tensors of an update's stream: `expected`, or those of its manifest."""
-        if self.expected is not None:
-            return self.expected
-        if not manifest.tensors:
+        if self.expected is None and not manifest.tensors:
             raise WeightUpdateError("call prepare_refit_info before the first update")
-        return {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
+        return manifest.info if self.expected is None else self.expected
 
 
 class WeightSender:
@@ -144,7 +308,7 @@ class Receiver(ABC):
         """
 
     @abstractmethod
-    def chunks(self) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    def chunks(self) -> Iterator[NamedTensors]:
         """Yield the tensors of each chunk; raises as `poll` does."""
 
     def end(self, error: str = "") -> None:
@@ -153,25 +317,23 @@ class Receiver(ABC):
 
 
 class StoredReceiver(Receiver):
-    """A receiver of tensors that are available at once, in one chunk."""
+    """A receiver of tensors that are available at once, in one chunk.
+
+    Args:
+        loaded: Called once the engine has loaded the tensors.
+    """
 
     reports = False
 
     def __init__(
-        self,
-        version: int,
-        tensors: Iterator[tuple[str, torch.Tensor]],
-        loaded: Callable[[], None] = lambda: None,
+        self, version: int, tensors: Source, loaded: Callable[[], None] = lambda: None
     ) -> None:
-        self._version = version
-        self._tensors = tensors
-        self._loaded = loaded
-        """Called once the engine has loaded the tensors."""
+        self._version, self._tensors, self._loaded = version, tensors, loaded
 
     def poll(self) -> int | None:
         return self._version
 
-    def chunks(self) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    def chunks(self) -> Iterator[NamedTensors]:
         yield self._tensors
 
     def end(self, error: str = "") -> None:
@@ -234,22 +396,19 @@ class StreamSender(WeightSender):
                 f"weights.transport: {self.transport} works between CPUs or GPUs, not "
                 f"{self._device}"
             )
-        self._entries, self._nbytes = lay_out(options.tensors, options.dtype)
-        self._bound = options.buffer_bytes
-        self._chunks = Manifest(0, "", "", 0, self._entries, self._bound).chunks
+        entries, nbytes = lay_out(options.tensors, options.dtype)
+        self._layout = nbytes, entries, options.buffer_bytes
+        self._chunks = _split(entries, options.buffer_bytes)
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
-        self._path = ""
-        """Address at which engines find this sender, for their manifest."""
+        self._path = ""  # address at which engines find this sender, for their manifest
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        layout = (self._nbytes, self._entries, self._bound)
-        return Manifest(version, self.transport, self._path, *layout)
+        return Manifest(version, self.transport, self._path, *self._layout)
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        manifest = self.publish(version, ())
         with drained(tensors) as source:
-            self._send(manifest, source, devices)
+            self._send(self.publish(version, ()), source, devices)
 
     @abstractmethod
     def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
@@ -265,10 +424,8 @@ class StreamReceiver(Receiver):
         """The trainer's manifest; None until it arrives."""
         self._version = 0
         self._chunks: tuple[Chunk, ...] = ()
-        self._expected = expected
-        self._device = device
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._expected, self._device = expected, device
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
 
     @property
     def _seconds_left(self) -> float:

@@ -1,13 +1,9 @@
 """The engine's side of every transport, as an extension of vLLM's worker.
 
 vLLM imports this module because `worker_extension_cls` names its class; importing registers the
-backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps those of a layer
-until the layer is complete, so tensors in a buffer that is reused are copied first.
-
-LoRA adapters are made of tensors in memory, checked, and put into a slot. vLLM loads an adapter
-from a folder when a request names one that it does not hold, and removes the one used longest ago
-when it holds too many. Here adapters are put in and removed only by their owner, `VllmEngine`, so
-vLLM never looks for a folder.
+backend. Tensors are loaded as a checkpoint would be. vLLM keeps those of a layer until the layer is
+complete, so tensors in a buffer that is reused are copied first. LoRA adapters are made of tensors
+in memory, and removed only by their owner, `VllmEngine`, so vLLM never looks for a folder.
 """
 
 import os
@@ -25,13 +21,11 @@ from turnwise.engine.logits_adapter import take_failure
 from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm
-from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
-from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
+from turnwise.weights.transport import Manifest, Receiver, ReceiverOptions, find_transport
 
 _P = ParamSpec("_P")
-_Modules = Mapping[str, vllm.BaseLayerWithLoRA]
-"""vLLM's layers that may have an adapter, by name."""
+_Modules = Mapping[str, vllm.BaseLayerWithLoRA]  # vLLM's layers that may have an adapter, by name
 logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
@@ -120,8 +114,7 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
-    _validated: Manifest | None
-    """The update that was checked last; None once it is opened."""
+    _validated: Manifest | None  # the update that was checked last; None once it is opened
 
     @_replying
     def report_device_id(self) -> JsonObject:
@@ -182,35 +175,26 @@ class WorkerExtension:
         return {} if version is None else {"version": version}
 
     @_replying
-    def load_update(self) -> JsonObject:
-        """Load the open update; return whether it has `ended`.
-
-        It has not if the trainer waits for a report of all workers.
-        """
-        self.start_weight_update()
-        self.update_weights({})
-        self.finish_weight_update()
-        return self._end_if_unreported()
-
-    @_replying
-    def load_adapter(self, number: int, config: JsonObject) -> JsonObject:
-        """Load the open update as an adapter, with PEFT's `config`, as `load_update` does."""
-        receiver = self.weight_transfer_engine.receiver
+    def load_update(self, number: int = 0, config: JsonObject | None = None) -> JsonObject:
+        """Load the open update, or with PEFT's `config` an adapter under `number`; it has not
+        `ended` if the trainer waits for reports of workers."""
+        engine = self.weight_transfer_engine
+        receiver = engine.receiver
         assert receiver is not None
-        tensors = (pair for chunk in receiver.chunks() for pair in chunk)
-        _put(self.model_runner.lora_manager, number, tensors, config)
-        return self._end_if_unreported()
+        if config is None:
+            self.start_weight_update()
+            self.update_weights({})
+            self.finish_weight_update()
+        else:
+            tensors = (pair for chunk in receiver.chunks() for pair in chunk)
+            _put(self.model_runner.lora_manager, number, tensors, config)
+        if not receiver.reports:
+            engine.end_update("")
+        return {"ended": not receiver.reports}
 
     @_replying
     def remove_adapter(self, number: int) -> None:
         self.model_runner.lora_manager.remove_adapter(number)
-
-    def _end_if_unreported(self) -> JsonObject:
-        receiver = self.weight_transfer_engine.receiver
-        ended = receiver is None or not receiver.reports
-        if ended:
-            self.weight_transfer_engine.end_update("")
-        return {"ended": ended}
 
     @_replying
     def capture_experts(self) -> None:
@@ -219,11 +203,8 @@ class WorkerExtension:
 
     @_replying
     def prepare_adapters(self) -> None:
-        """Let no adapter change the output head; called before the first request.
-
-        vLLM 0.32 cannot compute log-probs of a prompt, which the canary needs, in a batch with
-        other requests if one may.
-        """
+        """Let no adapter change the output head, before the first request: if one may, vLLM 0.32
+        cannot compute log-probs of a prompt, as for the canary, in a batch with other requests."""
         slots = vllm.adapter_slots(self.model_runner.lora_manager)
         for name, module in list(slots.model.named_modules()):
             if isinstance(module, vllm.LogitsProcessorWithLoRA):
@@ -267,12 +248,7 @@ def _put(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: JsonObject,
 ) -> None:
-    """Put an adapter into a slot under `number`; requests name it by that.
-
-    Args:
-        tensors: Tensors by their names in PEFT's format; they are copied.
-        config: PEFT's configuration: r, lora_alpha, target_modules ...
-    """
+    """Copy an adapter, with PEFT's names and `config`, into a slot; requests name its `number`."""
     slots = vllm.adapter_slots(manager)
     helper = vllm.PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)

@@ -24,12 +24,11 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import EngineError, InputError, WeightUpdateError
-from turnwise.serving.colocated.engine import on_actors
-from turnwise.serving.colocated.host import WorkerHost
+from turnwise.serving.colocated.host import WorkerHost, on_actors
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import WORKER_EXTENSION
 from turnwise.weights.in_process import InProcessSender
-from turnwise.weights.manifest import Manifest
+from turnwise.weights.transport import Manifest
 
 PROMPT = list(range(5, 45))
 SHORT = SamplingConfig(max_tokens=16, ignore_eos=True)

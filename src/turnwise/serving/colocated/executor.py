@@ -20,10 +20,9 @@ from turnwise.core.actor import get_all_with_deadline
 from turnwise.core.ray import join_ray
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.internals import vllm
-from turnwise.serving.colocated.engine import ActorPlacement
+from turnwise.serving.colocated.host import ActorPlacement
 
-_CLOSE_SECONDS = 4.0
-"""vLLM kills an engine's process that takes more than 5 seconds to end."""
+_CLOSE_SECONDS = 4.0  # vLLM kills an engine's process that takes more than 5 seconds to end
 
 
 class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
