@@ -5,20 +5,22 @@ ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an
 as correct; `reward_mean` does not depend on it.
 """
 
+import asyncio
 import logging
 import math
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Protocol
+from pathlib import Path
 
 from turnwise.config import Config
-from turnwise.core.aio import for_each
-from turnwise.errors import InputError
-from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right
-from turnwise.rollouts.problems import Problem, read_problem
+from turnwise.core.aio import for_each, run_in_thread
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right, turn_times, write_times
+from turnwise.rollouts.problems import Lazy, Problem, read_problem
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
 
@@ -110,25 +112,68 @@ class Evaluation:
         return self.sampled_tokens / self.seconds
 
 
-class Kept(Protocol):
-    """The finished groups, somewhere, by their problems' indices."""
+class GroupLog:
+    """Keeps the groups of an evaluation or of rollouts in a file, so that an early end loses none
+    of them; None keeps them in memory.
 
-    @property
-    def trajectories(self) -> Sequence[Trajectory]: ...
+    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
+    """
 
-    async def keep(self, place: int, group: Group) -> None: ...
-
-
-class KeptInMemory:
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None, times: Path | None = None) -> None:
+        self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
+        self._starts, self._places = array("Q"), array("Q")
+        """Position of each trajectory in the file, and of its problem among all."""
+        self._lock = asyncio.Lock()
+        self._begun = False
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+        """Those so far, in the problems' order; of a file, each is read when it is asked for."""
+        if (path := self._path) is None:
+            return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+        order = array("Q", sorted(range(len(self._places)), key=self._places.__getitem__))
+
+        def read(index: int) -> Trajectory:
+            with path.open("rb") as file:
+                file.seek(self._starts[order[index]])
+                return Trajectory.from_json(file.readline().decode())
+
+        return Lazy(len(order), read)
 
     async def keep(self, place: int, group: Group) -> None:
-        self._groups[place] = group
+        """Keep a finished group, also if the caller is cancelled meanwhile; TurnwiseError where it
+        cannot be written."""
+        if self._path is None:
+            self._groups[place] = group
+            return
+
+        def append(path: Path) -> None:
+            lines = [f"{trajectory.to_json()}\n".encode() for trajectory in group.trajectories]
+            new = not self._begun
+            with translate_unwritable(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb" if new else "ab") as file:
+                    start = file.tell()
+                    file.write(b"".join(lines))
+            self._begun = True
+            for line in lines:
+                self._starts.append(start)
+                self._places.append(place)
+                start += len(line)
+            if self._times is not None:
+                write_times(self._times, turn_times([group]), new=new)
+
+        async def write(path: Path) -> None:
+            async with self._lock:  # both files have the same order
+                await run_in_thread(append, path)
+
+        writing = asyncio.ensure_future(write(self._path))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
 
 
 async def run_groups(
@@ -185,14 +230,14 @@ async def evaluate(
     config: Config,
     tag: str = "eval",
     on_group: Callable[[Group], None] = lambda _: None,
-    kept: Kept | None = None,
+    kept: GroupLog | None = None,
 ) -> Evaluation:
     """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`.
 
     `on_group` and `kept` are as in `run_groups`; None keeps the groups in memory. It is a StepError
     when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
-    n, kept = config.eval.sampling.n, kept or KeptInMemory()
+    n, kept = config.eval.sampling.n, kept or GroupLog()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
     of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
     measured = defaultdict[str, list[float]](list)

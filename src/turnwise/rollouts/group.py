@@ -1,13 +1,15 @@
 """A group: the trajectories of one problem, and reasons of failures."""
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import isclose
+from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
-from turnwise.errors import StepError
+from turnwise.errors import StepError, translate_unwritable
 from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
@@ -95,6 +97,14 @@ def is_right(reward: float, success_reward: float) -> bool:
 def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
     """Return the times of the turns of each finished trajectory, in the groups' order."""
     return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
+
+
+def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
+    """Write the times of the turns of trajectories, a line for each trajectory."""
+    with translate_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if new else "a") as file:
+            file.write("".join(f"{json.dumps(each)}\n" for each in calls))
 
 
 @dataclass(slots=True)
