@@ -30,7 +30,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollouts import runner as runner_module
 from turnwise.rollouts import stage as stage_module
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_runner"
@@ -353,7 +353,7 @@ async def test_tools_that_run_together_count_once(
     from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollouts.agent_loop import RolloutContext
     from turnwise.rollouts.episode import Episode
-    from turnwise.rollouts.loops.tool_calling import answer_calls
+    from turnwise.rollouts.loops import answer_calls
     from turnwise.tools.toolbox import Toolbox
 
     async def nap() -> str:

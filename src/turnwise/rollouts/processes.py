@@ -22,9 +22,9 @@ from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, StepError, describe_error
+from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
-from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner, reward_functions_of

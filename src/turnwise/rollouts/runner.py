@@ -28,11 +28,11 @@ from turnwise.core.user_code import describe_user_error, run_abandonable
 from turnwise.engine.protocol import Generator, Route, TurnTimes
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
+from turnwise.rollouts.agents import HttpAgentLoop
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.episode import Episode, playing
 from turnwise.rollouts.group import TOO_LONG, Group
-from turnwise.rollouts.loops import load_loop, loop_name
-from turnwise.rollouts.loops.agent import HttpAgentLoop
+from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.run_files import RunFiles
@@ -328,7 +328,7 @@ class Runner:
             try:
                 await run_abandonable(  # it may be user code
                     lambda: loop.run(episode.environment, context),
-                    name=f"the loop {loop_name(loop)}",
+                    name=f"the loop {stage.rollout.loop}",
                     seconds=self._config.rollout.trajectory_timeout,
                     key="rollout.trajectory_timeout",
                 )
