@@ -31,6 +31,8 @@ from turnwise.tools.foreign import adopted
 from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import MAX_REWARD, Message, Trajectory
 
+REPLY = "environment_reply"
+"""Reason of a trajectory whose environment's process, or server, sent a wrong answer."""
 BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 Reply = str | Sequence[Message] | None
