@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast, get_type_hints
 
@@ -45,14 +46,10 @@ _READING = ("tool_calling", "self_play")
 
 
 class Stage:
-    """An environment with all that its episodes share: its tools, processes and loop.
+    """An environment (None: the configured one) with all that its episodes share.
 
-    Args:
-        config: The configuration as it holds for this environment.
-        environment: None means the configured one.
-        prompts: Renders the prompts that are measured; None measures none, and offers no tools of
-            `rollout.tools`.
-        left_out: Reasons why problems are left out, by their ids; all stages of a run share it.
+    Without `prompts`, none is measured, and no tools of `rollout.tools` are offered. All stages of
+    a run share `left_out`: reasons why problems are left out, by their ids.
     """
 
     def __init__(
@@ -76,14 +73,12 @@ class Stage:
         if config.rollout.environment_process:
             self._processes = EnvironmentProcesses(self._environment, config.rollout)
         self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
-        """Whether the environment's class has a `prompt`."""
         self._prompts = prompts
         self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
         self._measures = not (template.missing and config.rollout.loop in _BY_REQUESTS)
         """Whether the problems of environments can be rendered as prompts."""
-        self._checked = False
-        """Whether the first prompt has been checked."""
+        self._checked = False  # whether the first prompt has been checked
 
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
@@ -93,13 +88,9 @@ class Stage:
     def check(self, problem: Problem) -> int | None:
         """Build a problem's environment and prompt; call this from a thread.
 
-        Returns:
-            Tokens of the prompt; None if they are not known: the environment has a `setup`, which
-            is not called, or an agent writes the prompts of a model without a chat template.
-
-        Raises:
-            InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
-                the first row, what the chat template leaves out of its prompt.
+        Returns the prompt's tokens; None if the environment has a `setup`, which is not called, or
+        an agent writes the prompts. InputError names the row with unusable fields or tools, or too
+        long a prompt, and what the chat template leaves out of the first one.
         """
 
         def measure() -> int | None:
@@ -198,10 +189,7 @@ class Stage:
     def _check_shown(
         self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
     ) -> None:
-        """Check, once, that the template shows messages and tools, and later the tools' results.
-
-        For a loop of the user's own, `RolloutContext.first_prompt` does.
-        """
+        """Check, once, that the template shows messages, and tools and results of our own loops."""
         loop = self.rollout.loop
         if self._checked or loop in _BY_REQUESTS:
             return
@@ -244,7 +232,7 @@ def _used(path: str) -> ToolSource:
     """Return the source of an object that users name."""
     used: Foreign = adopted(load_object(path, "rollout.tools.use"))
     kind = used if isinstance(used, type) else type(used)
-    makes, is_set = is_toolset_factory(kind), is_toolset(kind)
+    makes, is_set, routine = is_toolset_factory(kind), is_toolset(kind), inspect.isroutine(used)
 
     def source() -> Toolset:
         made = used if makes and not isinstance(used, type) else used()
@@ -254,20 +242,16 @@ def _used(path: str) -> ToolSource:
             raise InputError(f"rollout.tools.use: {path} made {made!r:.80}, which is no toolset")
         return made
 
-    if isinstance(used, type):
-        if is_set or makes:
-            return source
-    elif makes:
-        return source
-    elif isinstance(used, Tool) or is_set:
-        return lambda: used
-    elif inspect.isroutine(used):
-        try:
+    returned = None
+    if routine:
+        with suppress(Exception):  # a tool's description reports it
             returned = get_type_hints(used).get("return")
-        except Exception:  # a tool's description reports it
-            returned = None
-        makes_toolsets = is_toolset(returned) or is_toolset_factory(returned)
-        return source if isinstance(returned, type) and makes_toolsets else lambda: used
+    if isinstance(returned, type) and (is_toolset(returned) or is_toolset_factory(returned)):
+        return source
+    if makes or (is_set and isinstance(used, type)):
+        return source
+    if is_set or routine or isinstance(used, Tool):
+        return lambda: used
     raise InputError(
         f"rollout.tools.use: {path} must be a function, a turnwise.Tool, a toolset, or a class or "
         f"function that makes a toolset, not {used!r:.80}"
