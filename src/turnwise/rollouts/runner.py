@@ -52,8 +52,7 @@ class _Run:
     engine: Generator
     problem: Problem
     sampling: SamplingConfig
-    name: str
-    """Unique name of the group; the names and seeds of its requests begin with it."""
+    name: str  # unique name of the group; the names and seeds of its requests begin with it
     stage: Stage
     group: Group
     episodes: dict[int, Episode] = field(default_factory=dict)
@@ -67,15 +66,10 @@ def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, For
 
 
 class Runner:
-    """Makes groups; each environment has its own tools and agent loop.
+    """Makes groups; each environment (None: the configured ones) has its own tools and agent loop.
 
-    Args:
-        environment: None means the configured ones. Its `reward_functions`, if it has any, are
-            those of a program, by their paths in `rollout.rewards`.
-        files: None means those of the run's folder.
-
-    Raises:
-        InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
+    The `reward_functions` of an environment type are those of a program, by their paths in
+    `rollout.rewards`. Without `files` it writes those of the run's folder.
     """
 
     def __init__(
@@ -93,8 +87,7 @@ class Runner:
             environment = played
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
-        self._stages: dict[str, Stage] = {}
-        """Stages by the environment's name; a single one has the name ""."""
+        self._stages: dict[str, Stage] = {}  # by the environment's name; a single one has ""
         left_out: dict[str, str] = {}
         loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
         for name, part in (config.parts() if environment is None else {"": config}).items():
@@ -110,7 +103,6 @@ class Runner:
                 raise InputError(f"environments.{name}: {error}") from error
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
-        """Files of the run folder that rollouts append to."""
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
@@ -119,20 +111,14 @@ class Runner:
             max_steps=max_steps,
             files=self.files,
         )
-        """The configured rewards; `models` is set when reward models are started."""
-        self.server: OpenAIServer | None = None
-        """Server for agents that speak HTTP; None if the loop needs none."""
-        self.chats: ChatBackend | None = None
-        """Backend of the user's chat scheduler; None if the loop needs none."""
+        self.server: OpenAIServer | None = None  # for agents that speak HTTP
+        self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares all but `rollout.tools`.
-
-        Both together run at most `rollout.concurrency` trajectories at a time. Prompts of the other
-        one are not measured.
-        """
+        """Return a runner for another environment and loop that shares all, slots included, but
+        `rollout.tools`; its prompts are not measured."""
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
         other._stages = {"": Stage(self._config, environment, loop, self.template, None, {})}
@@ -188,12 +174,9 @@ class Runner:
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
     ) -> Group:
-        """Run `sampling.n` trajectories.
+        """Run `sampling.n` trajectories, whose requests have names and seeds that begin with `tag`.
 
-        Args:
-            tag: Makes the names and seeds of requests unique.
-            into: The problem's empty group, which is filled; None makes one.
-            on_trajectory: Called with each finished trajectory, as soon as its reward is known.
+        `on_trajectory` gets each that is finished, as soon as its reward is known.
         """
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
