@@ -13,8 +13,7 @@ from turnwise.errors import StepError, translate_unwritable
 from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
-TOO_LONG = "prompt_too_long"
-"""Reason of a trajectory, and of a group, whose prompt is too long."""
+TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 
 
 @dataclass(slots=True)
@@ -73,20 +72,14 @@ class Group:
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "Group":
         """Build a group from the values that `to_dict` returned."""
-        calls = tree.get("calls", {})
-        return cls(
-            tree["problem_id"],
-            [Trajectory.from_json(text) for text in tree["trajectories"]],
-            dropped=Counter(tree["dropped"]),
-            retried=Counter(tree["retried"]),
-            dropped_tokens=Counter(tree["dropped_tokens"]),
-            causes=tree["causes"],
-            seconds=defaultdict(float, tree["seconds"]),
-            elapsed=tree["elapsed"],
-            calls={int(index): [TurnTimes(*one) for one in of] for index, of in calls.items()},
-            prompt=tree.get("prompt"),
-            environment=tree.get("environment", ""),
-        )
+        made = tree | {
+            "trajectories": [Trajectory.from_json(text) for text in tree["trajectories"]],
+            "seconds": defaultdict(float, tree["seconds"]),
+        }
+        made |= {name: Counter(tree[name]) for name in ("dropped", "retried", "dropped_tokens")}
+        calls = tree.get("calls", {}).items()  # JSON has no numbers as keys
+        made["calls"] = {int(index): [TurnTimes(*one) for one in of] for index, of in calls}
+        return cls(**made)
 
 
 def is_right(reward: float, success_reward: float) -> bool:
@@ -133,11 +126,8 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Return the number of dropped trajectories by reason.
-
-    It is a StepError, whose message begins with `who`, when more than `max_failed_fraction` of all
-    were dropped.
-    """
+    """Return the number of dropped trajectories by reason; StepError, whose message begins with
+    `who`, when more than `max_failed_fraction` of all were dropped."""
     outcomes = Outcomes()
     for group in groups:
         outcomes.add(group)

@@ -1,17 +1,10 @@
 """The producer: keeps as many groups in flight as can still be trained.
 
-With k = max_staleness, a group that begins when the trainer has finished t steps must be trained
-in step t + 1 + k at the latest. So at most (t + 1 + k) * prompts_per_step groups have begun, not
-counting discarded ones, plus a few spare ones with `rollout.oversample`; none begins for steps
-after the last. With k = 0 a step's groups begin when the previous step is finished, which is
-synchronous training.
-
-Every group that begins is returned once: in a step's batch, or among its `discarded` with the
-reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
-delay others.
-
-With `data.curriculum`, the stream of problems learns the outcomes of groups when their batch is
-taken, in the order in which they began: what begins next does not depend on which ended first.
+A group that begins when the trainer has finished t steps must be trained in step t + 1 +
+max_staleness at the latest, which bounds the groups that have begun (`rollout.oversample` adds a
+few spare ones). Every group is returned once: in a step's batch, which takes those that began
+first, or among its `discarded`. With `data.curriculum`, outcomes are learned in the same order, so
+that what begins next does not depend on which group ended first.
 """
 
 import asyncio
@@ -59,12 +52,10 @@ class _Ready(NamedTuple):
 
 
 class GroupProducer:
-    """Begins groups and returns them in batches of a step; see the module's docstring.
+    """Begins groups and returns them in batches of a step.
 
-    Args:
-        has_signal: Returns whether a group can train anything; only called if
-            `algorithm.dynamic_sampling` or `data.curriculum` is set.
-        on_group: Called after each group that is ready.
+    `has_signal` returns whether a group can train anything; `on_group` is called after each that is
+    ready.
     """
 
     def __init__(
@@ -85,8 +76,7 @@ class GroupProducer:
         self._has_signal = has_signal
         self._on_group = on_group
         self._number = 0
-        self._counted = 0
-        """Number of groups begun, not counting discarded ones."""
+        self._counted = 0  # number of groups begun, not counting discarded ones
         self._allowed = self._bound(0)
         """Number of groups that may begin until the next step is trained."""
         self._resumed: list[Problem] = []
