@@ -107,8 +107,9 @@ def test_no_json_ends_a_run(value: Any, kind: TypeAdapter[Any], place: str) -> N
         (answers.METRICS, {"n" * 201: 1}, "at most 200"),
         (answers.CALLED, {"text": 3, "outcome": "ok", "error": None}, "text: "),
         (answers.CALLED, {"text": "", "outcome": "so many", "error": None}, "outcome: "),
-        (answers.STEPPED, [{"content": "no role"}], "0.role: Field required"),
-        (answers.STEPPED, "text", "valid list"),
+        (answers.MOVED, {"": [{"content": "no role"}]}, "0.role: Field required"),
+        (answers.MOVED, {"": "text"}, "valid list"),
+        (answers.MOVED, "text", "valid dictionary"),
         (answers.DONE, 1, "valid boolean"),
     ],
 )

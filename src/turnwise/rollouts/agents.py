@@ -50,12 +50,9 @@ from turnwise.trajectory import MAX_REWARD
 
 logger = logging.getLogger(__name__)
 
-_ERROR_CHARS = 500
-"""Number of characters of an agent's error, or of its last output, in an error message."""
-_END_SECONDS = 5.0
-"""Time for an agent's last output, and for a worker's end after its input was closed."""
-_MAX_ROW_BYTES = 65_536
-"""Maximum size of a row in an environment variable; Linux allows 128 KiB."""
+_ERROR_CHARS = 500  # of an agent's error, or of its last output, in an error message
+_END_SECONDS = 5.0  # for an agent's last output, and a worker's end after its input was closed
+_MAX_ROW_BYTES = 65_536  # of a row in an environment variable; Linux allows 128 KiB
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
 _TASKS_VALUES = 20_000_000
@@ -70,8 +67,7 @@ _INHERITED = re.compile(
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
 """Beginning of an answer that cannot be read: it names the trajectory that must not wait."""
-_started: set[str] = set()
-"""Commands that this process has started."""
+_started: set[str] = set()  # commands that this process has started
 
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 
@@ -114,10 +110,9 @@ def read_report(value: object, who: str) -> AgentReport:
 
 
 def apply_report(report: AgentReport, session: Session, who: str) -> None:
-    """Add a report to the trajectory of a rollout's session.
+    """Add a report to the trajectory of a rollout's session; a reported error fails it.
 
-    A reward counts only where the agent may reward itself (`rollout.agent_rewards`); elsewhere it
-    is counted as the event `agent_reward_ignored`. A reported error fails the trajectory.
+    A reward counts only where the agent may reward itself (`rollout.agent_rewards`).
     """
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
@@ -153,10 +148,7 @@ def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
 async def run_command(
     command: str, environment: dict[str, str], row: Row, clock: StallClock
 ) -> None:
-    """Run a command to its end; it is killed if this call is cancelled.
-
-    If it fails, the error has the end of its output.
-    """
+    """Run a command to its end; it is killed if this call is cancelled."""
     problem = json.dumps(row).encode()
     if len(problem) <= _MAX_ROW_BYTES:
         environment = environment | {"TURNWISE_PROBLEM": problem.decode()}
@@ -180,7 +172,7 @@ async def run_command(
 
 
 class AgentWorker:
-    """One worker process, and the requests that it plays; `agent_env` is `rollout.agent_env`."""
+    """One worker process, and the requests that it plays."""
 
     def __init__(self, command: str, agent_env: Sequence[str] = ()) -> None:
         self._command, self._agent_env = command, agent_env
@@ -189,10 +181,7 @@ class AgentWorker:
         self.name = f"the agent worker {command}"
 
     async def run(self, request: JsonObject) -> AgentReport:
-        """Have a task played, and return its report. A cancelled call cancels the task.
-
-        A worker that cannot be started is an InputError if it never was, else `agent_crashed`.
-        """
+        """Have a task played, and return its report; a cancelled call cancels the task."""
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
@@ -218,12 +207,10 @@ class _Life:
     def __init__(self, child: Child, lines: ForeignLines, name: str) -> None:
         self._child, self._lines, self._name = child, lines, name
         self._requests = Requests[object]()
-        self.ended = False
-        """True once it answers nothing more."""
+        self.ended = False  # True once it answers nothing more
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: JsonObject) -> object:
-        """Return the result of a request; fails as `AgentWorker.run` does."""
         number, answer = self._requests.begin()
 
         def write(message: JsonObject) -> None:
@@ -333,10 +320,7 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
-    """Post a request, and return the report that the endpoint answers when the agent is done.
-
-    The connection is closed when this call is cancelled.
-    """
+    """Post a request, and return the report that the endpoint answers when the agent is done."""
     import aiohttp  # only for endpoints
 
     who = f"the agent {url}"
@@ -371,8 +355,7 @@ class HttpAgentLoop:
     """Passes the URL of a session to an agent, and waits until it is done."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, AgentWorker] = {}
-        """Workers by their commands."""
+        self._workers: dict[str, AgentWorker] = {}  # by their commands
 
     async def close(self) -> None:
         """End the workers."""
@@ -381,12 +364,7 @@ class HttpAgentLoop:
         self._workers.clear()
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Run the agent of one trajectory; its requests become the turns.
-
-        Raises:
-            TrajectoryError: `agent_silent`, when nothing was sampled; `agent_error`,
-                `agent_unreachable`, `agent_crashed` and `agent_reply`, as `agents` raises them.
-        """
+        """Run the agent of one trajectory; its requests become the turns."""
         server, rollout = context.server, context.rollout
         if rollout.agent is None:
             raise InputError(
@@ -420,9 +398,8 @@ class HttpAgentLoop:
         if session.all_lost_turns:
             context.trajectory.events["lost_turn"] += session.all_lost_turns
         if not context.trajectory.turns:
-            raise TrajectoryError(
-                "agent_silent", f"the agent of {context.request_id} sampled nothing"
-            )
+            message = f"the agent of {context.request_id} sampled nothing"
+            raise TrajectoryError("agent_silent", message)
 
     async def _run_agent(
         self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
@@ -462,8 +439,8 @@ class ChatSchedulerLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Run one trajectory's conversation."""
         if context.chats is None:
-            what = "rollout.loop chat_scheduler needs a ChatBackend"
-            raise InputError(f"{what}, which is not running")
+            needs = "rollout.loop chat_scheduler needs a ChatBackend"
+            raise InputError(f"{needs}, which is not running")
         # A copy: the environment computes the reward from the original row.
         row, messages = await call_user_code(
             *(copy.deepcopy, (context.row, list(context.problem))),
@@ -498,11 +475,7 @@ async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]
 
 
 def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
-    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`.
-
-    Raises:
-        InputError: when it cannot be imported, or is not a `ChatCompletionScheduler`.
-    """
+    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`."""
     if path is None:
         return ChatCompletionScheduler
     found = load_object(path, "rollout.chat_scheduler")

@@ -139,8 +139,8 @@ class _Player:
         described = error and _with_frames(error, await describe_user_error(error))
         return {"text": result.text, "outcome": result.outcome, "error": described}
 
-    async def move(self, message: "Message") -> object:
-        move = await self.episode.move(message)
+    async def step(self, message: "Message", game: bool) -> object:
+        move = await self.episode.step(message, game=game)
         return None if move is None else {move[0]: move[1]}
 
     async def reward(self, trajectory: "Trajectory") -> object:

@@ -173,22 +173,20 @@ class Episode:
         if isinstance(self.environment, Environment):
             self.environment.current_turn = turn
 
-    async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory."""
+    async def step(
+        self, message: Message, *, game: bool = False
+    ) -> tuple[str, list[Message]] | None:
+        """Return who moves next ("" if it is no game), and what the model reads before; None ends
+        the trajectory. A game's message has the `name` of the player who said it."""
         reply = await self._call("step", self.environment.step, message) if self.steps else None
-        if reply is None or isinstance(reply, str):
-            return None if reply is None else [{"role": "user", "content": reply}]
-        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next, and what this player reads before; None ends the game.
-
-        The message's `name` is the player who said it.
-        """
-        move = await self._call("step", self.environment.step, message) if self.steps else None
-        if move is None:
+        if reply is None:
             return None
-        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
+        what = f"{self.name}.step"
+        if game:
+            return await self._read("step", lambda: read_move(reply, self.players, what))
+        if isinstance(reply, str):
+            return "", read_messages(reply, what)  # runs no user code
+        return "", await self._read("step", lambda: read_messages(reply, what))
 
     async def done(self) -> bool:
         """Return whether the environment has ended the trajectory."""

@@ -39,11 +39,8 @@ class SingleTurnLoop:
 
 
 class ToolCallingLoop:
-    """Alternates between the model's turns and the results of its tool calls.
-
-    It ends at a turn without a call that the environment's `step` does not answer, or when the
-    environment is `done`.
-    """
+    """Alternates between the model's turns and the results of its tool calls, until the environment
+    is `done`, or its `step` does not answer a turn without a call."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Run one trajectory, at most `rollout.max_turns` turns."""
@@ -76,7 +73,7 @@ class ToolCallingLoop:
 
 
 class SelfPlayLoop:
-    """Plays `environment.players` against or with each other, at most `rollout.max_turns` turns.
+    """Plays `environment.players`: each has a conversation, hence a branch of the trajectory.
 
     A turn that calls tools is followed by another of the same player; any other turn goes to the
     environment's `step`.
@@ -96,12 +93,10 @@ class SelfPlayLoop:
         player, new = next(iter(players)), list[Message]()
         for turn in range(context.rollout.max_turns):
             read = said[player] = [*said[player], *new]
-            if player in last:
-                prompt = await context.next_prompt(
-                    *last[player], new, tools=tools, conversation=read
-                )
-            else:
+            if (own := last.get(player)) is None:
                 prompt = await context.first_prompt(read, tools=tools)
+            else:
+                prompt = await context.next_prompt(*own, new, tools=tools, conversation=read)
             completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
@@ -190,12 +185,8 @@ class InterleavedLoop:
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
-    """Run the calls of one turn together; return a tool message for each, in their order.
-
-    Args:
-        advice: Content of the one message that is returned if the calls cannot be parsed; None:
-            that of the model's format.
-    """
+    """Run the calls of one turn together; return a tool message for each, in their order, or one
+    with advice if they cannot be parsed (None: that of the model's format)."""
     if parsed.malformed:
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice

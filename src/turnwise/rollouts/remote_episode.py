@@ -136,10 +136,9 @@ PROMPT: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)
 PREVIEW = TypeAdapter(Opened | None)
 OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
-STEPPED: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)
 _Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
 MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)
-"""The next player's name, with the messages that this player reads before."""
+"""The next player's name, "" if it is no game, with the messages that the model reads before."""
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
@@ -343,15 +342,14 @@ class RemoteEpisode(Episode):
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
-    async def step(self, message: Message) -> list[Message] | None:
-        return await self.ask(STEPPED, "step", message)
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        moved = await self.ask(MOVED, "move", message)
+    async def step(
+        self, message: Message, *, game: bool = False
+    ) -> tuple[str, list[Message]] | None:
+        moved = await self.ask(MOVED, "step", message, game)
         if moved is None:
             return None
         ((player, said),) = moved.items()
-        if player not in self.players:
+        if player not in (self.players if game else {""}):
             raise TrajectoryError(REPLY, f"{self.where}: the environment's process named no player")
         return player, said
 
