@@ -34,8 +34,7 @@ _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
-_BETWEEN = ("tools", "environment")
-"""Phases whose seconds belong to the turn before them."""
+_BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
 
 
 @dataclass(slots=True)

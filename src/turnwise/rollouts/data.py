@@ -38,8 +38,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
-_EAGER_BYTES = 2**22
-"""Maximum size of a JSON Lines or CSV file whose rows are made at once."""
+_EAGER_BYTES = 2**22  # maximum size of a JSON Lines or CSV file whose rows are made at once
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 

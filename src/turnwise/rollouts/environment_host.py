@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
     from turnwise.trajectory import Message, Trajectory
 
-_FLUSH_SECONDS = 2.0
-"""Time to send the spans of the environment's own code at its end."""
-_ERROR_CHARS = 20_000
-"""Number of characters of an error, and of its traceback, that are sent."""
+_FLUSH_SECONDS = 2.0  # time to send the spans of the environment's own code at its end
+_ERROR_CHARS = 20_000  # number of characters of an error, and of its traceback, that are sent
 
 
 def main() -> None:

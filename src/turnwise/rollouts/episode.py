@@ -44,8 +44,7 @@ from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
 
-STALL_KEY = "rollout.stall_timeout"
-"""Key of the deadline of a reward."""
+STALL_KEY = "rollout.stall_timeout"  # key of the deadline of a reward
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
 """Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
 code. A toolset may stay unopened."""
@@ -68,10 +67,8 @@ class Episode:
         rollout: RolloutConfig,
         tools: Sequence[ToolSource] = (),
     ) -> None:
-        self.where = problem.id
-        """Name of the row, for messages."""
-        self.name = "the environment"
-        """Name of the environment's class, once it is open."""
+        self.where = problem.id  # name of the row, for messages
+        self.name = "the environment"  # name of the environment's class, once it is open
         self.environment: Foreign = None
         """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
@@ -79,10 +76,8 @@ class Episode:
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
-        self.steps = False
-        """Whether the environment answers turns that call no tool."""
-        self.measures = False
-        """Whether the environment has metrics of its own."""
+        self.steps = False  # whether the environment answers turns that call no tool
+        self.measures = False  # whether the environment has metrics of its own
         self._factory = factory
         self._row = problem.row
         self._rollout = rollout

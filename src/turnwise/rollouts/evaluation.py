@@ -26,8 +26,7 @@ from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 2
-"""Trajectories of the groups in flight, in multiples of `rollout.concurrency`."""
+_AHEAD = 2  # trajectories of the groups in flight, in multiples of `rollout.concurrency`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -89,13 +88,10 @@ class Evaluation:
     """The finished ones, in the problems' order; read from their file, if they have one, when they
     are asked for."""
     finished: int
-    dropped: Counter[str]
-    """Number of dropped trajectories, by reason."""
-    sampled_tokens: int
-    """Number of tokens of the finished ones."""
+    dropped: Counter[str]  # number of dropped trajectories, by reason
+    sampled_tokens: int  # number of tokens of the finished ones
     seconds: float
-    summary: dict[str, float]
-    """Results as `Scores.summary` returns them."""
+    summary: dict[str, float]  # results as `Scores.summary` returns them
     env: dict[str, float] = field(default_factory=dict)
     """Mean of each number that the environments' `metrics` return, over the finished trajectories
     that return it."""

@@ -36,8 +36,7 @@ class Group:
     """Seconds from the group's start to its end, including the wait for a free slot."""
     calls: dict[int, list[TurnTimes]] = field(default_factory=dict)
     """Times of the turns of each trajectory, by its `sample_index`."""
-    prompt: str | None = None
-    """Text of a prompt that was given as token ids, otherwise None."""
+    prompt: str | None = None  # text of a prompt that was given as token ids, otherwise None
     appended: list[tuple[str, str]] = field(default_factory=list)
     """Names of files in the run folder, and texts for their ends, on the way to the driver."""
     environment: str = ""

@@ -36,10 +36,8 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DIED = "rollout_process_died"
-"""Reason of trajectories whose process died."""
-_MAX_DEATHS = 2
-"""Processes that may die during a group until the group fails: it may be the cause."""
+DIED = "rollout_process_died"  # reason of trajectories whose process died
+_MAX_DEATHS = 2  # processes that may die during a group until the group fails: it may be the cause
 
 
 class RolloutProcesses(FrontProcesses):

@@ -61,10 +61,8 @@ _T = TypeVar("_T")
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
-_ENDING_SECONDS = 5.0
-"""Time for a process whose connection is closed to end."""
-_OPENING_CALLS = 4
-"""Maximum number of calls, each with the deadline, that open an episode."""
+_ENDING_SECONDS = 5.0  # time for a process whose connection is closed to end
+_OPENING_CALLS = 4  # maximum number of calls, each with the deadline, that open an episode
 _CUT_CHARS = 100
 """Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
 _REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
@@ -106,8 +104,7 @@ class Opened(TypedDict):
 class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
-    error: _Text | None
-    """The tool's traceback."""
+    error: _Text | None  # the tool's traceback
 
 
 class _Rewarded(TypedDict):
@@ -222,8 +219,7 @@ class RemoteEpisode(Episode):
         super().__init__(processes.factory, problem, rollout, tools)
         self._problem = problem
         self._processes = processes
-        self.schemas: list[JsonObject] = []
-        """Descriptions of the environment's tools."""
+        self.schemas: list[JsonObject] = []  # descriptions of the environment's tools
         self._turn = -1
         self._talk: asyncio.StreamWriter | None = None
         self._control: asyncio.StreamWriter | None = None

@@ -26,8 +26,7 @@ class RunFiles:
         self._folder = folder
         self._writing = threading.Lock()
         self._kept: list[tuple[str, str]] = []
-        self._seen: set[str] = set()
-        """Kinds of errors that errors.log has."""
+        self._seen: set[str] = set()  # kinds of errors that errors.log has
 
     def path(self, name: str) -> Path:
         return Path(name) if self._folder is None else self._folder / name
