@@ -1,11 +1,8 @@
 """Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
-A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
-Parquet files, datasets and large JSON Lines and CSV files are made when they are asked for, so that
-a million rows take no more memory than a thousand; smaller files are read at once.
-
-Arrow, which holds Parquet files and datasets, gives each record the keys of all others, with null.
-Such keys of records within a row (messages, calls, descriptions of tools) are left out.
+A row is a dictionary of plain values. Rows of Parquet files, datasets and large JSON Lines and CSV
+files are made when they are asked for, so that a million rows take no more memory than a thousand;
+smaller files are read at once.
 """
 
 import codecs
@@ -88,28 +85,20 @@ def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
-def load_training(
-    config: Config, environment: EnvironmentType | None = None
-) -> Problems | JoinedProblems:
-    """Return the problems of data.path, or of all `environments`.
-
-    Args:
-        environment: Makes the rows if data.path is `environment`; None means the configured one.
-    """
-    return _of_each(config, environment, "train")
-
-
 def load_heldout(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
     """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return _of_each(config, environment, "eval")
+    return load_training(config, environment, "eval")
 
 
-def _of_each(
-    config: Config, environment: EnvironmentType | None, split: str
+def load_training(
+    config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
-    """Return the problems of each environment, joined if the run may have several."""
+    """Return the problems of data.path, joined if the run has several `environments`.
+
+    `environment` makes the rows if data.path is `environment`; None means the configured one.
+    """
     if not config.environments:
         return Problems(*_rows_of(config, environment, split))
     parts = {}
@@ -311,7 +300,8 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
 
 
 def _own_keys(row: Row) -> Row:
-    """Return a row of Arrow, whose fields may be null, without null keys of records in it."""
+    """Return a row without null keys of records in it (messages, calls, descriptions of tools):
+    Arrow gives each record the keys of all others."""
 
     def without_null(value: object) -> object:
         if isinstance(value, dict):
