@@ -29,7 +29,6 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollouts import runner as runner_module
-from turnwise.rollouts import stage as stage_module
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
@@ -645,7 +644,7 @@ async def test_a_lack_of_threads_costs_a_trajectory_and_not_the_run(
     async def refused(*_: object) -> int:
         raise OSError(errno.EAGAIN, "no thread can be started")
 
-    monkeypatch.setattr(stage_module, "in_thread_if_long", refused)
+    monkeypatch.setattr(runner_module, "in_thread_if_long", refused)
     group = await run({"takes": 0.0}, n=2)
     assert group.dropped == {"system_error": 2}
     assert "no thread can be started" in group.causes["system_error"]
