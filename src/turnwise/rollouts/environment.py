@@ -245,10 +245,8 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
-    """Return the rows that an environment makes itself for a split, `train` or `eval`.
-
-    Those of `environment_args` that its `rows` takes are passed too. Runs user code.
-    """
+    """Return the rows that an environment makes itself for a split, `train` or `eval`, of those
+    `environment_args` that its `rows` takes. Runs user code."""
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
     if rows is None:
@@ -281,11 +279,9 @@ def naming_row(where: str, row: Row) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-            place = where_in_user_code(error)
-            raise InputError(
-                f"{where} has no field {error}; it has: {', '.join(map(str, row))}"
-                + (f" ({place})" if place else "")
-            ) from error
+            place, fields = where_in_user_code(error), ", ".join(map(str, row))
+            message = f"{where} has no field {error}; it has: {fields}"
+            raise InputError(message + (f" ({place})" if place else "")) from error
         failure = ordinary_error(error)
         raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
 
@@ -299,10 +295,8 @@ def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
 
 
 def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
-    """Return an environment's problem, and the opening messages of each player if it is a game.
-
-    The first player's are the problem.
-    """
+    """Return an environment's problem, and the opening messages of each player if it is a game:
+    the first player's are the problem."""
     kind = type(environment).__name__
     given = _attribute(environment, "players")
     if not given:
@@ -332,9 +326,10 @@ def read_messages(value: object, what: str) -> list[Message]:
     """Return a text or messages of user code as messages; `what` names the value in errors."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    messages = [dict(one) for one in value if isinstance(one, Mapping)] if is_list(value) else []
-    texts = all(isinstance(message.get("role"), str) for message in messages)
-    if not (is_list(value) and messages and len(messages) == len(value) and texts):
+    given = value if is_list(value) else []
+    messages = [dict(one) for one in given if isinstance(one, Mapping)]
+    messages = [message for message in messages if isinstance(message.get("role"), str)]
+    if not messages or len(messages) < len(given):
         raise InputError(
             f'{what} must be a string, or a list of messages such as {{"role": "user", '
             f'"content": "..."}}, not {shown(value)}'
@@ -432,10 +427,8 @@ def read_rewards(value: object, who: str, turns: int) -> Rewards:
 
 
 def read_reward(value: object, who: str) -> float:
-    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
-
-    It is a `reward_error` when it is not a finite number, or beyond `MAX_REWARD`.
-    """
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; a `reward_error`
+    when it is not a finite number, or beyond `MAX_REWARD`."""
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:
         return number

@@ -109,8 +109,8 @@ class Stage:
         self._prompts = prompts
         self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
-        self._measures = not (template.missing and config.rollout.loop in _BY_REQUESTS)
-        """Whether the problems of environments can be rendered as prompts."""
+        written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
+        self._measures = prompts is not None and not written
         self._checked = False  # whether the first prompt has been checked
 
     def episode(self, problem: Problem) -> Episode:
@@ -144,8 +144,6 @@ class Stage:
 
     async def known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
-        if self._prompts is None:
-            return ""
         if not (self.knows_prompts and self._measures):
             return self._left_out.get(problem.id, "")
 
@@ -166,7 +164,7 @@ class Stage:
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
         """Fail a trajectory whose prompt is too long, or which the template refuses."""
-        if self._prompts is None or not self._measures:
+        if not self._measures:
             return
         messages, schemas = episode.problem, self._offered(episode.toolbox.schemas)
         try:
