@@ -110,10 +110,7 @@ def read_report(value: object, who: str) -> AgentReport:
 
 
 def apply_report(report: AgentReport, session: Session, who: str) -> None:
-    """Add a report to the trajectory of a rollout's session; a reported error fails it.
-
-    A reward counts only where the agent may reward itself (`rollout.agent_rewards`).
-    """
+    """Add a report to the trajectory of a rollout's session; a reported error fails it."""
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}

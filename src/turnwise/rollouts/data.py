@@ -58,9 +58,8 @@ def load_rows(
         agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
-        InputError: when the file, dataset or split does not exist, cannot be read, or has no
-            rows; the message names the line of an invalid row. A row that is read later raises
-            it when it is asked for.
+        InputError: naming the file, dataset, split or line that cannot be used. A row that is read
+            later raises it when it is asked for.
     """
     if path == ENVIRONMENT:
         raise InputError("rows that an environment makes are read by load_training(config)")
@@ -95,10 +94,8 @@ def load_heldout(
 def load_training(
     config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
-    """Return the problems of data.path, joined if the run has several `environments`.
-
-    `environment` makes the rows if data.path is `environment`; None means the configured one.
-    """
+    """Return the problems of data.path, joined if the run has several `environments`; of the path
+    `environment`, the rows that `environment` makes (None: the configured one)."""
     if not config.environments:
         return Problems(*_rows_of(config, environment, split))
     parts = {}

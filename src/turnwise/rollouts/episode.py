@@ -53,11 +53,9 @@ Report = Callable[[str, Exception], Awaitable[None]]
 
 
 class Episode:
-    """One environment in use; `playing` opens and closes it.
+    """One environment in use, in threads of this process; `playing` opens and closes it.
 
-    The environment lives in threads of this process. One in a process of its own is played by
-    `remote_episode.RemoteEpisode`, which overrides what touches the environment; the tools of
-    `rollout.tools` always live here.
+    `RemoteEpisode` overrides what touches the environment; tools of `rollout.tools` live here.
     """
 
     def __init__(
@@ -106,10 +104,8 @@ class Episode:
         await self._open_toolsets()
 
     def prompt(self) -> list[Message] | None:
-        """Return the messages that the class knows from the row alone; None if it knows none.
-
-        Call this and `preview` in a thread; both raise an InputError that names the row.
-        """
+        """Return the messages that the class knows from the row alone; None if it knows none. Call
+        this and `preview` in a thread."""
         if (prompt := own_method(type_of(self._factory), "prompt")) is None:
             return None
         with naming_row(self.where, self._row):
@@ -266,10 +262,8 @@ class Episode:
 
 
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
-    """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
-
-    Converting a type other than Python's numbers may run user code, for at most `seconds`.
-    """
+    """Return any reward with plain numbers, as `read_rewards` does; other types than Python's
+    numbers may run user code, for at most `seconds`."""
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
     try:
@@ -283,10 +277,7 @@ async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rew
 
 @asynccontextmanager
 async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
-    """Open an episode for the length of an `async with` block; it is always closed.
-
-    The trajectory's clock is held meanwhile; `report` receives a failed `close`.
-    """
+    """Open an episode for the length of an `async with` block; it is always closed."""
     try:
         with waiting(episode.where, "environment"), clock.held():
             await episode.open()

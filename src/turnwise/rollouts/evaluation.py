@@ -30,10 +30,8 @@ _AHEAD = 2  # trajectories of the groups in flight, in multiples of `rollout.con
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
-
-    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1, of `c` correct attempts.
-    """
+    """Return the probability that `k` of `n` attempts, without replacement, include one of `c`
+    correct ones: the unbiased estimator of Chen et al., arXiv 2107.03374, equation 1."""
     assert 0 <= c <= n
     assert 1 <= k <= n
     return 1.0 - comb(n - c, k) / comb(n, k)
@@ -71,8 +69,7 @@ class Scores:
 
     def summary(self) -> dict[str, float]:
         """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if
-        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
-        """
+        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself."""
         return {
             "accuracy": self._right / (self._n * self._groups),
             "reward_mean": self._reward / max(1, self._finished),
@@ -109,8 +106,7 @@ class Evaluation:
 
 
 class GroupLog:
-    """Keeps the groups of an evaluation or of rollouts in a file, so that an early end loses none
-    of them; None keeps them in memory.
+    """Keeps groups in a file, so that an early end loses none of them, or in memory.
 
     Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
     """
@@ -185,10 +181,7 @@ async def run_groups(
     """Run the groups of all problems, some at a time; each row is read when its turn comes.
 
     `keep` gets each group that was run, and its problem's index; `on_group` those with too long a
-    prompt too, which are not run. Their number is logged.
-
-    Raises:
-        InputError: when none was run, or a row cannot be used; the other groups are cancelled.
+    prompt too. InputError when none was run, or a row cannot be used.
     """
     outcomes, left_out = Outcomes(), list[str]()
 
@@ -213,10 +206,8 @@ async def run_groups(
 
 
 def groups_at_once(config: Config, n: int) -> int:
-    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight.
-
-    Some more wait, so that no slot is free while a row is read or a group is written.
-    """
+    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight, and some
+    waiting, so that no slot is free while a row is read or a group is written."""
     return max(2, math.ceil(_AHEAD * config.rollout.concurrency / n))
 
 
@@ -228,11 +219,8 @@ async def evaluate(
     on_group: Callable[[Group], None] = lambda _: None,
     kept: GroupLog | None = None,
 ) -> Evaluation:
-    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`.
-
-    `on_group` and `kept` are as in `run_groups`; None keeps the groups in memory. It is a StepError
-    when more than `rollout.max_failed_fraction` of the trajectories fail.
-    """
+    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`. StepError when
+    more than `rollout.max_failed_fraction` of the trajectories fail."""
     n, kept = config.eval.sampling.n, kept or GroupLog()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
     of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))

@@ -127,10 +127,7 @@ class SelfPlayLoop:
 
 class InterleavedLoop:
     """Runs tools inside one assistant turn: sampling stops at a closing tag and continues after the
-    result, whose tokens are part of the turn but were not sampled: their response mask is 0.
-
-    The tags are those of `rollout.tool_parser`, or the configuration's own.
-    """
+    result, whose tokens are part of the turn but were not sampled: their response mask is 0."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Sample, answer the call, and continue, until no call follows."""
@@ -234,10 +231,8 @@ def _call_id(turn: int, index: int) -> str:
 def _read_tagged(
     start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
 ) -> ParsedText:
-    """Read the call in a text that ends with the closing tag.
-
-    The text between the tags is the only argument of `tool`; if that is None, a JSON object.
-    """
+    """Read the call in a text that ends with the closing tag: the only argument of `tool`; if that
+    is None, a JSON object."""
     before, opened, body = text.rpartition(start)
     body = body.removesuffix(end)
     unreadable = ParsedText(text, [], malformed=True)

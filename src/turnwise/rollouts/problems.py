@@ -109,9 +109,8 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
 
 
 class ProblemStream:
-    """All problems in an endless sequence of epochs, each shuffled differently.
-
-    Problems that are left out, rows that cannot be read, and those that rest are skipped.
+    """All problems in an endless sequence of epochs, each shuffled differently; those that are left
+    out, cannot be read, or rest are skipped.
 
     With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
     right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They

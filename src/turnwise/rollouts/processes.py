@@ -72,11 +72,8 @@ class RolloutProcesses(FrontProcesses):
         self._files = RunFiles(Path(config.output_dir, config.name))
 
     async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
-        """Run the group of a problem in the process with the fewest groups.
-
-        A group whose process dies begins again in another one; that is counted in `Group.retried`,
-        or in `Group.dropped` after the second death. Raises `StepError` when no process is left.
-        """
+        """Run a problem's group in the process with the fewest, and again in another if that dies
+        (`Group.retried`; after the second death `Group.dropped`)."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):

@@ -52,11 +52,8 @@ class _Ready(NamedTuple):
 
 
 class GroupProducer:
-    """Begins groups and returns them in batches of a step.
-
-    `has_signal` returns whether a group can train anything; `on_group` is called after each that is
-    ready.
-    """
+    """Begins groups and returns them in batches of a step; `has_signal` returns whether a group can
+    train anything."""
 
     def __init__(
         self,

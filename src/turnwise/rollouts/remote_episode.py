@@ -161,11 +161,8 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def start(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process; call it from a thread.
-
-        Returns a connection for requests, and one that brings the exit status, and whose closing
-        kills the process with its process group.
-        """
+        """Start a process, from a thread; return a connection for requests, and one that brings the
+        exit status, and whose closing kills the process with its process group."""
         seconds = self._rollout.environment_timeout
         try:
             with self._starting:
@@ -204,10 +201,7 @@ class EnvironmentProcesses:
 
 
 class RemoteEpisode(Episode):
-    """An episode whose environment is in a process of its own: each use of it is a request.
-
-    Requests may overlap.
-    """
+    """An episode whose environment is in a process of its own: each use of it is a request."""
 
     def __init__(
         self,
@@ -260,8 +254,7 @@ class RemoteEpisode(Episode):
         """Ask for a method's value, of the given type; fails as `value_of` does.
 
         The process keeps the call's own deadline, `seconds` (None: that of the environment). One
-        that does not answer, or not with this type, is killed: `environment_timeout`, or a
-        DeadlineError if the process is `alone`; `environment_reply`.
+        that does not answer, or not with this type, is killed.
         """
         own = self._rollout.environment_timeout if seconds is None else seconds
         number, answer = self._requests.begin()
@@ -420,10 +413,8 @@ class _Elsewhere:
 
 
 def value_of(reply: _Reply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
-    """Return a reply's value, or raise its error; AnswerError where it is of another type.
-
-    The error may be an InputError if the process was started for this question only (`alone`).
-    """
+    """Return a reply's value, or raise its error, an InputError only if the process was started for
+    this question (`alone`); AnswerError where the value is of another type."""
     if "error" in reply:
         failure = error_of(reply["error"], alone=alone)
         raise failure from failure.__cause__

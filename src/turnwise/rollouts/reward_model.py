@@ -47,11 +47,8 @@ class RewardModel:
         trust_remote_code: bool = False,
         dtype: str = "auto",
     ) -> None:
-        """Load the model of a folder, or of a name on the Hub.
-
-        A forward pass has at most `batch_tokens`, padding included; a longer sequence is scored
-        alone.
-        """
+        """Load the model of a folder, or of a name on the Hub; a longer sequence than
+        `batch_tokens`, the most of a forward pass with padding, is scored alone."""
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -175,11 +172,8 @@ class RemoteRewardModel:
         self._actor = actor
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation.
-
-        It fails when the actor dies twice, or more than `serving.max_restarts` times in a row, and
-        when nothing is scored for `rollout.stall_timeout` seconds.
-        """
+        """Return the model's output for a conversation; fails when the actor dies twice, or more
+        than `serving.max_restarts` times in a row, and when nothing is scored in time."""
         actor = self._actor
         try:
             return await self._score(actor, messages)

@@ -81,10 +81,8 @@ class _Part(NamedTuple):
 
 
 class RewardManager:
-    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own.
-
-    Functions of a program come by their paths in `functions`; other paths are imported.
-    """
+    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own. A
+    program's `functions` come by their paths; other paths are imported."""
 
     def __init__(
         self,
@@ -123,10 +121,8 @@ class RewardManager:
     async def judge(
         self, episode: Episode, trajectory: Trajectory, row: Row, clock: StallClock | None = None
     ) -> None:
-        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`.
-
-        A reward that its agent reported replaces the environment's own.
-        """
+        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
+        reported replaces the environment's own."""
         values = await together(
             self._value(part, episode, trajectory, row, clock) for part in self._own
         )
@@ -199,10 +195,8 @@ class RewardManager:
         return value
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
-        """Return one part's reward of a trajectory, before its weight, as it has it or computed.
-
-        If there is only one part, any name selects it.
-        """
+        """Return one part's reward of a trajectory, before its weight, as it has it or computed; if
+        there is only one part, any name selects it."""
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
             names = ", ".join(part.name for part in self._parts)
@@ -250,11 +244,8 @@ async def _judge_group(
     row: Row,
     episodes: Mapping[int, Episode],
 ) -> object:
-    """Return what a `group_function` returns for the finished trajectories of a group.
-
-    Another kind's adapter may also use the run's optimizer steps and files, and the episodes by
-    `sample_index`.
-    """
+    """Return what a `group_function` returns for a group's finished trajectories; adapters of other
+    kinds also use the run's steps and files, and the episodes by `sample_index`."""
     return await call(partial(function, list(trajectories), row))
 
 

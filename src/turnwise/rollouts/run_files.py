@@ -1,7 +1,7 @@
 """Files of a run's folder to which rollouts append: errors.log and extra.jsonl.
 
-Only the driver writes them. A process of rollouts may be on a node that does not share the folder,
-or shares it without atomic appends; its texts go to the driver with its groups.
+Only the driver writes them: texts of a process of rollouts, which may be on a node without the
+folder, go to it with the groups.
 """
 
 import logging
@@ -48,10 +48,8 @@ class RunFiles:
         return kept
 
     async def log_error(self, kind: str, who: str, error: Exception) -> None:
-        """Append the traceback of an error that does not end a run to errors.log.
-
-        Only the first error of each kind is written; `who` is its trajectory.
-        """
+        """Append the traceback of the first error of a kind, that of the trajectory `who`, to
+        errors.log."""
         if kind in self._seen:
             return
         self._seen.add(kind)

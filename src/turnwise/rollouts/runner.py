@@ -365,10 +365,8 @@ class Runner:
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
     ) -> Group:
-        """Run `sampling.n` trajectories, whose requests have names and seeds that begin with `tag`.
-
-        `on_trajectory` gets each that is finished, as soon as its reward is known.
-        """
+        """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
+        `on_trajectory` gets each as soon as its reward is known."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         run = _Run(engine, problem, sampling, name, stage, group)
