@@ -169,8 +169,6 @@ async def run_command(
 
 
 class AgentWorker:
-    """One worker process, and the requests that it plays."""
-
     def __init__(self, command: str, agent_env: Sequence[str] = ()) -> None:
         self._command, self._agent_env = command, agent_env
         self._life: _Life | None = None
@@ -199,8 +197,6 @@ class AgentWorker:
 
 
 class _Life:
-    """One life of a worker, from its start to its end."""
-
     def __init__(self, child: Child, lines: ForeignLines, name: str) -> None:
         self._child, self._lines, self._name = child, lines, name
         self._requests = Requests[object]()
@@ -271,14 +267,12 @@ class _Life:
             self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
 
     async def close(self) -> None:
-        """End the process, and its process group."""
         await self._child.end(_END_SECONDS, leave=_END_SECONDS)
         await asyncio.wait([self._reading], timeout=_END_SECONDS)
         self._reading.cancel()
 
 
 def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject]:
-    """Return the rows that a worker's `tasks` lists."""
     where = f"data.path: the agent worker {command}"
     environment = clean_environment(agent_env)
 
@@ -317,7 +311,6 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
-    """Post a request, and return the report that the endpoint answers when the agent is done."""
     import aiohttp  # only for endpoints
 
     who = f"the agent {url}"
@@ -355,13 +348,11 @@ class HttpAgentLoop:
         self._workers: dict[str, AgentWorker] = {}  # by their commands
 
     async def close(self) -> None:
-        """End the workers."""
         for worker in self._workers.values():
             await worker.close()
         self._workers.clear()
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Run the agent of one trajectory; its requests become the turns."""
         server, rollout = context.server, context.rollout
         if rollout.agent is None:
             raise InputError(
@@ -434,7 +425,6 @@ class ChatSchedulerLoop:
     """Passes a problem to the chat scheduler, whose requests become the turns."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Run one trajectory's conversation."""
         if context.chats is None:
             needs = "rollout.loop chat_scheduler needs a ChatBackend"
             raise InputError(f"{needs}, which is not running")
@@ -464,7 +454,6 @@ class ChatSchedulerLoop:
 
 
 async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
-    """Load the configured class in a thread, within `engine.start_timeout`."""
     path = config.rollout.chat_scheduler
     return await import_user_code(
         load_chat_scheduler, path, config=config, what=path or "the chat scheduler"

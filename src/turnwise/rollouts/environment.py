@@ -195,7 +195,6 @@ address."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
-    """Import `package.module:Class`, or adapt another system's environment."""
     if path is None:
         raise InputError("environment must be set: package.module:Class")
     name, _, address = path.partition(":")
@@ -437,7 +436,6 @@ def read_reward(value: object, who: str) -> float:
 
 
 def read_metrics(values: object, what: str) -> dict[str, float]:
-    """Return what an environment's `metrics` gave, with plain numbers."""
     if not isinstance(values, Mapping):
         raise InputError(f"{what} must return a dictionary, not {shown(values)}")
     numbers: dict[str, float] = {}

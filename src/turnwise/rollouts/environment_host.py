@@ -145,7 +145,6 @@ class _Player:
         return asdict(await self.episode.reward(trajectory))
 
     async def close(self) -> object:
-        """Close the episode; return the errors of what failed."""
         failures: list[JsonObject] = []
 
         async def report(reason: str, error: Exception) -> None:

@@ -180,7 +180,6 @@ class Episode:
         return "", await self._read("step", lambda: read_messages(reply, what))
 
     async def done(self) -> bool:
-        """Return whether the environment has ended the trajectory."""
         known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
         if isinstance(known, bool):
             return known
@@ -206,7 +205,6 @@ class Episode:
         return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the environment's metrics of a finished trajectory."""
         if not self.measures:
             return {}
         values = await self._call("metrics", self.environment.metrics, trajectory)

@@ -38,7 +38,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_at_k(right: Sequence[bool], k: int) -> float:
-    """Return the share of the first `k` attempts that are correct."""
     assert 1 <= k <= len(right)
     return sum(right[:k]) / k
 
@@ -54,7 +53,6 @@ class Scores:
         self._at_k = {name: 0.0 for k in self._ks for name in (f"pass@{k}", f"mean@{k}")}
 
     def add(self, group: Group) -> None:
-        """Add a group."""
         right = [False] * self._n
         for trajectory in group.trajectories:
             reward = trajectory.reward or 0.0
@@ -97,7 +95,6 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct trajectories, as the module's docstring says."""
         return self.summary["accuracy"]
 
     @property

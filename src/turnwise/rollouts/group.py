@@ -70,7 +70,6 @@ class Group:
 
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "Group":
-        """Build a group from the values that `to_dict` returned."""
         made = tree | {
             "trajectories": [Trajectory.from_json(text) for text in tree["trajectories"]],
             "seconds": defaultdict(float, tree["seconds"]),
@@ -92,7 +91,6 @@ def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
 
 
 def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
-    """Write the times of the turns of trajectories, a line for each trajectory."""
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w" if new else "a") as file:
@@ -109,7 +107,6 @@ class Outcomes:
     """Message of the last group with each reason."""
 
     def add(self, group: Group) -> None:
-        """Count a group."""
         self.finished += len(group.trajectories)
         self.dropped.update(group.dropped)
         self.causes.update(group.causes)

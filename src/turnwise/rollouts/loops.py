@@ -23,7 +23,6 @@ class SingleTurnLoop:
     """Samples one answer to the problem; no tools."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Sample the answer and record it."""
         trajectory = context.trajectory
         trajectory.messages = [dict(message) for message in context.problem]
         completion = await context.sample(await self.prompt(context))
@@ -34,7 +33,6 @@ class SingleTurnLoop:
         trajectory.status = "length" if completion.finish_reason == "length" else "completed"
 
     async def prompt(self, context: RolloutContext) -> list[int]:
-        """Return the ids of the prompt."""
         return await context.first_prompt(context.trajectory.messages)
 
 
@@ -43,7 +41,6 @@ class ToolCallingLoop:
     is `done`, or its `step` does not answer a turn without a call."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Run one trajectory, at most `rollout.max_turns` turns."""
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
@@ -80,7 +77,6 @@ class SelfPlayLoop:
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Play one game."""
         players = context.episode.players
         if not players:
             raise InputError(
@@ -130,7 +126,6 @@ class InterleavedLoop:
     result, whose tokens are part of the turn but were not sampled: their response mask is 0."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Sample, answer the call, and continue, until no call follows."""
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
         offered: list[JsonObject] | None = tools

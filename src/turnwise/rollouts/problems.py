@@ -52,8 +52,6 @@ class Lazy(Sequence[_T]):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of the data, with a unique name."""
-
     id: str
     """File and number of the row: `train.jsonl:1`, or with several environments
     `NAME/train.jsonl:1`."""
@@ -92,7 +90,6 @@ class JoinedProblems(Lazy[Problem]):
 
 
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the first problem of each environment."""
     parts = problems.parts.values() if isinstance(problems, JoinedProblems) else [problems]
     return [part[0] for part in parts]
 
@@ -230,7 +227,6 @@ class ProblemStream:
         }
 
     def state(self) -> JsonObject:
-        """Return the position as plain values for `restore`."""
         state: JsonObject = {
             "epoch": self._epoch,
             "position": self._position,
@@ -242,7 +238,6 @@ class ProblemStream:
         return state
 
     def restore(self, state: JsonObject) -> None:
-        """Continue from the position that `state` returned, with the same data."""
         if "environments" in state:
             raise InputError(
                 f"the run stopped with the environments {', '.join(state['environments'])}: give "
@@ -334,7 +329,6 @@ Stream = ProblemStream | MixedStream
 
 
 def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
-    """Return the order in which problems are trained on: by the seed, weights and curriculum."""
     max_rest = config.data.max_rest if config.data.curriculum else None
     if not isinstance(problems, JoinedProblems):
         return ProblemStream(problems, config.seed, max_rest)

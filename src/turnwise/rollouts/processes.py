@@ -143,7 +143,6 @@ class RolloutProcesses(FrontProcesses):
 async def open_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
 ) -> AsyncIterator[RunGroup]:
-    """Load the tokenizer, the environment and the loop in a rollout process."""
     files = RunFiles(None)
     runner = await import_user_code(
         lambda: Runner(config, load_tokenizer(config), environment, files),

@@ -151,7 +151,6 @@ class GroupProducer:
         return reason, outcome if curriculum else None
 
     def _check_discarded(self) -> None:
-        """Raise a StepError if too many groups fail, or cannot be trained on."""
         groups = [(why, group) for why, group in self._discarded if not group.left_out]
         if len(groups) >= self._per_step:
             known = [group for _, group in groups] + [r.group for r in self._ready.values()]
@@ -201,7 +200,6 @@ class GroupProducer:
         return len(self._started)
 
     def waiting_for(self) -> list[str]:
-        """Return the ids of the problems in flight, the oldest first."""
         return [problem.id for problem, _ in self._started.values()]
 
     def state(self) -> JsonObject:

@@ -436,7 +436,6 @@ def error_of(failure: Failure, *, alone: bool = False) -> InputError | Trajector
 
 
 def _ended(code: int) -> str:
-    """Describe an exit code, negative for a signal, as a clause."""
     if code >= 0:
         return f"exited with status {code}"
     try:

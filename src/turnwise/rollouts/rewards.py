@@ -185,7 +185,6 @@ class RewardManager:
 
     @property
     def compares(self) -> bool:
-        """Whether a part needs all finished trajectories of a group."""
         return bool(self._of_group)
 
     async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:

@@ -32,7 +32,6 @@ class RunFiles:
         return Path(name) if self._folder is None else self._folder / name
 
     def append(self, name: str, text: str) -> None:
-        """Append a text to a file at once; call it from a thread."""
         with self._writing:
             if self._folder is None:
                 self._kept.append((name, text))

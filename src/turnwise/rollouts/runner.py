@@ -211,7 +211,6 @@ class Stage:
         )
 
     def _offered(self, schemas: Sequence[JsonObject]) -> Sequence[JsonObject]:
-        """Return the tools that the chat template gets."""
         rollout = self.rollout
         if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
             return []
@@ -336,7 +335,6 @@ class Runner:
         return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
 
     def check(self, problem: Problem) -> int | None:
-        """Find mistakes in a problem before anything is sampled; see `Stage.check`."""
         return self._stage(problem).check(problem)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -541,7 +539,6 @@ def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
 
 
 def _used(path: str) -> ToolSource:
-    """Return the source of an object that users name."""
     used: Foreign = adopted(load_object(path, "rollout.tools.use"))
     kind = used if isinstance(used, type) else type(used)
     makes, is_set, routine = is_toolset_factory(kind), is_toolset(kind), inspect.isroutine(used)
