@@ -360,8 +360,22 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
             toolsets.append(made)
         elif isinstance(made, Tool):
             tools.append(made)
-        elif isinstance(made, Mapping):
-            tools.append(_described_tool(made, environment, owner))
+        elif isinstance(made, Mapping):  # a description in OpenAI's format, for `call_tool`
+            function = made.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str):
+                raise InputError(
+                    f'a description in {owner}.tools must be {{"type": "function", "function": '
+                    f'{{"name": ...}}}}, not {shown(made)}'
+                )
+            if (call := own_method(environment, "call_tool")) is None:
+                raise InputError(
+                    f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) "
+                    "must run: define that method"
+                )
+            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            described = str(function.get("description", ""))
+            tools.append(Tool(name, described, schema, partial(call, name)))
         elif callable(made) and isinstance(getattr(made, "__name__", None), str):
             tools.append(made)
         else:
@@ -374,25 +388,6 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"{owner}.tools has two functions named {twice[0]}")
     return tools, toolsets
-
-
-def _described_tool(tool: Mapping[str, Foreign], environment: object, owner: str) -> Tool:
-    """Return a tool that `call_tool` runs, from its description in OpenAI's format."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise InputError(
-            f'a description in {owner}.tools must be {{"type": "function", "function": {{"name": '
-            f"...}}}}, not {shown(tool)}"
-        )
-    call = own_method(environment, "call_tool")
-    if call is None:
-        raise InputError(
-            f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) must run: "
-            "define that method"
-        )
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(name, str(function.get("description", "")), parameters, partial(call, name))
 
 
 def _attribute(environment: object, name: str) -> object:

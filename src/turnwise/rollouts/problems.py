@@ -165,25 +165,21 @@ class ProblemStream:
 
     @contextmanager
     def _taking(self) -> Iterator[int]:
-        """Yield the next problem's index; a problem whose row cannot be read is left out."""
-        index = self._next()
-        try:
-            yield index
-        except InputError as error:
-            logger.warning("a row is left out: %s", error)
-            self._leave_out(index, str(error))
-        self._position += 1
-
-    def _next(self) -> int:
-        """Return the index of the next problem that is not skipped, without taking it."""
+        """Yield the next index that is not skipped; one whose row cannot be read is left out."""
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
             if index not in self._left_out and not self.rests(index, self._epoch):
-                return index
+                break
             self._position += 1
+        try:
+            yield index
+        except InputError as error:
+            logger.warning("a row is left out: %s", error)
+            self._leave_out(index, str(error))
+        self._position += 1
 
     def rests(self, index: int, epoch: int) -> bool:
         """Return whether the curriculum leaves a problem out of an epoch."""
