@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, NotRequired
 
@@ -149,13 +149,8 @@ async def run_command(
     problem = json.dumps(row).encode()
     if len(problem) <= _MAX_ROW_BYTES:
         environment = environment | {"TURNWISE_PROBLEM": problem.decode()}
-    try:
-        child = await Child.start(
-            shlex.split(command), environment, heard=lambda _: clock.moved(), joined=True
-        )
-    except (OSError, ValueError) as error:
-        what = f"rollout.agent: {command}"
-        raise start_error(error, what, "agent_error", command not in _started) from error
+    first = command not in _started
+    child = await _start(command, environment, "agent_error", first, lambda _: clock.moved(), True)
     _started.add(command)
     try:
         child.stdin.write(problem)
@@ -166,6 +161,21 @@ async def run_command(
     if child.status:
         text = child.last_words[-_ERROR_CHARS:]
         raise TrajectoryError("agent_error", f"{command} exited with {child.status}: {text}")
+
+
+async def _start(
+    command: str,
+    environment: dict[str, str],
+    reason: str,
+    first: bool,
+    heard: Callable[[bytes], object],
+    joined: bool = False,
+) -> Child:
+    """Start an agent's program; the arguments are those of `start_error` and `Child.start`."""
+    try:
+        return await Child.start(shlex.split(command), environment, heard=heard, joined=joined)
+    except (OSError, ValueError) as error:
+        raise start_error(error, f"rollout.agent: {command}", reason, first) from error
 
 
 class AgentWorker:
@@ -180,13 +190,8 @@ class AgentWorker:
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
-                environment = clean_environment(self._agent_env)
-                try:
-                    command = shlex.split(self._command)
-                    child = await Child.start(command, environment, heard=lines.add)
-                except (OSError, ValueError) as error:
-                    what, first = f"rollout.agent: {self._command}", self._life is None
-                    raise start_error(error, what, "agent_crashed", first) from error
+                environment, first = clean_environment(self._agent_env), self._life is None
+                child = await _start(self._command, environment, "agent_crashed", first, lines.add)
                 self._life = _Life(child, lines, self.name)
         value = await self._life.ask({"method": "run", **request})
         return read_report(value, self.name)
@@ -223,8 +228,10 @@ class _Life:
     async def _read(self) -> None:
         """Pass the answers on until the process ends; then nobody waits for one any more."""
 
-        async def pass_on() -> str:
-            """Pass the answers on until the output ends; return what is wrong with it, or ""."""
+        wrong_output = ""
+
+        async def pass_on() -> None:
+            nonlocal wrong_output
             others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
             try:
                 while line := await read_line(self._child.stdout):
@@ -242,27 +249,24 @@ class _Life:
                         result = TrajectoryError("agent_error", why)
                     self._requests.settle(answer["id"], result)  # unless its trajectory has ended
             except (AnswerError, OSError) as error:
-                return str(error)
+                wrong_output = str(error)
             finally:
                 others.end()
-            return ""
 
         passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
-        why = ""
         try:
             # A process that left the group may hold its output open.
             await asyncio.wait([passing, exiting], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([passing], timeout=_END_SECONDS)
             self.ended = True
             await self._child.end(_END_SECONDS)
-            why = passing.result() if passing.done() else ""
         finally:
             self.ended = True
             passing.cancel()
             exiting.cancel()
             self._lines.end()
-            how = why or f"ended with {self._child.status}"
+            how = wrong_output or f"ended with {self._child.status}"
             text = self._child.last_words[-_ERROR_CHARS:]
             self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
 
