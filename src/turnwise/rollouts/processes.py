@@ -158,10 +158,7 @@ async def open_runner(
 
     async with open_front(config, runner, scheduler):
         freeze_gc()
-        try:
-            yield run_group
-        finally:
-            await runner.close()
+        yield run_group
 
 
 @asynccontextmanager
