@@ -141,13 +141,12 @@ class GroupProducer:
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
         if not (dynamic or curriculum):
             return "", None
-        signal = await self._has_signal(group)
         outcome: Pool = "mixed"
-        if not signal:
+        if not await self._has_signal(group):
             lowest = min(trajectory.reward or 0.0 for trajectory in group.trajectories)
             right = is_right(lowest, self._config.eval.success_reward)
             outcome = "mastered" if right else "hopeless"
-        reason = "no_signal" if dynamic and not signal else ""
+        reason = "no_signal" if dynamic and outcome != "mixed" else ""
         return reason, outcome if curriculum else None
 
     def _check_discarded(self) -> None:
@@ -183,10 +182,9 @@ class GroupProducer:
                 self._ready.clear()
             for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
                 self._stream.learn(*self._outcomes.pop(number))
-            batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
-            batch.pools = self._stream.pools()
-            self._discarded = []
-            return batch
+            discarded, self._discarded = self._discarded, []
+            groups = [ready.group for ready in taken]
+            return Batch(groups, discarded, ended - began, self._stream.pools())
 
     async def advance(self, step: int) -> None:
         """Allow more groups to begin: the trainer finished a step and is sending its weights."""
