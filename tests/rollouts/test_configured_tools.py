@@ -12,7 +12,7 @@ from turnwise.config import Config, SamplingConfig, ToolConfig
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem, Runner
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.stage import load_tools
+from turnwise.rollouts.runner import load_tools
 from turnwise.tools import Toolset
 
 HERE = __name__

@@ -16,7 +16,7 @@ from tests.core.test_untrusted import json_values
 from turnwise.config import RolloutConfig
 from turnwise.core.untrusted import HEADER, MAX_BYTES, framed
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts import environment_answers as answers
+from turnwise.rollouts import remote_episode as answers
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 
@@ -79,7 +79,7 @@ def test_no_bytes_end_a_run(sent: bytes, kind: TypeAdapter[Any]) -> None:
 @settings(deadline=None, max_examples=200)
 @given(json_values, st.sampled_from(KINDS), st.sampled_from(["value", "error", "reply"]))
 def test_no_json_ends_a_run(value: Any, kind: TypeAdapter[Any], place: str) -> None:
-    reply = [1, value if place == "reply" else {place: value}]
+    reply = {"id": value} if place == "reply" else {"id": 1, place: value}
     try:
         got = asyncio.run(asked(kind, frame(reply)))
     except TrajectoryError as failed:
@@ -107,8 +107,9 @@ def test_no_json_ends_a_run(value: Any, kind: TypeAdapter[Any], place: str) -> N
         (answers.METRICS, {"n" * 201: 1}, "at most 200"),
         (answers.CALLED, {"text": 3, "outcome": "ok", "error": None}, "text: "),
         (answers.CALLED, {"text": "", "outcome": "so many", "error": None}, "outcome: "),
-        (answers.STEPPED, [{"content": "no role"}], "0.role: Field required"),
-        (answers.STEPPED, "text", "valid list"),
+        (answers.MOVED, {"": [{"content": "no role"}]}, "0.role: Field required"),
+        (answers.MOVED, {"": "text"}, "valid list"),
+        (answers.MOVED, "text", "valid dictionary"),
         (answers.DONE, 1, "valid boolean"),
     ],
 )
@@ -116,7 +117,7 @@ async def test_a_wrong_value_costs_its_trajectory(
     kind: TypeAdapter[Any], value: Any, words: str
 ) -> None:
     with pytest.raises(TrajectoryError, match=words) as raised:
-        await asked(kind, frame([1, {"value": value}]))
+        await asked(kind, frame({"id": 1, "value": value}))
     assert raised.value.reason == answers.REPLY
 
 
@@ -124,15 +125,15 @@ async def test_a_wrong_value_costs_its_trajectory(
     ("sent", "words"),
     [
         (frame(17), "wrong answer"),
-        (frame([0]), "wrong answer"),
-        (frame([{}, {}]), "wrong answer"),
-        (frame([True, {"value": True}]), "wrong answer"),
-        (frame([7, {"value": True}]), "answered the request 7, which nobody waits for"),
-        (frame([1, {"value": "\ud800"}]), "no JSON"),
+        (frame([1, {"value": True}]), "wrong answer"),
+        (frame({"value": True}), "wrong answer"),
+        (frame({"id": True, "value": True}), "wrong answer"),
+        (frame({"id": 7, "value": True}), "answered the request 7, which nobody waits for"),
+        (frame({"id": 1, "value": "\ud800"}), "no JSON"),
         (framed(b"{x"), "no JSON"),
         ((2**31).to_bytes(HEADER, "big") + b"x" * 100, f"more than {MAX_BYTES:,} bytes"),
-        (frame([1, {"error": error(reason=3)}]), "error.reason: "),
-        (frame([1, {"error": error(message="m" * 200_000)}]), "error.message: "),
+        (frame({"id": 1, "error": error(reason=3)}), "error.reason: "),
+        (frame({"id": 1, "error": error(message="m" * 200_000)}), "error.message: "),
     ],
 )
 async def test_a_wrong_message_ends_the_process_and_all_that_wait(sent: bytes, words: str) -> None:
@@ -142,10 +143,10 @@ async def test_a_wrong_message_ends_the_process_and_all_that_wait(sent: bytes, w
 
 
 async def test_an_answer_comes_once() -> None:
-    sent = frame([1, {"value": False}]) * 2
-    assert await asked(answers.DONE, frame([1, {"value": False}])) is False
+    sent = frame({"id": 1, "value": False})
+    assert await asked(answers.DONE, sent) is False
     with pytest.raises(TrajectoryError, match="request 1, which nobody waits for"):
-        await asked(answers.DONE, sent, times=2)
+        await asked(answers.DONE, sent * 2, times=2)
 
 
 async def test_an_error_is_of_the_trajectory_whatever_it_says() -> None:
@@ -155,16 +156,17 @@ async def test_an_error_is_of_the_trajectory_whatever_it_says() -> None:
         error(reason="a new metric 3"),
     ):
         with pytest.raises(TrajectoryError, match=r"m$") as raised:
-            await asked(answers.DONE, frame([1, {"error": wrong}]))
+            await asked(answers.DONE, frame({"id": 1, "error": wrong}))
         assert raised.value.reason == "environment_error"
+    failure = error(reason="reward_error", cause="t")
     with pytest.raises(TrajectoryError) as raised:
-        await asked(answers.DONE, frame([1, {"error": error(reason="reward_error", cause="t")}]))
+        await asked(answers.DONE, frame({"id": 1, "error": failure}))
     assert raised.value.reason == "reward_error"
     assert str(raised.value.__cause__) == "t"
 
 
 def test_only_a_process_of_one_question_names_a_mistake_of_the_user() -> None:
-    reply = {"error": error(input=True)}
+    reply: Any = {"id": 1, "error": error(input=True)}
     with pytest.raises(InputError, match=r"^m$"):
         answers.value_of(reply, answers.PROMPT, alone=True)
     with pytest.raises(TrajectoryError):

@@ -331,7 +331,7 @@ ATTACKS = {
         "async def reward(self, t): raise host.InputError('x')\nhost._Player.reward = reward",
         "environment_error",
     ),
-    "an answer to the next question": (WRITER + "say([99, {'value': 1}])", "environment_reply"),
+    "an answer to the next question": (WRITER + "say({'id': 99, 'value': 1})", "environment_reply"),
     "an answer that is no JSON": (
         WRITER + "send((2).to_bytes(4, 'big') + b'{x')",
         "environment_reply",

@@ -17,6 +17,7 @@ from turnwise.core.aio import for_each, together
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import (
+    GroupLog,
     Scores,
     evaluate,
     groups_at_once,
@@ -25,9 +26,7 @@ from turnwise.rollouts.evaluation import (
     run_groups,
 )
 from turnwise.rollouts.problems import Lazy, Problems
-from turnwise.run.run_dir import GroupLog
-from turnwise.trajectory import Trajectory, read_jsonl
-from turnwise.trajectory.trajectory import TrajectoryLog
+from turnwise.trajectory import Trajectory, read_jsonl, write_jsonl
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 
@@ -214,8 +213,7 @@ from pathlib import Path
 from turnwise.config import parse_config
 from turnwise.rollouts import Group
 from turnwise.rollouts.data import load_heldout
-from turnwise.rollouts.evaluation import evaluate
-from turnwise.run.run_dir import GroupLog
+from turnwise.rollouts.evaluation import GroupLog, evaluate
 from turnwise.trajectory import Trajectory
 
 async def answer(problem, tag):
@@ -318,13 +316,13 @@ async def test_the_first_error_ends_what_runs_together() -> None:
 
 
 def test_a_last_line_that_was_never_completed_is_left_out(tmp_path: Path) -> None:
-    log = TrajectoryLog(tmp_path / "eval.jsonl")
-    log.append(0, [Trajectory("rows:1"), Trajectory("rows:1", 1)])
-    whole = log.path.read_text()
-    log.path.write_text(whole[:-5])
-    assert [trajectory.sample_index for trajectory in read_jsonl(log.path)] == [0]
-    log.path.write_text(whole[:-5] + "\n")
+    path = tmp_path / "eval.jsonl"
+    write_jsonl(path, [Trajectory("rows:1"), Trajectory("rows:1", 1)])
+    whole = path.read_text()
+    path.write_text(whole[:-5])
+    assert [trajectory.sample_index for trajectory in read_jsonl(path)] == [0]
+    path.write_text(whole[:-5] + "\n")
     with pytest.raises(json.JSONDecodeError):
-        list(read_jsonl(log.path))
-    log.path.write_text(whole[:-1])
-    assert len(list(read_jsonl(log.path))) == 2
+        list(read_jsonl(path))
+    path.write_text(whole[:-1])
+    assert len(list(read_jsonl(path))) == 2

@@ -21,7 +21,7 @@ from turnwise.engine.protocol import Engine, Request, generate
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.front_process import FrontProcess

@@ -28,8 +28,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollouts import runner as runner_module
-from turnwise.rollouts import stage as stage_module
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_runner"
@@ -352,7 +351,7 @@ async def test_tools_that_run_together_count_once(
     from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollouts.agent_loop import RolloutContext
     from turnwise.rollouts.episode import Episode
-    from turnwise.rollouts.loops.tool_calling import answer_calls
+    from turnwise.rollouts.loops import answer_calls
     from turnwise.tools.toolbox import Toolbox
 
     async def nap() -> str:
@@ -643,7 +642,7 @@ async def test_a_lack_of_threads_costs_a_trajectory_and_not_the_run(
     async def refused(*_: object) -> int:
         raise OSError(errno.EAGAIN, "no thread can be started")
 
-    monkeypatch.setattr(stage_module, "in_thread_if_long", refused)
+    monkeypatch.setattr(runner_module, "in_thread_if_long", refused)
     group = await run({"takes": 0.0}, n=2)
     assert group.dropped == {"system_error": 2}
     assert "no thread can be started" in group.causes["system_error"]

@@ -18,8 +18,8 @@ from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.pipeline import LLMServerManager
 from turnwise.rollouts import Runner
+from turnwise.rollouts.agents import load_chat_scheduler
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.loops.agent import load_chat_scheduler
 from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from turnwise.config import Config, ToolConfig
 from turnwise.rollouts import Problem
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.stage import load_tools
+from turnwise.rollouts.runner import load_tools
 from turnwise.tools.foreign import adopted
 from turnwise.tools.toolbox import Toolbox
 

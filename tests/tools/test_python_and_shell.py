@@ -14,7 +14,7 @@ from tests.tools import sandboxes
 from turnwise.config import RolloutConfig, ToolConfig
 from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError
-from turnwise.rollouts.stage import load_tools
+from turnwise.rollouts.runner import load_tools
 from turnwise.tools.code import CodeTool, Session, choose
 from turnwise.tools.sandbox import backends
 from turnwise.tools.toolbox import Toolbox

@@ -24,8 +24,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import IDENTITY, AnswerError, Number, read_answer, read_body
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import Environment, EnvironmentType, finite_number
-from turnwise.rollouts.environment_answers import REPLY
+from turnwise.rollouts.environment import REPLY, Environment, EnvironmentType, finite_number
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory

@@ -30,8 +30,7 @@ from turnwise.core.untrusted import (
     read_body,
 )
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
-from turnwise.rollouts.environment_answers import REPLY
+from turnwise.rollouts.environment import REPLY, Environment, EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory

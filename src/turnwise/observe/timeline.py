@@ -7,13 +7,13 @@ turns of each worker, in as many rows as overlap.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
-from turnwise.errors import InputError, translate_unwritable
+from turnwise.errors import InputError
 from turnwise.observe.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
@@ -22,14 +22,6 @@ TIMELINE = "timeline"
 _TRAJECTORIES, _WORKERS = 1, 2
 """Ids of the two processes."""
 _MICROSECONDS = 1e6
-
-
-def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
-    """Write the times of the turns of trajectories, a line for each trajectory."""
-    with translate_unwritable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w" if new else "a") as file:
-            file.write("".join(f"{json.dumps(each)}\n" for each in calls))
 
 
 def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = False) -> int:

@@ -12,7 +12,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
 logger = logging.getLogger(__name__)

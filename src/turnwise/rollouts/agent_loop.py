@@ -34,8 +34,7 @@ _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
-_BETWEEN = ("tools", "environment")
-"""Phases whose seconds belong to the turn before them."""
+_BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
 
 
 @dataclass(slots=True)
@@ -115,12 +114,13 @@ class RolloutContext:
         if not self.episode.steps:
             return None
         with self.timed("environment"):
-            return await self.episode.step(message)
+            moved = await self.episode.step(message)
+            return None if moved is None else moved[1]
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next in a game, and what this player reads before."""
         with self.timed("environment"):
-            return await self.episode.move(message)
+            return await self.episode.step(message, game=True)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -1,33 +1,33 @@
-"""Agents outside of this process, which are given a base URL, and what they report.
+"""Agents: programs that get a base URL and a problem, and whose requests become the turns.
 
-A *command* is one process for each trajectory. It gets the row as JSON on standard input and,
-unless it is long, as TURNWISE_PROBLEM. Its environment holds the usual variables, those of
-`rollout.agent_env`, OPENAI_BASE_URL, OPENAI_MODEL and OPENAI_API_KEY.
-
-A *worker* is one long-lived process, usually of another virtual environment, that plays any number
-of trajectories at once and speaks the protocol of `turnwise.agent_worker`. It is started for the
-first trajectory. If it ends, the trajectories in flight fail, and the next one starts it again.
-
-An *endpoint* gets one POST for each trajectory.
+An agent needs no code of Turnwise, and cannot reach another's trajectory, because the URL has a
+secret random name. It is a function `package.module:name(base_url, problem)`; a command, one
+process for each trajectory; a worker, one long-lived process that plays any number of trajectories
+at once (`turnwise.agent_worker`) and is started again when it has ended; or an HTTP endpoint that
+gets one POST for each. A user's chat scheduler is asked in the same way.
 """
 
 import asyncio
+import copy
 import json
 import logging
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated, NotRequired
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, NotRequired
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from turnwise.chat.session import Session
+from turnwise.config import Config
+from turnwise.core.aio import call_within
 from turnwise.core.child import Child, ForeignLines, Requests, start_error
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
-from turnwise.core.loop_thread import EventLoopThread
+from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
     IDENTITY,
@@ -38,21 +38,21 @@ from turnwise.core.untrusted import (
     read_body,
     read_line,
 )
+from turnwise.core.user_code import call_user_code, import_user_code
+from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
+from turnwise.serving.chat_scheduler import ChatCompletionScheduler
+from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import MAX_REWARD
-
-if TYPE_CHECKING:
-    from turnwise.chat.session import Session
 
 logger = logging.getLogger(__name__)
 
-_ERROR_CHARS = 500
-"""Number of characters of an agent's error, or of its last output, in an error message."""
-_END_SECONDS = 5.0
-"""Time for an agent's last output, and for a worker's end after its input was closed."""
-_MAX_ROW_BYTES = 65_536
-"""Maximum size of a row in an environment variable; Linux allows 128 KiB."""
+_ERROR_CHARS = 500  # of an agent's error, or of its last output, in an error message
+_END_SECONDS = 5.0  # for an agent's last output, and a worker's end after its input was closed
+_MAX_ROW_BYTES = 65_536  # of a row in an environment variable; Linux allows 128 KiB
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
 _TASKS_VALUES = 20_000_000
@@ -64,10 +64,10 @@ _INHERITED = re.compile(
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|NODE_PATH|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
 )
 """Variables that an agent's process inherits; none is likely to be a secret."""
+_FUNCTION = re.compile(r"[\w.]+:\w+")
 _BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
 """Beginning of an answer that cannot be read: it names the trajectory that must not wait."""
-_started: set[str] = set()
-"""Commands that this process has started."""
+_started: set[str] = set()  # commands that this process has started
 
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 
@@ -109,12 +109,8 @@ def read_report(value: object, who: str) -> AgentReport:
     return report
 
 
-def apply_report(report: AgentReport, session: "Session", who: str) -> None:
-    """Add a report to the trajectory of a rollout's session.
-
-    A reward counts only where the agent may reward itself (`rollout.agent_rewards`); elsewhere it
-    is counted as the event `agent_reward_ignored`. A reported error fails the trajectory.
-    """
+def apply_report(report: AgentReport, session: Session, who: str) -> None:
+    """Add a report to the trajectory of a rollout's session; a reported error fails it."""
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
@@ -149,20 +145,12 @@ def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
 async def run_command(
     command: str, environment: dict[str, str], row: Row, clock: StallClock
 ) -> None:
-    """Run a command to its end; it is killed if this call is cancelled.
-
-    If it fails, the error has the end of its output.
-    """
+    """Run a command to its end; it is killed if this call is cancelled."""
     problem = json.dumps(row).encode()
     if len(problem) <= _MAX_ROW_BYTES:
         environment = environment | {"TURNWISE_PROBLEM": problem.decode()}
-    try:
-        child = await Child.start(
-            shlex.split(command), environment, heard=lambda _: clock.moved(), joined=True
-        )
-    except (OSError, ValueError) as error:
-        what = f"rollout.agent: {command}"
-        raise start_error(error, what, "agent_error", command not in _started) from error
+    first = command not in _started
+    child = await _start(command, environment, "agent_error", first, lambda _: clock.moved(), True)
     _started.add(command)
     try:
         child.stdin.write(problem)
@@ -175,9 +163,22 @@ async def run_command(
         raise TrajectoryError("agent_error", f"{command} exited with {child.status}: {text}")
 
 
-class AgentWorker:
-    """One worker process, and the requests that it plays; `agent_env` is `rollout.agent_env`."""
+async def _start(
+    command: str,
+    environment: dict[str, str],
+    reason: str,
+    first: bool,
+    heard: Callable[[bytes], object],
+    joined: bool = False,
+) -> Child:
+    """Start an agent's program; the arguments are those of `start_error` and `Child.start`."""
+    try:
+        return await Child.start(shlex.split(command), environment, heard=heard, joined=joined)
+    except (OSError, ValueError) as error:
+        raise start_error(error, f"rollout.agent: {command}", reason, first) from error
 
+
+class AgentWorker:
     def __init__(self, command: str, agent_env: Sequence[str] = ()) -> None:
         self._command, self._agent_env = command, agent_env
         self._life: _Life | None = None
@@ -185,20 +186,12 @@ class AgentWorker:
         self.name = f"the agent worker {command}"
 
     async def run(self, request: JsonObject) -> AgentReport:
-        """Have a task played, and return its report. A cancelled call cancels the task.
-
-        A worker that cannot be started is an InputError if it never was, else `agent_crashed`.
-        """
+        """Have a task played, and return its report; a cancelled call cancels the task."""
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
-                environment = clean_environment(self._agent_env)
-                try:
-                    command = shlex.split(self._command)
-                    child = await Child.start(command, environment, heard=lines.add)
-                except (OSError, ValueError) as error:
-                    what, first = f"rollout.agent: {self._command}", self._life is None
-                    raise start_error(error, what, "agent_crashed", first) from error
+                environment, first = clean_environment(self._agent_env), self._life is None
+                child = await _start(self._command, environment, "agent_crashed", first, lines.add)
                 self._life = _Life(child, lines, self.name)
         value = await self._life.ask({"method": "run", **request})
         return read_report(value, self.name)
@@ -209,17 +202,13 @@ class AgentWorker:
 
 
 class _Life:
-    """One life of a worker, from its start to its end."""
-
     def __init__(self, child: Child, lines: ForeignLines, name: str) -> None:
         self._child, self._lines, self._name = child, lines, name
         self._requests = Requests[object]()
-        self.ended = False
-        """True once it answers nothing more."""
+        self.ended = False  # True once it answers nothing more
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: JsonObject) -> object:
-        """Return the result of a request; fails as `AgentWorker.run` does."""
         number, answer = self._requests.begin()
 
         def write(message: JsonObject) -> None:
@@ -239,8 +228,10 @@ class _Life:
     async def _read(self) -> None:
         """Pass the answers on until the process ends; then nobody waits for one any more."""
 
-        async def pass_on() -> str:
-            """Pass the answers on until the output ends; return what is wrong with it, or ""."""
+        wrong_output = ""
+
+        async def pass_on() -> None:
+            nonlocal wrong_output
             others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
             try:
                 while line := await read_line(self._child.stdout):
@@ -258,39 +249,34 @@ class _Life:
                         result = TrajectoryError("agent_error", why)
                     self._requests.settle(answer["id"], result)  # unless its trajectory has ended
             except (AnswerError, OSError) as error:
-                return str(error)
+                wrong_output = str(error)
             finally:
                 others.end()
-            return ""
 
         passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
-        why = ""
         try:
             # A process that left the group may hold its output open.
             await asyncio.wait([passing, exiting], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([passing], timeout=_END_SECONDS)
             self.ended = True
             await self._child.end(_END_SECONDS)
-            why = passing.result() if passing.done() else ""
         finally:
             self.ended = True
             passing.cancel()
             exiting.cancel()
             self._lines.end()
-            how = why or f"ended with {self._child.status}"
+            how = wrong_output or f"ended with {self._child.status}"
             text = self._child.last_words[-_ERROR_CHARS:]
             self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
 
     async def close(self) -> None:
-        """End the process, and its process group."""
         await self._child.end(_END_SECONDS, leave=_END_SECONDS)
         await asyncio.wait([self._reading], timeout=_END_SECONDS)
         self._reading.cancel()
 
 
 def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject]:
-    """Return the rows that a worker's `tasks` lists."""
     where = f"data.path: the agent worker {command}"
     environment = clean_environment(agent_env)
 
@@ -309,18 +295,17 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
             await child.end(_END_SECONDS)
         return bytes(said), child
 
-    thread = EventLoopThread(nullcontext[None], where)  # the caller's may have an event loop
-    thread.start(_END_SECONDS)
-    try:
-        said, child = thread.call(ask, _TASKS_SECONDS, "tasks")
-    except DeadlineError:
+    def listed() -> tuple[bytes, Child]:
+        return asyncio.run(asyncio.wait_for(ask(), _TASKS_SECONDS))
+
+    try:  # in a thread: the caller's may have an event loop
+        said, child = call_within(listed, _TASKS_SECONDS + 3 * _END_SECONDS)
+    except TimeoutError:
         raise InputError(f"{where} listed no tasks within {_TASKS_SECONDS:g} s") from None
     except AnswerError as error:
         raise InputError(f"{where} {error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{where} cannot be started: {error}") from error
-    finally:
-        thread.stop(_END_SECONDS)
     try:
         return read_answer(said.strip().rpartition(b"\n")[2], _TASKS, _TASKS_VALUES)["result"]
     except AnswerError as error:
@@ -330,10 +315,6 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
-    """Post a request, and return the report that the endpoint answers when the agent is done.
-
-    The connection is closed when this call is cancelled.
-    """
     import aiohttp  # only for endpoints
 
     who = f"the agent {url}"
@@ -362,3 +343,135 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
         return read_report(read_answer(body, _ANYTHING) if body else None, who)
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
+
+
+class HttpAgentLoop:
+    """Passes the URL of a session to an agent, and waits until it is done."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, AgentWorker] = {}  # by their commands
+
+    async def close(self) -> None:
+        for worker in self._workers.values():
+            await worker.close()
+        self._workers.clear()
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        server, rollout = context.server, context.rollout
+        if rollout.agent is None:
+            raise InputError(
+                "rollout.loop agent needs rollout.agent: package.module:function, a command, "
+                "worker: COMMAND, or the URL of an endpoint"
+            )
+        if server is None:
+            raise InputError("rollout.loop agent needs the OpenAI server, which is not running")
+        session = server.sessions.open_private(
+            context.trajectory,
+            sampling=context.sampling,
+            group=context.route.group,
+            agent_rewards=rollout.agent_rewards,
+            max_turns=rollout.max_turns,
+            calls=context.calls,
+        )
+        session.clock = context.clock
+        try:
+            with context.timed("agent"), waiting(context.request_id, "agent"):
+                base_url, model = server.session_url(session.id), server.model_name
+                await self._run_agent(rollout.agent, context, session, base_url, model)
+        except (DeadlineError, InputError):
+            raise
+        except Exception:
+            if not session.refused_turns:
+                raise
+            # It may fail where it gets no more turns: the trajectory ends with those that it has.
+        finally:
+            server.sessions.close(session.id)
+        session.finish()
+        if session.all_lost_turns:
+            context.trajectory.events["lost_turn"] += session.all_lost_turns
+        if not context.trajectory.turns:
+            message = f"the agent of {context.request_id} sampled nothing"
+            raise TrajectoryError("agent_silent", message)
+
+    async def _run_agent(
+        self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
+    ) -> None:
+        row, name, rollout = context.row, context.request_id, context.rollout
+        trace = trace_headers()
+        if agent.startswith(WORKER):
+            command = agent.removeprefix(WORKER).strip()
+            if command not in self._workers:
+                self._workers[command] = AgentWorker(command, rollout.agent_env)
+            worker = self._workers[command]
+            task = {"task": row, "base_url": base_url, "model": model, "name": name}
+            report = await worker.run(task | ({"trace": trace} if trace else {}))
+            apply_report(report, session, worker.name)
+        elif agent.startswith(("http://", "https://")):
+            request = {"row": row, "base_url": base_url, "model": model, "id": name}
+            report = await run_endpoint(agent, request)
+            apply_report(report, session, f"the agent {agent}")
+        elif _FUNCTION.fullmatch(agent):
+            # A copy: the environment computes the reward from the original row.
+            await call_user_code(
+                lambda: load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row)),
+                name=f"the agent {agent}",
+                seconds=rollout.trajectory_timeout,
+                key="rollout.trajectory_timeout",
+            )
+        else:
+            variables = {header.upper(): value for header, value in trace.items()}
+            variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
+            environment = clean_environment(rollout.agent_env, **variables)
+            await run_command(agent, environment, row, context.clock)
+
+
+class ChatSchedulerLoop:
+    """Passes a problem to the chat scheduler, whose requests become the turns."""
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        if context.chats is None:
+            needs = "rollout.loop chat_scheduler needs a ChatBackend"
+            raise InputError(f"{needs}, which is not running")
+        # A copy: the environment computes the reward from the original row.
+        row, messages = await call_user_code(
+            *(copy.deepcopy, (context.row, list(context.problem))),
+            name="the copy of a row",
+            seconds=context.rollout.environment_timeout,
+            key="rollout.environment_timeout",
+        )
+        config = context.chats.config
+        batch = DataProto.from_conversations(
+            [messages],
+            {name: [value] for name, value in row.items()},
+            do_sample=context.sampling.temperature > 0,
+            validate=config.eval.sampling == context.sampling != config.sampling,
+        )
+        with context.timed("agent"), waiting(context.request_id, "chat scheduler"):
+            await context.chats.converse(
+                context.trajectory,
+                batch,
+                context.sampling,
+                group=context.route.group,
+                clock=context.clock,
+                calls=context.calls,
+            )
+
+
+async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
+    path = config.rollout.chat_scheduler
+    return await import_user_code(
+        load_chat_scheduler, path, config=config, what=path or "the chat scheduler"
+    )
+
+
+def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
+    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`."""
+    if path is None:
+        return ChatCompletionScheduler
+    found = load_object(path, "rollout.chat_scheduler")
+    if not (isinstance(found, type) and issubclass(found, ChatCompletionScheduler)):
+        raise InputError(
+            f"rollout.chat_scheduler: {path} is not a subclass of "
+            "turnwise.serving.chat_scheduler.ChatCompletionScheduler"
+        )
+    return found

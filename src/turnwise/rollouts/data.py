@@ -1,11 +1,8 @@
 """Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
-A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
-Parquet files, datasets and large JSON Lines and CSV files are made when they are asked for, so that
-a million rows take no more memory than a thousand; smaller files are read at once.
-
-Arrow, which holds Parquet files and datasets, gives each record the keys of all others, with null.
-Such keys of records within a row (messages, calls, descriptions of tools) are left out.
+A row is a dictionary of plain values. Rows of Parquet files, datasets and large JSON Lines and CSV
+files are made when they are asked for, so that a million rows take no more memory than a thousand;
+smaller files are read at once.
 """
 
 import codecs
@@ -16,11 +13,10 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
-
-import numpy as np
 
 from turnwise.config import Config
 from turnwise.core.optional import optional
@@ -39,11 +35,8 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
-_EAGER_BYTES = 2**22
-"""Maximum size of a JSON Lines or CSV file whose rows are made at once."""
-_SCANNED_BYTES = 2**24
+_EAGER_BYTES = 2**22  # maximum size of a JSON Lines or CSV file whose rows are made at once
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_NEWLINE = 10
 
 
 def load_rows(
@@ -65,9 +58,8 @@ def load_rows(
         agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
-        InputError: when the file, dataset or split does not exist, cannot be read, or has no
-            rows; the message names the line of an invalid row. A row that is read later raises
-            it when it is asked for.
+        InputError: naming the file, dataset, split or line that cannot be used. A row that is read
+            later raises it when it is asked for.
     """
     if path == ENVIRONMENT:
         raise InputError("rows that an environment makes are read by load_training(config)")
@@ -92,28 +84,18 @@ def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
-def load_training(
-    config: Config, environment: EnvironmentType | None = None
-) -> Problems | JoinedProblems:
-    """Return the problems of data.path, or of all `environments`.
-
-    Args:
-        environment: Makes the rows if data.path is `environment`; None means the configured one.
-    """
-    return _of_each(config, environment, "train")
-
-
 def load_heldout(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
     """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return _of_each(config, environment, "eval")
+    return load_training(config, environment, "eval")
 
 
-def _of_each(
-    config: Config, environment: EnvironmentType | None, split: str
+def load_training(
+    config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
-    """Return the problems of each environment, joined if the run may have several."""
+    """Return the problems of data.path, joined if the run has several `environments`; of the path
+    `environment`, the rows that `environment` makes (None: the configured one)."""
     if not config.environments:
         return Problems(*_rows_of(config, environment, split))
     parts = {}
@@ -169,98 +151,94 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
-    """Read rows; of a large file, the lines are found, and parsed when they are asked for."""
-    if path.stat().st_size <= _EAGER_BYTES:
+    def places() -> Iterator[tuple[int, int, int]]:
+        end = 0
         with path.open("rb") as lines:
-            numbered = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
-            return [_parse_line(path, number, line) for number, line in islice(numbered, limit)]
-    file = os.open(path, os.O_RDONLY)  # open for as long as the run
-    content = np.memmap(path, np.uint8, "r")
-    parts = range(0, len(content), _SCANNED_BYTES)
-    found = [np.flatnonzero(content[i : i + _SCANNED_BYTES] == _NEWLINE) + i for i in parts]
-    newlines = np.concatenate(found)
-    starts = np.concatenate([[0], newlines + 1])
-    lengths = np.concatenate([newlines, [len(content)]]) - starts
-    numbers = np.flatnonzero(lengths > 1)  # no object is shorter than two characters
-    starts, lengths = starts[numbers], lengths[numbers]
+            for number, line in enumerate(lines, start=1):
+                start, end = end, end + len(line)
+                if line.strip():
+                    yield number, start, end
 
-    def read(index: int) -> Row:
-        with _naming_file(path):
-            line = os.pread(file, int(lengths[index]), int(starts[index]))
-            return _parse_line(path, int(numbers[index]) + 1, line)
+    def parse(number: int, line: bytes) -> Row:
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise InputError(
+                f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, line {number}: a row must be a JSON object")
+        return row
 
-    return Lazy(len(numbers), read)
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
-        raise InputError(
-            f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
-        ) from None
-    if not isinstance(row, dict):
-        raise InputError(f"{path}, line {number}: a row must be a JSON object")
-    return row
+    return _rows_at(path, islice(places(), limit), parse)
 
 
 def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
-    """Read rows whose fields the first line names; every value is text.
-
-    All rows are checked at once. Those of a large file are parsed again when they are asked for.
-    """
-    if path.stat().st_size <= _EAGER_BYTES:
-        return [row for _, row in islice(_csv_rows(path), limit)]
-    file = os.open(path, os.O_RDONLY)  # open for as long as the run
-    places, names = array("Q"), list[str]()
-    for place, row in islice(_csv_rows(path), limit):
-        places.extend(place)
-        names = names or list(row)
-
-    def read(index: int) -> Row:
-        with _naming_file(path):
-            start, end = places[2 * index : 2 * index + 2]
-            text = os.pread(file, end - start, start).decode()
-            (values,) = csv.reader([text], delimiter=_DELIMITERS[path.suffix], strict=True)
-            return dict(zip(names, values, strict=True))
-
-    return Lazy(len(places) // 2, read)
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
-    """Yield each row, with its first byte in the file and the one after its last."""
+    """Read rows whose fields the first line names; every value is text. All are checked at once."""
     csv.field_size_limit(sys.maxsize)
-    end = 0
+    reader = partial(csv.reader, delimiter=_DELIMITERS[path.suffix], strict=True)
+    names, end = list[str](), 0
 
-    def text_of(file: TextIO) -> Iterator[str]:
+    def lines_of(file: TextIO) -> Iterator[str]:
         nonlocal end
         for line in file:
             end += len(line.encode())
             yield line
 
-    with path.open("rb") as beginning:
-        end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(text_of(file), delimiter=_DELIMITERS[path.suffix], strict=True)
-        try:
-            names = next(lines, [])
-            if len(set(names)) < len(names) or not all(name.strip() for name in names):
-                what = "the first line names the fields, each differently"
-                raise InputError(f"{path}, line 1: {what}")
-            start = end
-            for values in lines:
-                place, start = (start, end), end
-                if not values:
-                    continue
-                if len(values) != len(names):
-                    raise InputError(
-                        f"{path}, line {lines.line_num}: {len(values)} values for the "
-                        f"{len(names)} fields {', '.join(names)}"
-                    )
-                yield place, dict(zip(names, values, strict=True))
-        except csv.Error as error:
-            raise InputError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
+    def places() -> Iterator[tuple[int, int, int]]:
+        nonlocal end
+        with path.open("rb") as beginning:
+            end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = reader(lines_of(file))
+            try:
+                names.extend(next(lines, []))
+                if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                    what = "the first line names the fields, each differently"
+                    raise InputError(f"{path}, line 1: {what}")
+                start = end
+                for values in lines:
+                    if values and len(values) != len(names):
+                        raise InputError(
+                            f"{path}, line {lines.line_num}: {len(values)} values for the "
+                            f"{len(names)} fields {', '.join(names)}"
+                        )
+                    if values:
+                        yield lines.line_num, start, end
+                    start = end
+            except csv.Error as error:
+                raise InputError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
+
+    def parse(number: int, line: bytes) -> Row:
+        (values,) = reader([line.decode()])
+        return dict(zip(names, values, strict=True))
+
+    return _rows_at(path, islice(places(), limit), parse)
+
+
+def _rows_at(
+    path: Path, places: Iterable[tuple[int, int, int]], parse: Callable[[int, bytes], Row]
+) -> Sequence[Row]:
+    """Return the rows at places: line, first byte, and the one after the last. Those of a large
+    file are parsed when they are asked for."""
+    found = array("Q")
+    for place in places:
+        found.extend(place)
+    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+
+    def read(index: int) -> Row:
+        number, start, end = found[3 * index : 3 * index + 3]
+        with _naming_file(path):
+            return parse(number, os.pread(file, end - start, start))
+
+    rows = Lazy(len(found) // 3, read)
+    if path.stat().st_size > _EAGER_BYTES:
+        return rows
+    try:
+        return list(rows)
+    finally:
+        os.close(file)
 
 
 def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
@@ -319,7 +297,8 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
 
 
 def _own_keys(row: Row) -> Row:
-    """Return a row of Arrow, whose fields may be null, without null keys of records in it."""
+    """Return a row without null keys of records in it (messages, calls, descriptions of tools):
+    Arrow gives each record the keys of all others."""
 
     def without_null(value: object) -> object:
         if isinstance(value, dict):

@@ -31,6 +31,8 @@ from turnwise.tools.foreign import adopted
 from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import MAX_REWARD, Message, Trajectory
 
+REPLY = "environment_reply"
+"""Reason of a trajectory whose environment's process, or server, sent a wrong answer."""
 BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 Reply = str | Sequence[Message] | None
@@ -193,7 +195,6 @@ address."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
-    """Import `package.module:Class`, or adapt another system's environment."""
     if path is None:
         raise InputError("environment must be set: package.module:Class")
     name, _, address = path.partition(":")
@@ -243,10 +244,8 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
-    """Return the rows that an environment makes itself for a split, `train` or `eval`.
-
-    Those of `environment_args` that its `rows` takes are passed too. Runs user code.
-    """
+    """Return the rows that an environment makes itself for a split, `train` or `eval`, of those
+    `environment_args` that its `rows` takes. Runs user code."""
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
     if rows is None:
@@ -279,11 +278,9 @@ def naming_row(where: str, row: Row) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-            place = where_in_user_code(error)
-            raise InputError(
-                f"{where} has no field {error}; it has: {', '.join(map(str, row))}"
-                + (f" ({place})" if place else "")
-            ) from error
+            place, fields = where_in_user_code(error), ", ".join(map(str, row))
+            message = f"{where} has no field {error}; it has: {fields}"
+            raise InputError(message + (f" ({place})" if place else "")) from error
         failure = ordinary_error(error)
         raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
 
@@ -297,10 +294,8 @@ def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
 
 
 def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
-    """Return an environment's problem, and the opening messages of each player if it is a game.
-
-    The first player's are the problem.
-    """
+    """Return an environment's problem, and the opening messages of each player if it is a game:
+    the first player's are the problem."""
     kind = type(environment).__name__
     given = _attribute(environment, "players")
     if not given:
@@ -330,9 +325,10 @@ def read_messages(value: object, what: str) -> list[Message]:
     """Return a text or messages of user code as messages; `what` names the value in errors."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    messages = [dict(one) for one in value if isinstance(one, Mapping)] if is_list(value) else []
-    texts = all(isinstance(message.get("role"), str) for message in messages)
-    if not (is_list(value) and messages and len(messages) == len(value) and texts):
+    given = value if is_list(value) else []
+    messages = [dict(one) for one in given if isinstance(one, Mapping)]
+    messages = [message for message in messages if isinstance(message.get("role"), str)]
+    if not messages or len(messages) < len(given):
         raise InputError(
             f'{what} must be a string, or a list of messages such as {{"role": "user", '
             f'"content": "..."}}, not {shown(value)}'
@@ -364,8 +360,22 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
             toolsets.append(made)
         elif isinstance(made, Tool):
             tools.append(made)
-        elif isinstance(made, Mapping):
-            tools.append(_described_tool(made, environment, owner))
+        elif isinstance(made, Mapping):  # a description in OpenAI's format, for `call_tool`
+            function = made.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str):
+                raise InputError(
+                    f'a description in {owner}.tools must be {{"type": "function", "function": '
+                    f'{{"name": ...}}}}, not {shown(made)}'
+                )
+            if (call := own_method(environment, "call_tool")) is None:
+                raise InputError(
+                    f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) "
+                    "must run: define that method"
+                )
+            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            described = str(function.get("description", ""))
+            tools.append(Tool(name, described, schema, partial(call, name)))
         elif callable(made) and isinstance(getattr(made, "__name__", None), str):
             tools.append(made)
         else:
@@ -378,25 +388,6 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"{owner}.tools has two functions named {twice[0]}")
     return tools, toolsets
-
-
-def _described_tool(tool: Mapping[str, Foreign], environment: object, owner: str) -> Tool:
-    """Return a tool that `call_tool` runs, from its description in OpenAI's format."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise InputError(
-            f'a description in {owner}.tools must be {{"type": "function", "function": {{"name": '
-            f"...}}}}, not {shown(tool)}"
-        )
-    call = own_method(environment, "call_tool")
-    if call is None:
-        raise InputError(
-            f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) must run: "
-            "define that method"
-        )
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(name, str(function.get("description", "")), parameters, partial(call, name))
 
 
 def _attribute(environment: object, name: str) -> object:
@@ -430,10 +421,8 @@ def read_rewards(value: object, who: str, turns: int) -> Rewards:
 
 
 def read_reward(value: object, who: str) -> float:
-    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
-
-    It is a `reward_error` when it is not a finite number, or beyond `MAX_REWARD`.
-    """
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; a `reward_error`
+    when it is not a finite number, or beyond `MAX_REWARD`."""
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:
         return number
@@ -442,7 +431,6 @@ def read_reward(value: object, who: str) -> float:
 
 
 def read_metrics(values: object, what: str) -> dict[str, float]:
-    """Return what an environment's `metrics` gave, with plain numbers."""
     if not isinstance(values, Mapping):
         raise InputError(f"{what} must return a dictionary, not {shown(values)}")
     numbers: dict[str, float] = {}

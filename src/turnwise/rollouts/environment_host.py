@@ -1,10 +1,9 @@
 """The process of one environment, forked for each episode (`rollout.environment_process`).
 
 `python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
-once, and is forked for each episode. The fork plays an `Episode`, as its driver asks. Requests
-are pickles, which only the driver writes; answers are JSON, because a model's code may run here.
-
-    driver (RemoteEpisode) ── asks ──> fork: Episode -> the user's environment
+once, and is forked for each episode. The fork plays an `Episode`, as its driver, a `RemoteEpisode`,
+asks. The problem and the requests are pickles, which only the driver writes; answers are JSON,
+because a model's code may run here.
 """
 
 import asyncio
@@ -25,6 +24,7 @@ from turnwise.config import RolloutConfig
 from turnwise.core import spans
 from turnwise.core.fork_server import exit_code, serve
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
@@ -33,13 +33,10 @@ from turnwise.tools.toolbox import encodable, make_toolbox
 
 if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
-    from turnwise.rollouts.problems import Problem
     from turnwise.trajectory import Message, Trajectory
 
-_FLUSH_SECONDS = 2.0
-"""Time to send the spans of the environment's own code at its end."""
-_ERROR_CHARS = 20_000
-"""Number of characters of an error, and of its traceback, that are sent."""
+_FLUSH_SECONDS = 2.0  # time to send the spans of the environment's own code at its end
+_ERROR_CHARS = 20_000  # number of characters of an error, and of its traceback, that are sent
 
 
 def main() -> None:
@@ -61,49 +58,49 @@ def main() -> None:
 async def _answer_all(
     connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
 ) -> None:
-    """Answer requests, together, until the driver closes the connection."""
+    """Read the problem, and answer requests, together, until the driver closes the connection."""
     os.setsid()  # what the environment starts ends with it
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # every fork has the server's state; Python seeds its own
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
-    player = _Player(factory, rollout)
     tasks: set[asyncio.Task[None]] = set()
+
+    async def received() -> Foreign:
+        size = int.from_bytes(await reader.readexactly(HEADER), "big")
+        return pickle.loads(await reader.readexactly(size))
 
     async def answer(
         number: int, method: str, arguments: tuple[object, ...], turn: int, trace: dict[str, str]
     ) -> None:
         with spans.joined(trace):
-            reply = await player.reply(method, arguments, turn)
-        writer.write(framed(encodable(json.dumps([number, reply], ensure_ascii=False)).encode()))
+            reply = {"id": number} | await player.reply(method, arguments, turn)
+        writer.write(framed(encodable(json.dumps(reply, ensure_ascii=False)).encode()))
 
-    while True:
-        try:
-            size = int.from_bytes(await reader.readexactly(HEADER), "big")
-            request = pickle.loads(await reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        if request[1] == "close":  # nothing that still runs may see a closed environment
-            for task in tasks:
-                task.cancel()
-        tasks.add(task := asyncio.create_task(answer(*request)))
-        task.add_done_callback(tasks.discard)
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        player = _Player(Episode(factory, await received(), rollout), rollout)
+        while True:
+            request = await received()
+            if request[1] == "close":  # nothing that still runs may see a closed environment
+                for task in tasks:
+                    task.cancel()
+            tasks.add(task := asyncio.create_task(answer(*request)))
+            task.add_done_callback(tasks.discard)
 
 
 class _Player:
     """One episode, and the answers to requests about it: {"value": ...} or {"error": ...}."""
 
-    def __init__(self, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
-        self._factory, self._rollout = factory, rollout
-        self._episode: Episode | None = None
+    def __init__(self, episode: Episode, rollout: RolloutConfig) -> None:
+        self.episode, self._rollout = episode, rollout
 
     async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
         """Return the value of a method of this class or of the episode, or its error, as JSON."""
         try:
-            if self._episode is not None and method != "close":
-                self._episode.turn_ended(turn)  # may run code of the environment
+            if method != "close":
+                self.episode.turn_ended(turn)  # may run code of the environment
             own = getattr(self, method, None)
-            value = await (own or getattr(self._episode, method))(*arguments)
+            value = await (own or getattr(self.episode, method))(*arguments)
             json.dumps(value, allow_nan=False)
         except TurnwiseError as error:
             return {"error": _error(error)}
@@ -114,27 +111,25 @@ class _Player:
             return {"error": _error(failure)}
         return {"value": value}
 
-    @property
-    def episode(self) -> Episode:
-        assert self._episode is not None
-        return self._episode
+    async def prompt(self) -> object:
+        return await self._call(self.episode.prompt)
 
-    async def prompt(self, problem: "Problem") -> object:
-        episode = Episode(self._factory, problem, self._rollout)
-        return await self._call(episode.prompt)
-
-    async def preview(self, problem: "Problem") -> object:
-        episode = Episode(self._factory, problem, self._rollout)
-        return _known(episode) if await self._call(episode.preview) else None
+    async def preview(self) -> object:
+        return self._known() if await self._call(self.episode.preview) else None
 
     async def _call(self, function: Callable[[], object]) -> object:
         seconds = self._rollout.environment_timeout
         return await call_user_code(function, name="the environment", seconds=seconds)
 
-    async def open(self, problem: "Problem") -> object:
-        self._episode = episode = Episode(self._factory, problem, self._rollout)
-        await episode.open()
-        return _known(episode)
+    async def open(self) -> object:
+        await self.episode.open()
+        return self._known()
+
+    def _known(self) -> JsonObject:
+        """Return the part of the episode that the driver must know (`remote_episode.Opened`)."""
+        names = "name", "problem", "players", "steps", "measures"
+        known = {name: getattr(self.episode, name) for name in names}
+        return known | {"schemas": self.episode.toolbox.schemas}
 
     async def tool(self, name: str, arguments_json: str) -> object:
         result = await self.episode.toolbox.call(name, arguments_json)
@@ -142,39 +137,25 @@ class _Player:
         described = error and _with_frames(error, await describe_user_error(error))
         return {"text": result.text, "outcome": result.outcome, "error": described}
 
-    async def move(self, message: "Message") -> object:
-        move = await self.episode.move(message)
+    async def step(self, message: "Message", game: bool) -> object:
+        move = await self.episode.step(message, game=game)
         return None if move is None else {move[0]: move[1]}
 
     async def reward(self, trajectory: "Trajectory") -> object:
         return asdict(await self.episode.reward(trajectory))
 
     async def close(self) -> object:
-        """Close the episode; return the errors of what failed."""
         failures: list[JsonObject] = []
 
         async def report(reason: str, error: Exception) -> None:
             failures.append(_error(error))
 
-        if self._episode is not None:
-            await self._episode.close(report)
+        await self.episode.close(report)
         with suppress(TurnwiseError):  # a collector that is slow
             await call_user_code(spans.flush, name="the collector", seconds=_FLUSH_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         return failures
-
-
-def _known(episode: Episode) -> JsonObject:
-    """Return the part of an episode that the driver must know (`environment_answers.Opened`)."""
-    return {
-        "name": episode.name,
-        "problem": episode.problem,
-        "players": episode.players,
-        "schemas": episode.toolbox.schemas,
-        "steps": episode.steps,
-        "measures": episode.measures,
-    }
 
 
 def _error(error: Exception) -> JsonObject:

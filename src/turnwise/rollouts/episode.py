@@ -44,8 +44,7 @@ from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
 
-STALL_KEY = "rollout.stall_timeout"
-"""Key of the deadline of a reward."""
+STALL_KEY = "rollout.stall_timeout"  # key of the deadline of a reward
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
 """Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
 code. A toolset may stay unopened."""
@@ -54,11 +53,9 @@ Report = Callable[[str, Exception], Awaitable[None]]
 
 
 class Episode:
-    """One environment in use; `playing` opens and closes it.
+    """One environment in use, in threads of this process; `playing` opens and closes it.
 
-    The environment lives in threads of this process. One in a process of its own is played by
-    `remote_episode.RemoteEpisode`, which overrides what touches the environment; the tools of
-    `rollout.tools` always live here.
+    `RemoteEpisode` overrides what touches the environment; tools of `rollout.tools` live here.
     """
 
     def __init__(
@@ -68,10 +65,8 @@ class Episode:
         rollout: RolloutConfig,
         tools: Sequence[ToolSource] = (),
     ) -> None:
-        self.where = problem.id
-        """Name of the row, for messages."""
-        self.name = "the environment"
-        """Name of the environment's class, once it is open."""
+        self.where = problem.id  # name of the row, for messages
+        self.name = "the environment"  # name of the environment's class, once it is open
         self.environment: Foreign = None
         """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
@@ -79,10 +74,8 @@ class Episode:
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
-        self.steps = False
-        """Whether the environment answers turns that call no tool."""
-        self.measures = False
-        """Whether the environment has metrics of its own."""
+        self.steps = False  # whether the environment answers turns that call no tool
+        self.measures = False  # whether the environment has metrics of its own
         self._factory = factory
         self._row = problem.row
         self._rollout = rollout
@@ -111,10 +104,8 @@ class Episode:
         await self._open_toolsets()
 
     def prompt(self) -> list[Message] | None:
-        """Return the messages that the class knows from the row alone; None if it knows none.
-
-        Call this and `preview` in a thread; both raise an InputError that names the row.
-        """
+        """Return the messages that the class knows from the row alone; None if it knows none. Call
+        this and `preview` in a thread."""
         if (prompt := own_method(type_of(self._factory), "prompt")) is None:
             return None
         with naming_row(self.where, self._row):
@@ -173,25 +164,22 @@ class Episode:
         if isinstance(self.environment, Environment):
             self.environment.current_turn = turn
 
-    async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory."""
+    async def step(
+        self, message: Message, *, game: bool = False
+    ) -> tuple[str, list[Message]] | None:
+        """Return who moves next ("" if it is no game), and what the model reads before; None ends
+        the trajectory. A game's message has the `name` of the player who said it."""
         reply = await self._call("step", self.environment.step, message) if self.steps else None
-        if reply is None or isinstance(reply, str):
-            return None if reply is None else [{"role": "user", "content": reply}]
-        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next, and what this player reads before; None ends the game.
-
-        The message's `name` is the player who said it.
-        """
-        move = await self._call("step", self.environment.step, message) if self.steps else None
-        if move is None:
+        if reply is None:
             return None
-        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
+        what = f"{self.name}.step"
+        if game:
+            return await self._read("step", lambda: read_move(reply, self.players, what))
+        if isinstance(reply, str):
+            return "", read_messages(reply, what)  # runs no user code
+        return "", await self._read("step", lambda: read_messages(reply, what))
 
     async def done(self) -> bool:
-        """Return whether the environment has ended the trajectory."""
         known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
         if isinstance(known, bool):
             return known
@@ -217,7 +205,6 @@ class Episode:
         return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the environment's metrics of a finished trajectory."""
         if not self.measures:
             return {}
         values = await self._call("metrics", self.environment.metrics, trajectory)
@@ -273,10 +260,8 @@ class Episode:
 
 
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
-    """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
-
-    Converting a type other than Python's numbers may run user code, for at most `seconds`.
-    """
+    """Return any reward with plain numbers, as `read_rewards` does; other types than Python's
+    numbers may run user code, for at most `seconds`."""
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
     try:
@@ -290,10 +275,7 @@ async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rew
 
 @asynccontextmanager
 async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
-    """Open an episode for the length of an `async with` block; it is always closed.
-
-    The trajectory's clock is held meanwhile; `report` receives a failed `close`.
-    """
+    """Open an episode for the length of an `async with` block; it is always closed."""
     try:
         with waiting(episode.where, "environment"), clock.held():
             await episode.open()

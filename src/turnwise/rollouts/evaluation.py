@@ -5,41 +5,39 @@ ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an
 as correct; `reward_mean` does not depend on it.
 """
 
+import asyncio
 import logging
 import math
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Protocol
+from pathlib import Path
 
 from turnwise.config import Config
-from turnwise.core.aio import for_each
-from turnwise.errors import InputError
-from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right
-from turnwise.rollouts.problems import Problem, read_problem
+from turnwise.core.aio import for_each, run_in_thread
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right, turn_times, write_times
+from turnwise.rollouts.problems import Lazy, Problem, read_problem
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 2
-"""Trajectories of the groups in flight, in multiples of `rollout.concurrency`."""
+_AHEAD = 2  # trajectories of the groups in flight, in multiples of `rollout.concurrency`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
-
-    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1, of `c` correct attempts.
-    """
+    """Return the probability that `k` of `n` attempts, without replacement, include one of `c`
+    correct ones: the unbiased estimator of Chen et al., arXiv 2107.03374, equation 1."""
     assert 0 <= c <= n
     assert 1 <= k <= n
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def mean_at_k(right: Sequence[bool], k: int) -> float:
-    """Return the share of the first `k` attempts that are correct."""
     assert 1 <= k <= len(right)
     return sum(right[:k]) / k
 
@@ -55,7 +53,6 @@ class Scores:
         self._at_k = {name: 0.0 for k in self._ks for name in (f"pass@{k}", f"mean@{k}")}
 
     def add(self, group: Group) -> None:
-        """Add a group."""
         right = [False] * self._n
         for trajectory in group.trajectories:
             reward = trajectory.reward or 0.0
@@ -70,8 +67,7 @@ class Scores:
 
     def summary(self) -> dict[str, float]:
         """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if
-        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
-        """
+        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself."""
         return {
             "accuracy": self._right / (self._n * self._groups),
             "reward_mean": self._reward / max(1, self._finished),
@@ -87,13 +83,10 @@ class Evaluation:
     """The finished ones, in the problems' order; read from their file, if they have one, when they
     are asked for."""
     finished: int
-    dropped: Counter[str]
-    """Number of dropped trajectories, by reason."""
-    sampled_tokens: int
-    """Number of tokens of the finished ones."""
+    dropped: Counter[str]  # number of dropped trajectories, by reason
+    sampled_tokens: int  # number of tokens of the finished ones
     seconds: float
-    summary: dict[str, float]
-    """Results as `Scores.summary` returns them."""
+    summary: dict[str, float]  # results as `Scores.summary` returns them
     env: dict[str, float] = field(default_factory=dict)
     """Mean of each number that the environments' `metrics` return, over the finished trajectories
     that return it."""
@@ -102,7 +95,6 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct trajectories, as the module's docstring says."""
         return self.summary["accuracy"]
 
     @property
@@ -110,25 +102,67 @@ class Evaluation:
         return self.sampled_tokens / self.seconds
 
 
-class Kept(Protocol):
-    """The finished groups, somewhere, by their problems' indices."""
+class GroupLog:
+    """Keeps groups in a file, so that an early end loses none of them, or in memory.
 
-    @property
-    def trajectories(self) -> Sequence[Trajectory]: ...
+    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
+    """
 
-    async def keep(self, place: int, group: Group) -> None: ...
-
-
-class KeptInMemory:
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None, times: Path | None = None) -> None:
+        self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
+        self._starts, self._places = array("Q"), array("Q")
+        """Position of each trajectory in the file, and of its problem among all."""
+        self._lock = asyncio.Lock()
+        self._begun = False
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+        """Those so far, in the problems' order; of a file, each is read when it is asked for."""
+        if (path := self._path) is None:
+            return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+        order = array("Q", sorted(range(len(self._places)), key=self._places.__getitem__))
+
+        def read(index: int) -> Trajectory:
+            with path.open("rb") as file:
+                file.seek(self._starts[order[index]])
+                return Trajectory.from_json(file.readline().decode())
+
+        return Lazy(len(order), read)
 
     async def keep(self, place: int, group: Group) -> None:
-        self._groups[place] = group
+        """Keep a finished group, also if the caller is cancelled meanwhile; TurnwiseError where it
+        cannot be written."""
+        if self._path is None:
+            self._groups[place] = group
+            return
+
+        def append(path: Path) -> None:
+            lines = [f"{trajectory.to_json()}\n".encode() for trajectory in group.trajectories]
+            new = not self._begun
+            with translate_unwritable(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb" if new else "ab") as file:
+                    start = file.tell()
+                    file.write(b"".join(lines))
+            self._begun = True
+            for line in lines:
+                self._starts.append(start)
+                self._places.append(place)
+                start += len(line)
+            if self._times is not None:
+                write_times(self._times, turn_times([group]), new=new)
+
+        async def write(path: Path) -> None:
+            async with self._lock:  # both files have the same order
+                await run_in_thread(append, path)
+
+        writing = asyncio.ensure_future(write(self._path))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
 
 
 async def run_groups(
@@ -144,10 +178,7 @@ async def run_groups(
     """Run the groups of all problems, some at a time; each row is read when its turn comes.
 
     `keep` gets each group that was run, and its problem's index; `on_group` those with too long a
-    prompt too, which are not run. Their number is logged.
-
-    Raises:
-        InputError: when none was run, or a row cannot be used; the other groups are cancelled.
+    prompt too. InputError when none was run, or a row cannot be used.
     """
     outcomes, left_out = Outcomes(), list[str]()
 
@@ -172,10 +203,8 @@ async def run_groups(
 
 
 def groups_at_once(config: Config, n: int) -> int:
-    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight.
-
-    Some more wait, so that no slot is free while a row is read or a group is written.
-    """
+    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight, and some
+    waiting, so that no slot is free while a row is read or a group is written."""
     return max(2, math.ceil(_AHEAD * config.rollout.concurrency / n))
 
 
@@ -185,14 +214,11 @@ async def evaluate(
     config: Config,
     tag: str = "eval",
     on_group: Callable[[Group], None] = lambda _: None,
-    kept: Kept | None = None,
+    kept: GroupLog | None = None,
 ) -> Evaluation:
-    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`.
-
-    `on_group` and `kept` are as in `run_groups`; None keeps the groups in memory. It is a StepError
-    when more than `rollout.max_failed_fraction` of the trajectories fail.
-    """
-    n, kept = config.eval.sampling.n, kept or KeptInMemory()
+    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`. StepError when
+    more than `rollout.max_failed_fraction` of the trajectories fail."""
+    n, kept = config.eval.sampling.n, kept or GroupLog()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
     of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
     measured = defaultdict[str, list[float]](list)

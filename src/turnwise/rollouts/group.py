@@ -1,18 +1,19 @@
 """A group: the trajectories of one problem, and reasons of failures."""
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import isclose
+from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
-from turnwise.errors import StepError
+from turnwise.errors import StepError, translate_unwritable
 from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
-TOO_LONG = "prompt_too_long"
-"""Reason of a trajectory, and of a group, whose prompt is too long."""
+TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 
 
 @dataclass(slots=True)
@@ -35,8 +36,7 @@ class Group:
     """Seconds from the group's start to its end, including the wait for a free slot."""
     calls: dict[int, list[TurnTimes]] = field(default_factory=dict)
     """Times of the turns of each trajectory, by its `sample_index`."""
-    prompt: str | None = None
-    """Text of a prompt that was given as token ids, otherwise None."""
+    prompt: str | None = None  # text of a prompt that was given as token ids, otherwise None
     appended: list[tuple[str, str]] = field(default_factory=list)
     """Names of files in the run folder, and texts for their ends, on the way to the driver."""
     environment: str = ""
@@ -70,21 +70,14 @@ class Group:
 
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "Group":
-        """Build a group from the values that `to_dict` returned."""
-        calls = tree.get("calls", {})
-        return cls(
-            tree["problem_id"],
-            [Trajectory.from_json(text) for text in tree["trajectories"]],
-            dropped=Counter(tree["dropped"]),
-            retried=Counter(tree["retried"]),
-            dropped_tokens=Counter(tree["dropped_tokens"]),
-            causes=tree["causes"],
-            seconds=defaultdict(float, tree["seconds"]),
-            elapsed=tree["elapsed"],
-            calls={int(index): [TurnTimes(*one) for one in of] for index, of in calls.items()},
-            prompt=tree.get("prompt"),
-            environment=tree.get("environment", ""),
-        )
+        made = tree | {
+            "trajectories": [Trajectory.from_json(text) for text in tree["trajectories"]],
+            "seconds": defaultdict(float, tree["seconds"]),
+        }
+        made |= {name: Counter(tree[name]) for name in ("dropped", "retried", "dropped_tokens")}
+        calls = tree.get("calls", {}).items()  # JSON has no numbers as keys
+        made["calls"] = {int(index): [TurnTimes(*one) for one in of] for index, of in calls}
+        return cls(**made)
 
 
 def is_right(reward: float, success_reward: float) -> bool:
@@ -97,6 +90,13 @@ def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
     return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
 
 
+def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
+    with translate_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if new else "a") as file:
+            file.write("".join(f"{json.dumps(each)}\n" for each in calls))
+
+
 @dataclass(slots=True)
 class Outcomes:
     """The number of finished trajectories of many groups, and of dropped ones by reason."""
@@ -107,7 +107,6 @@ class Outcomes:
     """Message of the last group with each reason."""
 
     def add(self, group: Group) -> None:
-        """Count a group."""
         self.finished += len(group.trajectories)
         self.dropped.update(group.dropped)
         self.causes.update(group.causes)
@@ -123,11 +122,8 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Return the number of dropped trajectories by reason.
-
-    It is a StepError, whose message begins with `who`, when more than `max_failed_fraction` of all
-    were dropped.
-    """
+    """Return the number of dropped trajectories by reason; StepError, whose message begins with
+    `who`, when more than `max_failed_fraction` of all were dropped."""
     outcomes = Outcomes()
     for group in groups:
         outcomes.add(group)

@@ -8,11 +8,12 @@ import logging
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar, get_args, overload
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
@@ -22,8 +23,7 @@ from turnwise.errors import InputError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Row = JsonObject
-"""One row of the data: plain values by field."""
+Row = JsonObject  # one row of the data: plain values by field
 Pool = Literal["mixed", "mastered", "hopeless"]
 """The last group of a row: with a signal; without one, and right; without one, and wrong."""
 _SPREAD = 0x9E3779B1
@@ -52,8 +52,6 @@ class Lazy(Sequence[_T]):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of the data, with a unique name."""
-
     id: str
     """File and number of the row: `train.jsonl:1`, or with several environments
     `NAME/train.jsonl:1`."""
@@ -68,8 +66,7 @@ class Problems(Lazy[Problem]):
     def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:
         super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
         self._name = f"{environment}/{Path(path).name}" if environment else Path(path).name
-        self.in_memory = isinstance(rows, list)
-        """Whether the rows are in a list, so that reading one runs no other code."""
+        self.in_memory = isinstance(rows, list)  # reading a row runs no other code
 
     def name(self, index: int) -> str:
         """Return the id of a problem without reading its row."""
@@ -93,16 +90,12 @@ class JoinedProblems(Lazy[Problem]):
 
 
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the first problem of each environment."""
     parts = problems.parts.values() if isinstance(problems, JoinedProblems) else [problems]
     return [part[0] for part in parts]
 
 
 async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
-    """Return a problem, outside the event loop unless its row is in a list.
-
-    Reading a row may take time, at most `seconds`, and it may be user code.
-    """
+    """Return a problem, whose row may be read by user code, for at most `seconds`."""
     if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
     name, key = f"row {index + 1} of the data", "rollout.environment_timeout"
@@ -113,18 +106,12 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
 
 
 class ProblemStream:
-    """All problems in an endless sequence of epochs, each shuffled differently.
-
-    Problems that are left out, rows that cannot be read, and those that rest are skipped.
+    """All problems in an endless sequence of epochs, each shuffled differently; those that are left
+    out, cannot be read, or rest are skipped.
 
     With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
     right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They
     come back in different epochs, so that no step has many of them.
-
-    Args:
-        problems: At least one; each is asked for when it is taken.
-        seed: Together with the epoch's number it determines the order.
-        max_rest: `data.max_rest`; None lets no problem rest.
 
     Example:
         >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
@@ -165,41 +152,34 @@ class ProblemStream:
         """Return the next `count` problems, across epochs if necessary."""
         taken: list[Problem] = []
         while len(taken) < count:
-            index = self._next()
-            try:
+            with self._taking() as index:
                 taken.append(self._problems[index])
-            except InputError as error:
-                logger.warning("a row is left out: %s", error)
-                self._leave_out(index, str(error))
-            self._position += 1
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
-        """Return the next problem, whose row is read as `read_problem` does.
+        """Return the next problem, whose row is read as `read_problem` does; cancelling this takes
+        none."""
+        while True:
+            with self._taking() as index:
+                return await read_problem(self._problems, index, seconds)
 
-        Cancelling this takes none. It is an InputError when every problem is left out.
-        """
-        problem = None
-        while problem is None:
-            index = self._next()
-            try:
-                problem = await read_problem(self._problems, index, seconds)
-            except InputError as error:
-                logger.warning("a row is left out: %s", error)
-                self._leave_out(index, str(error))
-            self._position += 1
-        return problem
-
-    def _next(self) -> int:
-        """Return the index of the next problem that is not skipped, without taking it."""
+    @contextmanager
+    def _taking(self) -> Iterator[int]:
+        """Yield the next index that is not skipped; one whose row cannot be read is left out."""
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
             if index not in self._left_out and not self.rests(index, self._epoch):
-                return index
+                break
             self._position += 1
+        try:
+            yield index
+        except InputError as error:
+            logger.warning("a row is left out: %s", error)
+            self._leave_out(index, str(error))
+        self._position += 1
 
     def rests(self, index: int, epoch: int) -> bool:
         """Return whether the curriculum leaves a problem out of an epoch."""
@@ -227,10 +207,8 @@ class ProblemStream:
             self._learned[index] = pool, 0 if pool == "mixed" else equal + 1
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems by their last group, and of those that rest, under "".
-
-        Those that are left out do not count; without a curriculum there are no numbers.
-        """
+        """Return the number of problems by their last group, and of those that rest, under ""; of
+        a curriculum, and without those that are left out."""
         if self._max_rest is None:
             return {}
         left_out, learned = self._left_out, self._learned
@@ -239,15 +217,12 @@ class ProblemStream:
         return {
             "": {
                 "fresh": len(self._problems) - len(left_out) - len(known),
-                "mixed": counts["mixed"],
-                "mastered": counts["mastered"],
-                "hopeless": counts["hopeless"],
+                **{pool: counts[pool] for pool in get_args(Pool)},
                 "resting": sum(self.rests(index, self._epoch) for index in known),
             }
         }
 
     def state(self) -> JsonObject:
-        """Return the position as plain values for `restore`."""
         state: JsonObject = {
             "epoch": self._epoch,
             "position": self._position,
@@ -259,7 +234,6 @@ class ProblemStream:
         return state
 
     def restore(self, state: JsonObject) -> None:
-        """Continue from the position that `state` returned, with the same data."""
         if "environments" in state:
             raise InputError(
                 f"the run stopped with the environments {', '.join(state['environments'])}: give "
@@ -283,11 +257,10 @@ class ProblemStream:
 
 
 class MixedStream:
-    """The streams of several environments, of which each gets its share of the groups.
+    """The streams of several environments, with the methods of one.
 
     The next problem is one of the environment that lacks most of its share so far, so that any
-    number of groups that begin one after another has each share to within a group or two. The
-    order within each environment is its stream's own. Its methods are those of `ProblemStream`.
+    number of groups that begin one after another has each share to within a group or two.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -349,11 +322,9 @@ class MixedStream:
 
 
 Stream = ProblemStream | MixedStream
-"""An endless order of problems for training."""
 
 
 def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
-    """Return the order in which problems are trained on: by the seed, weights and curriculum."""
     max_rest = config.data.max_rest if config.data.curriculum else None
     if not isinstance(problems, JoinedProblems):
         return ProblemStream(problems, config.seed, max_rest)

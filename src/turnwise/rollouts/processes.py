@@ -22,9 +22,9 @@ from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, StepError, describe_error
+from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
-from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner, reward_functions_of
@@ -36,10 +36,8 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DIED = "rollout_process_died"
-"""Reason of trajectories whose process died."""
-_MAX_DEATHS = 2
-"""Processes that may die during a group until the group fails: it may be the cause."""
+DIED = "rollout_process_died"  # reason of trajectories whose process died
+_MAX_DEATHS = 2  # processes that may die during a group until the group fails: it may be the cause
 
 
 class RolloutProcesses(FrontProcesses):
@@ -74,11 +72,8 @@ class RolloutProcesses(FrontProcesses):
         self._files = RunFiles(Path(config.output_dir, config.name))
 
     async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
-        """Run the group of a problem in the process with the fewest groups.
-
-        A group whose process dies begins again in another one; that is counted in `Group.retried`,
-        or in `Group.dropped` after the second death. Raises `StepError` when no process is left.
-        """
+        """Run a problem's group in the process with the fewest, and again in another if that dies
+        (`Group.retried`; after the second death `Group.dropped`)."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):
@@ -148,7 +143,6 @@ class RolloutProcesses(FrontProcesses):
 async def open_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
 ) -> AsyncIterator[RunGroup]:
-    """Load the tokenizer, the environment and the loop in a rollout process."""
     files = RunFiles(None)
     runner = await import_user_code(
         lambda: Runner(config, load_tokenizer(config), environment, files),
@@ -164,10 +158,7 @@ async def open_runner(
 
     async with open_front(config, runner, scheduler):
         freeze_gc()
-        try:
-            yield run_group
-        finally:
-            await runner.close()
+        yield run_group
 
 
 @asynccontextmanager

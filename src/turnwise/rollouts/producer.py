@@ -1,17 +1,10 @@
 """The producer: keeps as many groups in flight as can still be trained.
 
-With k = max_staleness, a group that begins when the trainer has finished t steps must be trained
-in step t + 1 + k at the latest. So at most (t + 1 + k) * prompts_per_step groups have begun, not
-counting discarded ones, plus a few spare ones with `rollout.oversample`; none begins for steps
-after the last. With k = 0 a step's groups begin when the previous step is finished, which is
-synchronous training.
-
-Every group that begins is returned once: in a step's batch, or among its `discarded` with the
-reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
-delay others.
-
-With `data.curriculum`, the stream of problems learns the outcomes of groups when their batch is
-taken, in the order in which they began: what begins next does not depend on which ended first.
+A group that begins when the trainer has finished t steps must be trained in step t + 1 +
+max_staleness at the latest, which bounds the groups that have begun (`rollout.oversample` adds a
+few spare ones). Every group is returned once: in a step's batch, which takes those that began
+first, or among its `discarded`. With `data.curriculum`, outcomes are learned in the same order, so
+that what begins next does not depend on which group ended first.
 """
 
 import asyncio
@@ -59,13 +52,8 @@ class _Ready(NamedTuple):
 
 
 class GroupProducer:
-    """Begins groups and returns them in batches of a step; see the module's docstring.
-
-    Args:
-        has_signal: Returns whether a group can train anything; only called if
-            `algorithm.dynamic_sampling` or `data.curriculum` is set.
-        on_group: Called after each group that is ready.
-    """
+    """Begins groups and returns them in batches of a step; `has_signal` returns whether a group can
+    train anything."""
 
     def __init__(
         self,
@@ -85,8 +73,7 @@ class GroupProducer:
         self._has_signal = has_signal
         self._on_group = on_group
         self._number = 0
-        self._counted = 0
-        """Number of groups begun, not counting discarded ones."""
+        self._counted = 0  # number of groups begun, not counting discarded ones
         self._allowed = self._bound(0)
         """Number of groups that may begin until the next step is trained."""
         self._resumed: list[Problem] = []
@@ -154,17 +141,15 @@ class GroupProducer:
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
         if not (dynamic or curriculum):
             return "", None
-        signal = await self._has_signal(group)
         outcome: Pool = "mixed"
-        if not signal:
+        if not await self._has_signal(group):
             lowest = min(trajectory.reward or 0.0 for trajectory in group.trajectories)
             right = is_right(lowest, self._config.eval.success_reward)
             outcome = "mastered" if right else "hopeless"
-        reason = "no_signal" if dynamic and not signal else ""
+        reason = "no_signal" if dynamic and outcome != "mixed" else ""
         return reason, outcome if curriculum else None
 
     def _check_discarded(self) -> None:
-        """Raise a StepError if too many groups fail, or cannot be trained on."""
         groups = [(why, group) for why, group in self._discarded if not group.left_out]
         if len(groups) >= self._per_step:
             known = [group for _, group in groups] + [r.group for r in self._ready.values()]
@@ -197,10 +182,9 @@ class GroupProducer:
                 self._ready.clear()
             for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
                 self._stream.learn(*self._outcomes.pop(number))
-            batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
-            batch.pools = self._stream.pools()
-            self._discarded = []
-            return batch
+            discarded, self._discarded = self._discarded, []
+            groups = [ready.group for ready in taken]
+            return Batch(groups, discarded, ended - began, self._stream.pools())
 
     async def advance(self, step: int) -> None:
         """Allow more groups to begin: the trainer finished a step and is sending its weights."""
@@ -214,7 +198,6 @@ class GroupProducer:
         return len(self._started)
 
     def waiting_for(self) -> list[str]:
-        """Return the ids of the problems in flight, the oldest first."""
         return [problem.id for problem, _ in self._started.values()]
 
     def state(self) -> JsonObject:

@@ -1,8 +1,10 @@
 """Episodes in processes of their own (`rollout.environment_process`): the driver's side.
 
 A crash of the environment's process, or a call that nothing can interrupt, fails one trajectory;
-whatever the environment leaves behind ends with its process group. The other side is
-`environment_host`; what it sends is read as `environment_answers` says.
+whatever it leaves behind ends with its process group. The model's code may run there and write any
+answer. So an answer can fail its own trajectory under one of a few reasons, and nothing else: an
+`InputError`, which ends a run, comes only from a process that was started for one question and has
+run no code of the model. The other side is `environment_host`.
 """
 
 import asyncio
@@ -13,14 +15,15 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Annotated, Literal, NotRequired, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from turnwise.config import RolloutConfig
 from turnwise.core import fork_server
@@ -30,10 +33,18 @@ from turnwise.core.deadlines import deadline
 from turnwise.core.fork_server import ForkServer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
-from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
+from turnwise.core.untrusted import (
+    AnswerError,
+    Number,
+    checked,
+    framed,
+    read_answer,
+    read_frame,
+    receive,
+)
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
-from turnwise.rollouts import environment_answers as answers
 from turnwise.rollouts.environment import (
+    REPLY,
     EnvironmentType,
     Rewards,
     name_of,
@@ -43,19 +54,93 @@ from turnwise.rollouts.environment import (
 from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
 from turnwise.tools import Tool, ToolFunction
-from turnwise.tools.toolbox import Toolbox, ToolResult
+from turnwise.tools.toolbox import Toolbox, ToolOutcome, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
-_ENDING_SECONDS = 5.0
-"""Time for a process whose connection is closed to end."""
-_OPENING_CALLS = 4
-"""Maximum number of calls, each with the deadline, that open an episode."""
+_ENDING_SECONDS = 5.0  # time for a process whose connection is closed to end
+_OPENING_CALLS = 4  # maximum number of calls, each with the deadline, that open an episode
 _CUT_CHARS = 100
 """Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
+_REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
+"""Reasons that a process may give. The environment's own are counted under the first: their number
+is not limited, and some of a run's reasons do more than to fail one trajectory."""
+
+_Name = Annotated[str, Field(max_length=200)]
+_Text = Annotated[str, Field(max_length=100_000)]
+_Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
+
+
+@with_config(extra="allow")
+class _Message(TypedDict):
+    role: str
+
+
+@with_config(extra="allow")
+class _Function(TypedDict):
+    name: _Name
+
+
+@with_config(extra="allow")
+class _Schema(TypedDict):
+    type: Literal["function"]
+    function: _Function
+
+
+class Opened(TypedDict):
+    """The part of the episode that the driver must know, as its attributes."""
+
+    name: _Name
+    problem: list[_Message]
+    players: dict[_Name, list[_Message]]
+    schemas: list[_Schema]
+    steps: bool
+    measures: bool
+
+
+class _Called(TypedDict):
+    text: str
+    outcome: ToolOutcome
+    error: _Text | None  # the tool's traceback
+
+
+class _Rewarded(TypedDict):
+    final: Number
+    turns: list[Number]
+    parts: _Numbers
+    players: _Numbers
+
+
+class Failure(TypedDict):
+    """An error of the process, with its cause's traceback."""
+
+    input: bool
+    reason: _Name
+    message: _Text
+    cause: _Text
+
+
+class _Reply(TypedDict):
+    id: int
+    value: NotRequired[object]
+    error: NotRequired[Failure]
+
+
+PROMPT: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)
+PREVIEW = TypeAdapter(Opened | None)
+OPENED = TypeAdapter(Opened)
+CALLED = TypeAdapter(_Called)
+_Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
+MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)
+"""The next player's name, "" if it is no game, with the messages that the model reads before."""
+DONE = TypeAdapter(bool)
+REWARDED = TypeAdapter(_Rewarded)
+METRICS = TypeAdapter(_Numbers)
+CLOSED = TypeAdapter(Annotated[list[Failure], Field(max_length=100)])
+_REPLY = TypeAdapter(_Reply)
 
 
 class EnvironmentProcesses:
@@ -76,11 +161,8 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def start(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process; call it from a thread.
-
-        Returns a connection for requests, and one that brings the exit status, and whose closing
-        kills the process with its process group.
-        """
+        """Start a process, from a thread; return a connection for requests, and one that brings the
+        exit status, and whose closing kills the process with its process group."""
         seconds = self._rollout.environment_timeout
         try:
             with ExitStack() as opened:
@@ -119,10 +201,7 @@ class EnvironmentProcesses:
 
 
 class RemoteEpisode(Episode):
-    """An episode whose environment is in a process of its own: each use of it is a request.
-
-    Requests may overlap.
-    """
+    """An episode whose environment is in a process of its own: each use of it is a request."""
 
     def __init__(
         self,
@@ -134,7 +213,7 @@ class RemoteEpisode(Episode):
         super().__init__(processes.factory, problem, rollout, tools)
         self._problem = problem
         self._processes = processes
-        self._schemas: list[JsonObject] = []
+        self.schemas: list[JsonObject] = []  # descriptions of the environment's tools
         self._turn = -1
         self._talk: asyncio.StreamWriter | None = None
         self._control: asyncio.StreamWriter | None = None
@@ -143,22 +222,26 @@ class RemoteEpisode(Episode):
     async def open(self) -> None:
         await self.connect(*await run_in_thread(self._processes.start))
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
-        known = await self.ask(answers.OPENED, "open", self._problem, seconds=seconds)
-        self._know(known)
+        vars(self).update(await self.ask(OPENED, "open", seconds=seconds))
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
 
     async def connect(self, talk: socket.socket, control: socket.socket) -> None:
-        """Connect to a process that `EnvironmentProcesses` has started."""
+        """Connect to a process that `EnvironmentProcesses` has started, and send the problem."""
         control.settimeout(None)
         (reader, asking), (status, life) = [
             await asyncio.open_connection(sock=each) for each in (talk, control)
         ]
         self._talk, self._control = asking, life
-        self._requests = Requests[JsonObject]()
+        self._requests = Requests[_Reply]()
         """Also those whose answer is waited for no more, since each may come once."""
         self._reading = asyncio.create_task(self._read_answers(reader, status))
+        self._send(self._problem)
+
+    def _send(self, what: object) -> None:
+        assert self._talk is not None
+        self._talk.write(framed(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)))
 
     async def ask(
         self,
@@ -168,17 +251,14 @@ class RemoteEpisode(Episode):
         seconds: float | None = None,
         alone: bool = False,
     ) -> _T:
-        """Ask for a method's value, of the given type; fails as `answers.value_of` does.
+        """Ask for a method's value, of the given type; fails as `value_of` does.
 
         The process keeps the call's own deadline, `seconds` (None: that of the environment). One
-        that does not answer, or not with this type, is killed: `environment_timeout`, or a
-        DeadlineError if the process is `alone`; `environment_reply`.
+        that does not answer, or not with this type, is killed.
         """
-        assert self._talk is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
         number, answer = self._requests.begin()
-        request = number, method, arguments, self._turn, trace_headers()
-        self._talk.write(framed(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)))
+        self._send((number, method, arguments, self._turn, trace_headers()))
         try:
             async with deadline(own + GRACE_SECONDS, f"{method} of {self.where} did not answer"):
                 reply = await answer
@@ -189,17 +269,17 @@ class RemoteEpisode(Episode):
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
         try:
-            return answers.value_of(reply, kind, alone=alone)
+            return value_of(reply, kind, alone=alone)
         except AnswerError as error:
-            raise self._end(answers.REPLY, str(error)) from None
+            raise self._end(REPLY, str(error)) from None
 
     def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
         """Ask a process that is started for this one question; call it from a thread."""
 
         async def asked() -> _T:
-            await self.connect(*self._processes.start())
             try:
-                return await self.ask(kind, method, self._problem, alone=True)
+                await self.connect(*self._processes.start())
+                return await self.ask(kind, method, alone=True)
             finally:
                 self.kill()
 
@@ -211,11 +291,11 @@ class RemoteEpisode(Episode):
         """Pass the answers on, each once, until the process ends or sends a wrong one."""
         try:
             while True:
-                number, reply = answers.read_reply(await read_frame(reader))
-                if not self._requests.settle(number, reply):
+                reply = read_answer(await read_frame(reader), _REPLY)
+                if not self._requests.settle(number := reply["id"], reply):
                     raise AnswerError(f"answered the request {number}, which nobody waits for")
         except AnswerError as error:
-            self._end(answers.REPLY, str(error))
+            self._end(REPLY, str(error))
         except (asyncio.IncompleteReadError, OSError):
             how = "ended"
             with suppress(TimeoutError, OSError, ValueError):
@@ -235,63 +315,50 @@ class RemoteEpisode(Episode):
                 writer.close()
 
     def prompt(self) -> list[Message] | None:
-        said = self._ask_alone(answers.PROMPT, "prompt")
-        return None if said is None else _messages(said)
+        return self._ask_alone(PROMPT, "prompt")
 
     def preview(self) -> bool:
-        known = self._ask_alone(answers.PREVIEW, "preview")
-        if known is None:
+        if (known := self._ask_alone(PREVIEW, "preview")) is None:
             return False
-        self._know(known)
+        vars(self).update(known)
         with naming_row(self.where, self._row):
             self._offer([])
         return not self._toolsets
 
-    def _know(self, known: answers.Opened) -> None:
-        self.name = known["name"]
-        self.problem = _messages(known["problem"])
-        self.players = {name: _messages(said) for name, said in known["players"].items()}
-        self.steps, self.measures = known["steps"], known["measures"]
-        self._schemas = _messages(known["schemas"])
-
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
-        return _RemoteToolbox(self, self._schemas, tools, self._rollout)
+        return _RemoteToolbox(self, tools, self._rollout)
 
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
-    async def step(self, message: Message) -> list[Message] | None:
-        said = await self.ask(answers.STEPPED, "step", message)
-        return None if said is None else _messages(said)
-
-    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        moved = await self.ask(answers.MOVED, "move", message)
+    async def step(
+        self, message: Message, *, game: bool = False
+    ) -> tuple[str, list[Message]] | None:
+        moved = await self.ask(MOVED, "step", message, game)
         if moved is None:
             return None
         ((player, said),) = moved.items()
-        if player not in self.players:
-            raise TrajectoryError(
-                answers.REPLY, f"{self.where}: the environment's process named no player"
-            )
-        return player, _messages(said)
+        if player not in (self.players if game else {""}):
+            raise TrajectoryError(REPLY, f"{self.where}: the environment's process named no player")
+        return player, said
 
     async def done(self) -> bool:
-        return await self.ask(answers.DONE, "done")
+        return await self.ask(DONE, "done")
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        given = await self.ask(answers.REWARDED, "reward", trajectory)
+        given = await self.ask(REWARDED, "reward", trajectory)
         return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        return await self.ask(answers.METRICS, "metrics", trajectory)
+        return await self.ask(METRICS, "metrics", trajectory)
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
         closing = asyncio.ensure_future(super().close(report))
         try:
             if self._talk is not None and self._requests.ended is None:
-                for failure in await self.ask(answers.CLOSED, "close"):
-                    await report("close_error", answers.error_of(failure))
+                for failure in await self.ask(CLOSED, "close"):
+                    await report("close_error", error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:
@@ -305,13 +372,12 @@ class _RemoteToolbox(Toolbox):
     def __init__(
         self,
         episode: RemoteEpisode,
-        schemas: Sequence[JsonObject],
         others: Sequence[ToolFunction | Tool],
         rollout: RolloutConfig,
     ) -> None:
         super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
-        self._episode, self._rollout = episode, rollout
-        self._remote = {str(schema["function"]["name"]): schema for schema in schemas}
+        self._ask = episode.ask
+        self._remote = {str(schema["function"]["name"]): schema for schema in episode.schemas}
         if twice := self._remote.keys() & set(super().names):
             raise InputError(f"two tools are named {min(twice)}")
 
@@ -326,11 +392,8 @@ class _RemoteToolbox(Toolbox):
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         if name not in self._remote:
             return await super().call(name, arguments_json)
-        seconds = self._rollout.tool_timeout
-        called = await self._episode.ask(
-            answers.CALLED, "tool", name, arguments_json, seconds=seconds
-        )
-        text = called["text"][: self._rollout.tool_max_chars + _CUT_CHARS]
+        called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
+        text = called["text"][: self._max_chars + _CUT_CHARS]
         error = None if called["error"] is None else RuntimeError(called["error"])
         return ToolResult(text, called["outcome"], error)
 
@@ -349,12 +412,30 @@ class _Elsewhere:
         )
 
 
-def _messages(sent: Sequence[Mapping[str, object]]) -> list[JsonObject]:
-    return [dict(one) for one in sent]
+def value_of(reply: _Reply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
+    """Return a reply's value, or raise its error, an InputError only if the process was started for
+    this question (`alone`); AnswerError where the value is of another type."""
+    if "error" in reply:
+        failure = error_of(reply["error"], alone=alone)
+        raise failure from failure.__cause__
+    return checked(reply.get("value"), kind)
+
+
+def error_of(failure: Failure, *, alone: bool = False) -> InputError | TrajectoryError:
+    """Return the error that a process reports, with its traceback as the cause."""
+    message, reason = failure["message"], failure["reason"]
+    error: InputError | TrajectoryError
+    if alone and failure["input"]:
+        error = InputError(message)
+    elif reason in _REASONS:
+        error = TrajectoryError(reason, message)
+    else:
+        error = TrajectoryError("environment_error", f"{reason}: {message}")
+    error.__cause__ = RuntimeError(failure["cause"]) if failure["cause"] else None
+    return error
 
 
 def _ended(code: int) -> str:
-    """Describe an exit code, negative for a signal, as a clause."""
     if code >= 0:
         return f"exited with status {code}"
     try:

@@ -8,6 +8,7 @@ on the policy or its tokens.
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,49 +28,27 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 4096
 _NO_LIMIT = 10**9
-_BATCH_TOKENS = 16_384
-"""Tokens of a forward pass where training.micro_batch_tokens is null."""
+_BATCH_TOKENS = 16_384  # tokens of a forward pass where training.micro_batch_tokens is null
 
 
 class RewardModel:
     """The model, as an actor; one coroutine scores the queue, batch after batch."""
 
     def __init__(self) -> None:
+        logs.follow()
         self._queue: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
         self._scoring: asyncio.Task[None] | None = None
-
-    async def start(self, path: str, config: Config, gpu: bool) -> None:
-        """Load the model in the actor's process."""
-        logs.follow()
-        tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
-        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
-        await run_in_thread(
-            lambda: self.load(
-                path,
-                # The shape of a batch changes the last bits of a score.
-                batch_tokens=0 if config.deterministic else tokens,
-                gpu=gpu,
-                trust_remote_code=config.model.trust_remote_code,
-                dtype=dtypes.get(path, "auto"),
-            )
-        )
 
     def load(
         self,
         path: str,
-        *,
         batch_tokens: int,
         gpu: bool,
         trust_remote_code: bool = False,
         dtype: str = "auto",
     ) -> None:
-        """Load the model of a folder, or of a name on the Hub.
-
-        Args:
-            batch_tokens: Maximum number of tokens, padding included, of one forward pass; a longer
-                sequence is scored alone. 0 scores each sequence alone.
-            dtype: Name of the weights' precision; `auto` keeps the one they were saved in.
-        """
+        """Load the model of a folder, or of a name on the Hub; a longer sequence than
+        `batch_tokens`, the most of a forward pass with padding, is scored alone."""
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -142,14 +121,12 @@ class RewardModel:
 
     def _forward(self, sequences: Sequence[list[int]]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        longest = max(map(len, sequences))
+        rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
         padding = self._model.config.pad_token_id or 0
-        ids_BT = torch.full((len(sequences), longest), padding, dtype=torch.long)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, sequence in enumerate(sequences):
-            ids_BT[row, : len(sequence)] = torch.tensor(sequence)
-            mask_BT[row, : len(sequence)] = 1
+        ids_BT = pad_sequence(rows, batch_first=True, padding_value=padding)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         with torch.inference_mode():
             logits_B1 = self._model(
                 input_ids=ids_BT.to(self._device), attention_mask=mask_BT.to(self._device)
@@ -164,12 +141,10 @@ class RemoteRewardModel:
         self.name = path
         self._config = config
         self._num_gpus = num_gpus
-        self._actor: ActorHandle
-        """Set by `start`."""
+        self._actor: ActorHandle  # set by `start`
         self._starting = asyncio.Lock()
         self._clock = StallClock(config.rollout.stall_timeout)
-        self._restarts = 0
-        """Number of restarts since the last score."""
+        self._restarts = 0  # number of restarts since the last score
 
     async def start(self) -> None:
         """Start an actor and load the model in it, within `engine.start_timeout`."""
@@ -184,17 +159,21 @@ class RemoteRewardModel:
             max_concurrency=_MAX_CALLS,
             environment={"OMP_WAIT_POLICY": "PASSIVE"},
         )
+        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
         with killed_on_failure(actor):
-            arguments = "start", self.name, config, self._num_gpus > 0
-            await actor.call(*arguments, what="start", seconds=config.engine.start_timeout)
+            # The shape of a batch changes the last bits of a score.
+            tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
+            await actor.call(
+                *("load", self.name, 0 if config.deterministic else tokens, self._num_gpus > 0),
+                *(config.model.trust_remote_code, dtypes.get(self.name, "auto")),
+                what="start",
+                seconds=config.engine.start_timeout,
+            )
         self._actor = actor
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation.
-
-        It fails when the actor dies twice during it, or more than `serving.max_restarts` times in a
-        row, and when nothing is scored for `rollout.stall_timeout` seconds.
-        """
+        """Return the model's output for a conversation; fails when the actor dies twice, or more
+        than `serving.max_restarts` times in a row, and when nothing is scored in time."""
         actor = self._actor
         try:
             return await self._score(actor, messages)
@@ -206,9 +185,9 @@ class RemoteRewardModel:
                     if self._restarts >= self._config.serving.max_restarts:
                         raise
                     self._restarts += 1
-                    started = asyncio.get_running_loop().time()
+                    started = time.monotonic()
                     await self.start()
-                    seconds = asyncio.get_running_loop().time() - started
+                    seconds = time.monotonic() - started
                     logger.warning("%s; it is back after %.1f s", error, seconds)
         return await self._score(self._actor, messages)
 

@@ -8,13 +8,13 @@ If a part fails or is not a finite number, the trajectory has no reward: it is d
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from turnwise.config import RewardConfig, RolloutConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
+from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
@@ -22,7 +22,6 @@ from turnwise.rollouts.environment import (
     BEYOND_LIMIT,
     Rewards,
     is_list,
-    load_object,
     read_reward,
     shown,
 )
@@ -39,50 +38,30 @@ UserCall = Callable[[Callable[..., object]], Awaitable[object]]
 """Calls a function of the user, plain or async, within the deadline of rewards."""
 
 
-GroupFunction = Callable[
-    [UserCall, Sequence[Trajectory], Row, Mapping[int, Episode]], Awaitable[object]
-]
-"""Gives the finished trajectories of a group, whose episodes come by `sample_index`, their
-numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardKind:
+class RewardKind(NamedTuple):
     label: str
-    compares: bool = False
-    """Whether it needs all finished trajectories of a group."""
+    compares: bool = False  # whether it needs all finished trajectories of a group
     optional: bool = False
     """Whether None may stand for a number: the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """`package.module:function`: a `GroupFunction` that takes the user's function, the run's
-    optimizer steps and its files first; None calls the user's with the trajectories and the row."""
+    """`package.module:function` of a kind that compares, as `_judge_group`; None is that."""
 
 
-REWARD_KINDS = {
+REWARD_KINDS = {  # by the key that an entry has; without any it is the environment's own reward
     "function": RewardKind("function"),
     "group_function": RewardKind("group function", compares=True),
-    "trl": RewardKind(
-        "TRL function",
-        compares=True,
-        optional=True,
-        adapter="turnwise.compat.trl.environment:judge_group",
-    ),
+    "trl": RewardKind("TRL function", True, True, "turnwise.compat.trl.environment:judge_group"),
     "model": RewardKind("model"),
     "environment": RewardKind("environment"),
 }
-"""Kinds by the key that an entry has; one without any of them is the environment's own reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    name: str
-    """Configured name, or else the function, the model's path, or `environment`."""
+class _Part(NamedTuple):
+    name: str  # configured, or else the function, the model's path, or `environment`
     kind: RewardKind
     weight: float
-    function: Callable[..., object] | None = None
-    of_group: GroupFunction | None = None
-    model: str = ""
-    """Path of the reward model; "" for the other kinds."""
+    function: Callable[..., Foreign] | None  # the adapter's, of a kind that compares
+    model: str  # path of the reward model; "" for the other kinds
 
     def __str__(self) -> str:
         label = self.kind.label
@@ -102,14 +81,8 @@ class _Part:
 
 
 class RewardManager:
-    """The configured rewards.
-
-    Args:
-        parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
-        functions: Functions of a program, by their paths; other paths are imported.
-        max_steps: Optimizer steps of the run, which functions of other systems are given, and
-            `files` for what they log.
-    """
+    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own. A
+    program's `functions` come by their paths; other paths are imported."""
 
     def __init__(
         self,
@@ -125,16 +98,15 @@ class RewardManager:
         for entry in parts or [RewardConfig()]:
             key = next((key for key in REWARD_KINDS if getattr(entry, key, None)), "environment")
             kind, path = REWARD_KINDS[key], str(getattr(entry, key, key))
-            function: Callable[..., object] | None = None
-            of_group: GroupFunction | None = None
+            function: Callable[..., Foreign] | None = None
             if key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
-                if kind.adapter:
-                    adapter = load_object(kind.adapter, setting)
-                    of_group = partial(adapter, function, max_steps, files)
+                if kind.compares:
+                    adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
+                    function = partial(adapter, function, max_steps, files)
             name, model = entry.name or path, entry.model or ""
-            self._parts.append(_Part(name, kind, entry.weight, function, of_group, model))
+            self._parts.append(_Part(name, kind, entry.weight, function, model))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -149,12 +121,8 @@ class RewardManager:
     async def judge(
         self, episode: Episode, trajectory: Trajectory, row: Row, clock: StallClock | None = None
     ) -> None:
-        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`.
-
-        A reward that the trajectory already has, because its agent reported it, replaces the
-        environment's own. The trajectory's clock is held while a reward model scores, because the
-        model has its own clock for its whole queue.
-        """
+        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
+        reported replaces the environment's own."""
         values = await together(
             self._value(part, episode, trajectory, row, clock) for part in self._own
         )
@@ -169,10 +137,8 @@ class RewardManager:
             total += part.weight * rewards.total
             for player, value in rewards.players.items():
                 if player not in players:
-                    known = ", ".join(players) or "none"
-                    message = (
-                        f"{part} gave a reward to {player}; players of the environment: {known}"
-                    )
+                    known = f"players of the environment: {', '.join(players) or 'none'}"
+                    message = f"{part} gave a reward to {player}; {known}"
                     raise TrajectoryError("reward_error", message)
                 players[player] += part.weight * value
                 trajectory.reward_parts[player] = value
@@ -197,13 +163,10 @@ class RewardManager:
             return
 
         async def judged(part: _Part) -> list[float | None]:
+            assert part.function is not None
             async with part.judging(trajectories[0].problem_id):
-                if part.of_group is not None:
-                    call = partial(self._call, part)
-                    values = await part.of_group(call, trajectories, row, episodes)
-                else:
-                    assert part.function is not None
-                    values = await self._call(part, part.function, list(trajectories), row)
+                call = partial(self._call, part)
+                values = await part.function(call, trajectories, row, episodes)
                 return await self._call(part, _numbers, values, part, len(trajectories))
 
         values = await together(map(judged, self._of_group))
@@ -222,7 +185,6 @@ class RewardManager:
 
     @property
     def compares(self) -> bool:
-        """Whether a part needs all finished trajectories of a group."""
         return bool(self._of_group)
 
     async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:
@@ -232,11 +194,8 @@ class RewardManager:
         return value
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
-        """Return one part's reward of a trajectory, before its weight.
-
-        A part that the trajectory already has is not computed again. If there is only one part, any
-        name selects it.
-        """
+        """Return one part's reward of a trajectory, before its weight, as it has it or computed; if
+        there is only one part, any name selects it."""
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
             names = ", ".join(part.name for part in self._parts)
@@ -260,6 +219,7 @@ class RewardManager:
         row: Row,
         clock: StallClock | None,
     ) -> Rewards:
+        # A reward model has a clock of its own for its whole queue.
         bounded = clock.held() if clock is not None and part.model else nullcontext()
         async with part.judging(trajectory.problem_id):
             with bounded:
@@ -272,6 +232,20 @@ class RewardManager:
                 else:
                     return await episode.reward(trajectory)
                 return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
+
+
+async def _judge_group(
+    function: Callable[..., object],
+    max_steps: int,
+    files: RunFiles | None,
+    call: UserCall,
+    trajectories: Sequence[Trajectory],
+    row: Row,
+    episodes: Mapping[int, Episode],
+) -> object:
+    """Return what a `group_function` returns for a group's finished trajectories; adapters of other
+    kinds also use the run's steps and files, and the episodes by `sample_index`."""
+    return await call(partial(function, list(trajectories), row))
 
 
 def _numbers(values: object, part: _Part, count: int) -> list[float | None]:

@@ -1,7 +1,7 @@
 """Files of a run's folder to which rollouts append: errors.log and extra.jsonl.
 
-Only the driver writes them. A process of rollouts may be on a node that does not share the folder,
-or shares it without atomic appends; its texts go to the driver with its groups.
+Only the driver writes them: texts of a process of rollouts, which may be on a node without the
+folder, go to it with the groups.
 """
 
 import logging
@@ -26,14 +26,12 @@ class RunFiles:
         self._folder = folder
         self._writing = threading.Lock()
         self._kept: list[tuple[str, str]] = []
-        self._seen: set[str] = set()
-        """Kinds of errors that errors.log has."""
+        self._seen: set[str] = set()  # kinds of errors that errors.log has
 
     def path(self, name: str) -> Path:
         return Path(name) if self._folder is None else self._folder / name
 
     def append(self, name: str, text: str) -> None:
-        """Append a text to a file at once; call it from a thread."""
         with self._writing:
             if self._folder is None:
                 self._kept.append((name, text))
@@ -49,10 +47,8 @@ class RunFiles:
         return kept
 
     async def log_error(self, kind: str, who: str, error: Exception) -> None:
-        """Append the traceback of an error that does not end a run to errors.log.
-
-        Only the first error of each kind is written; `who` is its trajectory.
-        """
+        """Append the traceback of the first error of a kind, that of the trajectory `who`, to
+        errors.log."""
         if kind in self._seen:
             return
         self._seen.add(kind)

@@ -3,47 +3,234 @@
 Every trajectory that starts ends exactly once: in its group or, after `rollout.retries` further
 attempts, counted there under the reason of its last failure. Only an `InputError`, a mistake in the
 user's input, ends the run from here; a lack of descriptors, threads or memory fails trajectories.
+No pass over all rows comes before, and no environment is built for a row that is never played.
 """
 
 import asyncio
+import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_type_hints
 
-from turnwise.chat.template import load_template
+import turnwise.tools
+from turnwise.chat.template import in_thread_if_long, load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import LOOP_NAMES, Config, SamplingConfig, ToolConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
-from turnwise.core.optional import Foreign
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign, load_object
 from turnwise.core.spans import agent_span
-from turnwise.core.user_code import describe_user_error, run_abandonable
+from turnwise.core.user_code import (
+    call_and_wait,
+    call_user_code,
+    describe_user_error,
+    run_abandonable,
+)
 from turnwise.engine.protocol import Generator, Route, TurnTimes
-from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError, TurnwiseError
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TrajectoryError,
+    TurnwiseError,
+    describe_error,
+)
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
-from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.episode import Episode, playing
+from turnwise.rollouts.agents import HttpAgentLoop
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    configured_environment,
+    name_of,
+    own_method,
+    type_of,
+)
+from turnwise.rollouts.episode import Episode, ToolSource, playing
 from turnwise.rollouts.group import TOO_LONG, Group
-from turnwise.rollouts.loops import load_loop, loop_name
-from turnwise.rollouts.loops.agent import HttpAgentLoop
+from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.run_files import RunFiles
-from turnwise.rollouts.stage import Stage
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.trajectory import Trajectory
+from turnwise.tools import Tool, Toolset
+from turnwise.tools.foreign import adopted
+from turnwise.tools.tool import is_toolset, is_toolset_factory
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
+from turnwise.trajectory.left_out import check_messages, check_results, check_tools
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)
+
+_BY_REQUESTS = ("agent", "chat_scheduler")
+_READING = ("tool_calling", "self_play")
+"""Loops in which the model reads results of tools as messages."""
+
+
+class Stage:
+    """An environment (None: the configured one) with all that its episodes share.
+
+    All stages of a run share `left_out`: reasons why problems are left out, by their ids. Without
+    it no prompt is measured, and no tools of `rollout.tools` are offered.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: EnvironmentType | None,
+        loop: AgentLoop,
+        template: ChatTemplate,
+        left_out: dict[str, str] | None,
+    ) -> None:
+        self.rollout = config.rollout
+        self.loop = loop
+        self._config = config
+        self._template = template
+        given = config.environment if environment is None else name_of(environment)
+        self._name = f"the environment {given}"
+        self._environment = environment or configured_environment(config)
+        self._tools = [] if left_out is None else load_tools(config.rollout.tools)
+        self._processes: EnvironmentProcesses | None = None
+        if config.rollout.environment_process:
+            self._processes = EnvironmentProcesses(self._environment, config.rollout)
+        self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
+        self._left_out = {} if left_out is None else left_out
+        self._longest = config.data.max_prompt_tokens or math.inf
+        written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
+        self._measures = left_out is not None and not written
+        self._checked = False  # whether the first prompt has been checked
+
+    def episode(self, problem: Problem) -> Episode:
+        if self._processes is not None:
+            return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
+        return Episode(self._environment, problem, self.rollout, self._tools)
+
+    def check(self, problem: Problem) -> int | None:
+        """Build a problem's environment and prompt; call this from a thread.
+
+        Returns the prompt's tokens; None if the environment has a `setup`, which is not called, or
+        an agent writes the prompts. InputError names the row with unusable fields or tools, or too
+        long a prompt, and what the chat template leaves out of the first one.
+        """
+
+        def measure() -> int | None:
+            episode = self.episode(problem)
+            if not episode.preview():
+                return None
+            messages, schemas = episode.problem, episode.toolbox.schemas
+            self._check_shown(problem.id, messages, schemas)
+            if not self._measures:
+                return None
+            return self._length(problem.id, messages, self._offered(schemas))
+
+        seconds = self.rollout.environment_timeout
+        length = call_and_wait(measure, name=self._name, seconds=seconds)
+        if length is not None and length <= self._longest and (reason := self._too_long(length)):
+            raise InputError(f"{problem.id}: {reason}")
+        return length
+
+    async def known_too_long(self, problem: Problem) -> str:
+        """Return why a problem is left out before its environment is built; "" if it is not."""
+        if not (self.knows_prompts and self._measures):
+            return self._left_out.get(problem.id, "")
+
+        def measure() -> int | None:
+            messages = self.episode(problem).prompt()
+            return None if messages is None else self._length(problem.id, messages, [])
+
+        try:
+            seconds = self.rollout.environment_timeout
+            length = await call_user_code(measure, name=self._name, seconds=seconds)
+            if length is not None:
+                self._admit(problem.id, length)
+        except TrajectoryError as error:
+            return str(error)
+        except Exception:
+            return ""  # its trajectories fail too, and are counted
+        return ""
+
+    async def admit(self, problem: Problem, episode: Episode) -> None:
+        """Fail a trajectory whose prompt is too long, or which the template refuses."""
+        if not self._measures:
+            return
+        messages, schemas = episode.problem, self._offered(episode.toolbox.schemas)
+        try:
+            length = await in_thread_if_long(
+                messages, lambda: self._length(problem.id, messages, schemas)
+            )
+        except InputError as error:
+            if self._template.missing:
+                raise
+            raise TrajectoryError("template_refuses", str(error)) from error
+        self._admit(problem.id, length)
+
+    def _length(
+        self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
+    ) -> int:
+        """Return the number of tokens of a first prompt; an error names the row, `where`."""
+        try:
+            return len(self._template.render_first(messages, schemas))
+        except InputError as error:  # there is no template
+            raise InputError(f"{where}: {error}") from error
+        except Exception as error:  # a template may raise anything
+            refusal = "the chat template refuses the environment's problem"
+            raise InputError(f"{where}: {refusal}: {describe_error(error)}") from error
+
+    def _admit(self, where: str, length: int) -> None:
+        """Leave out a problem with too long a prompt; the first one is logged as a warning."""
+        if reason := self._too_long(length):
+            if not self._left_out:
+                logger.warning("%s is left out, and so is every such row: %s", where, reason)
+            self._left_out[where] = f"{where}: {reason}"
+            raise TrajectoryError(TOO_LONG, self._left_out[where])
+
+    def _too_long(self, length: int) -> str:
+        """Return why a prompt is too long; "" if it is not."""
+        if length > self._longest:
+            most = f"{self._longest} (data.max_prompt_tokens)"
+            return f"its prompt has {length} tokens, more than {most}"
+        if length < (room := self._config.model.max_length):
+            return ""
+        return (
+            f"its prompt of {length} tokens does not fit the context of {room}; raise "
+            "model.max_length, or leave such rows out with data.max_prompt_tokens"
+        )
+
+    def _offered(self, schemas: Sequence[JsonObject]) -> Sequence[JsonObject]:
+        rollout = self.rollout
+        if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
+            return []
+        return schemas
+
+    def _check_shown(
+        self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
+    ) -> None:
+        """Check, once, that the template shows messages, and tools and results of our own loops."""
+        loop = self.rollout.loop
+        if self._checked or loop in _BY_REQUESTS:
+            return
+        try:
+            check_messages(self._template, messages)
+            offered = self._offered(schemas)
+            if offered and loop in LOOP_NAMES:
+                check_tools(self._template, messages, offered)
+            if schemas and loop in _READING:
+                check_results(self._template, offered)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if stop := missing_stop(self._config, self._template):
+            logger.warning("%s", stop)
+        self._checked = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +238,7 @@ class _Run:
     engine: Generator
     problem: Problem
     sampling: SamplingConfig
-    name: str
-    """Unique name of the group; the names and seeds of its requests begin with it."""
+    name: str  # unique name of the group; the names and seeds of its requests begin with it
     stage: Stage
     group: Group
     episodes: dict[int, Episode] = field(default_factory=dict)
@@ -66,15 +252,10 @@ def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, For
 
 
 class Runner:
-    """Makes groups; each environment has its own tools and agent loop.
+    """Makes groups; each environment (None: the configured ones) has its own tools and agent loop.
 
-    Args:
-        environment: None means the configured ones. Its `reward_functions`, if it has any, are
-            those of a program, by their paths in `rollout.rewards`.
-        files: None means those of the run's folder.
-
-    Raises:
-        InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
+    The `reward_functions` of an environment type are those of a program, by their paths in
+    `rollout.rewards`. Without `files` it writes those of the run's folder.
     """
 
     def __init__(
@@ -91,8 +272,7 @@ class Runner:
             played.reward_functions = {}
             environment = played
         self.template = load_template(config, tokenizer)
-        self._stages: dict[str, Stage] = {}
-        """Stages by the environment's name; a single one has the name ""."""
+        self._stages: dict[str, Stage] = {}  # by the environment's name; a single one has ""
         left_out: dict[str, str] = {}
         loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
         for name, part in (config.parts() if environment is None else {"": config}).items():
@@ -106,7 +286,6 @@ class Runner:
                 raise InputError(f"environments.{name}: {error}") from error
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
-        """Files of the run folder that rollouts append to."""
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
@@ -115,20 +294,14 @@ class Runner:
             max_steps=max_steps,
             files=self.files,
         )
-        """The configured rewards; `models` is set when reward models are started."""
-        self.server: OpenAIServer | None = None
-        """Server for agents that speak HTTP; None if the loop needs none."""
-        self.chats: ChatBackend | None = None
-        """Backend of the user's chat scheduler; None if the loop needs none."""
+        self.server: OpenAIServer | None = None  # for agents that speak HTTP
+        self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares all but `rollout.tools`.
-
-        Both together run at most `rollout.concurrency` trajectories at a time. Prompts of the other
-        one are not measured.
-        """
+        """Return a runner for another environment and loop that shares all, slots included, but
+        `rollout.tools`; its prompts are not measured."""
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
         other._stages = {"": Stage(self._config, environment, loop, self.template, None)}
@@ -155,7 +328,6 @@ class Runner:
         return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
 
     def check(self, problem: Problem) -> int | None:
-        """Find mistakes in a problem before anything is sampled; see `Stage.check`."""
         return self._stage(problem).check(problem)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -184,13 +356,8 @@ class Runner:
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
     ) -> Group:
-        """Run `sampling.n` trajectories.
-
-        Args:
-            tag: Makes the names and seeds of requests unique.
-            into: The problem's empty group, which is filled; None makes one.
-            on_trajectory: Called with each finished trajectory, as soon as its reward is known.
-        """
+        """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
+        `on_trajectory` gets each as soon as its reward is known."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         run = _Run(engine, problem, sampling, name, stage, group)
@@ -323,7 +490,7 @@ class Runner:
             try:
                 await run_abandonable(  # it may be user code
                     lambda: loop.run(episode.environment, context),
-                    name=f"the loop {loop_name(loop)}",
+                    name=f"the loop {stage.rollout.loop}",
                     seconds=self._config.rollout.trajectory_timeout,
                     key="rollout.trajectory_timeout",
                 )
@@ -340,3 +507,53 @@ class Runner:
                         trajectory.metrics |= await episode.metrics(trajectory)
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)
+
+
+def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
+    """Return a source for each entry of `rollout.tools`; each is loaded once, when a run starts."""
+    sources: list[ToolSource] = []
+    for entry in entries:
+        if entry.use is not None:
+            sources.append(_used(entry.use))
+        elif entry.mcp is not None:
+            from turnwise.tools.mcp import McpToolset
+
+            sources.append(partial(McpToolset, entry.mcp))
+        else:
+            name = "shell" if entry.python is None else "python"
+            tool = getattr(turnwise.tools, name)(**getattr(entry, name).model_dump())
+            try:
+                tool.choose()
+            except InputError as error:
+                raise InputError(f"rollout.tools.{name}: {error}") from None
+            sources.append(cast(ToolSource, tool.toolset))
+    return sources
+
+
+def _used(path: str) -> ToolSource:
+    used: Foreign = adopted(load_object(path, "rollout.tools.use"))
+    kind = used if isinstance(used, type) else type(used)
+    makes, is_set, routine = is_toolset_factory(kind), is_toolset(kind), inspect.isroutine(used)
+
+    def source() -> Toolset:
+        made = used if makes and not isinstance(used, type) else used()
+        if not isinstance(made, type) and is_toolset_factory(made):
+            made = made.toolset()
+        if isinstance(made, type) or not is_toolset(made):
+            raise InputError(f"rollout.tools.use: {path} made {made!r:.80}, which is no toolset")
+        return made
+
+    returned = None
+    if routine:
+        with suppress(Exception):  # a tool's description reports it
+            returned = get_type_hints(used).get("return")
+    if isinstance(returned, type) and (is_toolset(returned) or is_toolset_factory(returned)):
+        return source
+    if makes or (is_set and isinstance(used, type)):
+        return source
+    if is_set or routine or isinstance(used, Tool):
+        return lambda: used
+    raise InputError(
+        f"rollout.tools.use: {path} must be a function, a turnwise.Tool, a toolset, or a class or "
+        f"function that makes a toolset, not {used!r:.80}"
+    )

@@ -85,29 +85,21 @@ class SimulatedUser:
         api_key_variable: str | None = None,
         request: Mapping[str, object] | None = None,
     ) -> None:
-        for wrong, rule, value in (
-            (
-                urlsplit(base_url).scheme not in ("http", "https"),
-                "base_url must begin with http:// or https://",
-                base_url,
-            ),
-            (stop == "", "stop must be a phrase", stop),
-            (max_calls < 1, "max_calls must be at least 1", max_calls),
-            (
-                max_tokens is not None and max_tokens < 1,
-                "max_tokens must be at least 1",
-                max_tokens,
-            ),
-            (timeout <= 0, "timeout must be more than 0", timeout),
-            (retries < 0, "retries must be at least 0", retries),
+        is_url = urlsplit(base_url).scheme in ("http", "https")
+        for right, rule, value in (
+            (is_url, "base_url must begin with http:// or https://", base_url),
+            (stop != "", "stop must be a phrase", stop),
+            (max_calls > 0, "max_calls must be at least 1", max_calls),
+            (max_tokens is None or max_tokens > 0, "max_tokens must be at least 1", max_tokens),
+            (timeout > 0, "timeout must be more than 0", timeout),
+            (retries >= 0, "retries must be at least 0", retries),
         ):
-            if wrong:
+            if not right:
                 raise InputError(f"SimulatedUser: {rule}, not {value!r}")
         key = _NO_KEY if api_key_variable is None else os.environ.get(api_key_variable)
         if not key:
-            raise InputError(
-                f"SimulatedUser: the environment variable {api_key_variable} is not set"
-            )
+            where = f"the environment variable {api_key_variable}"
+            raise InputError(f"SimulatedUser: {where} is not set")
         self.model = model
         self.calls = 0
         """Answers so far."""
@@ -119,13 +111,10 @@ class SimulatedUser:
         """The conversation as the model sees it."""
         if opening is not None:
             self._record(GREETING, opening)
-        self._base_url = base_url.rstrip("/")
-        self._key = key
+        self._base_url, self._key = base_url.rstrip("/"), key
         self._stop = stop
-        self._max_calls = max_calls
-        self._max_tokens = max_tokens
-        self._timeout = timeout
-        self._retries = retries
+        self._max_calls, self._max_tokens = max_calls, max_tokens
+        self._timeout, self._retries = timeout, retries
         self._request = dict(request or {})
 
     async def open(self) -> str:

@@ -262,7 +262,7 @@ def _prepare(
         if isinstance(source, str | Path):
             settings[key] = str(source)
         elif source is not None:
-            from turnwise.rollouts.data import given_rows  # imports NumPy
+            from turnwise.rollouts.data import given_rows  # slow to import
 
             rows[key] = cast("Sequence[JsonObject]", given_rows(source))
             settings[key] = None

@@ -278,8 +278,8 @@ async def evaluate(
     playing = _playing(config, console, inputs, paths, "evaluate", on_group)
     async with playing as (run_group, problems, advance):
         from turnwise.observe.timeline import TIMELINE
+        from turnwise.rollouts.evaluation import GroupLog
         from turnwise.rollouts.evaluation import evaluate as evaluate_problems
-        from turnwise.run.run_dir import GroupLog
 
         folder, name = run_folder(config), "eval.jsonl"
         return await evaluate_problems(
@@ -306,10 +306,9 @@ async def rollout(
     paths = inputs.paths(config, heldout=False)
     playing = _playing(config, console, inputs, paths, "rollout", on_group)
     async with playing as (run_group, problems, advance):
-        from turnwise.rollouts.evaluation import KeptInMemory, groups_at_once, run_groups
-        from turnwise.run.run_dir import GroupLog
+        from turnwise.rollouts.evaluation import GroupLog, groups_at_once, run_groups
 
-        kept = KeptInMemory() if output is None else GroupLog(output)
+        kept = GroupLog(output)
         outcomes = await run_groups(
             run_group,
             problems,

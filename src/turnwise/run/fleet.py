@@ -19,7 +19,7 @@ from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
-from turnwise.rollouts.loops import import_chat_scheduler
+from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager

@@ -12,7 +12,6 @@ runs/NAME/
   reward.png                      reward and held-out accuracy against step
 """
 
-import asyncio
 import importlib.util
 import json
 import logging
@@ -23,18 +22,17 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config
 from turnwise.config.load import has_secrets
-from turnwise.core.aio import run_in_thread
 from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.observe.timeline import TIMELINE, write_times
+from turnwise.observe.timeline import TIMELINE
 from turnwise.observe.trackers import Trackers
-from turnwise.rollouts.group import Group, turn_times
+from turnwise.rollouts.evaluation import GroupLog
+from turnwise.rollouts.group import write_times
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
-from turnwise.trajectory.trajectory import TrajectoryLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,39 +98,6 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
     axes.set_title(name)
     figure.legend(handles=lines, loc="outside lower center", ncols=2)
     return figure
-
-
-class GroupLog:
-    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them.
-
-    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
-    """
-
-    def __init__(self, path: Path, times: Path | None = None) -> None:
-        self.trajectories = TrajectoryLog(path)
-        self._times = times
-        self._lock = asyncio.Lock()
-        self._begun = False
-
-    async def keep(self, place: int, group: Group) -> None:
-        """Append a finished group, also if the caller is cancelled meanwhile."""
-
-        def append() -> None:
-            self.trajectories.append(place, group.trajectories)
-            if self._times is not None:
-                write_times(self._times, turn_times([group]), new=not self._begun)
-            self._begun = True
-
-        async def write() -> None:
-            async with self._lock:  # both files have the same order
-                await run_in_thread(append)
-
-        writing = asyncio.ensure_future(write())
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await writing
-            raise
 
 
 class RunDir:

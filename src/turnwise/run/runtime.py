@@ -24,8 +24,8 @@ from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
 from turnwise.errors import ExactnessError, InputError
 from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError, translate_unwritable
@@ -416,60 +416,3 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
                     raise
                 return  # the program ended while it wrote the line, as in an evaluation
             yield trajectory
-
-
-class TrajectoryLog(Sequence[Trajectory]):
-    """The trajectories of a JSON Lines file, in the order of their places; 24 bytes of memory each.
-    The file has them as they were appended; the first append replaces an existing one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._begun = False
-        self._starts, self._places, self._sorted = array("Q"), array("Q"), array("Q")
-
-    def append(self, place: int, trajectories: Sequence[Trajectory]) -> None:
-        """Append the trajectories of one problem, whose position among all is `place`;
-        TurnwiseError when they cannot be written."""
-        lines = [f"{trajectory.to_json()}\n".encode() for trajectory in trajectories]
-        with translate_unwritable(self.path):
-            if not self._begun:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab" if self._begun else "wb") as file:
-                start = file.tell()
-                file.write(b"".join(lines))
-        self._begun = True
-        for line in lines:
-            self._starts.append(start)
-            self._places.append(place)
-            start += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Trajectory]: ...
-    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(index, slice):
-            return list(self._read(self._order[index]))
-        (trajectory,) = self._read([self._order[index]])
-        return trajectory
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return self._read(self._order)
-
-    @property
-    def _order(self) -> "array[int]":
-        """Positions of the trajectories in the file, in the order of their places."""
-        if len(self._sorted) < len(self):
-            self._sorted = array("Q", sorted(range(len(self)), key=self._places.__getitem__))
-        return self._sorted
-
-    def _read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
-        if not len(numbers):
-            return
-        with self.path.open("rb") as file:
-            for number in numbers:
-                file.seek(self._starts[number])
-                yield Trajectory.from_json(file.readline().decode())

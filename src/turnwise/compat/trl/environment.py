@@ -24,7 +24,7 @@ from turnwise.rollouts.environment import (
     read_messages,
 )
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.rewards import UserCall
 from turnwise.rollouts.run_files import RunFiles

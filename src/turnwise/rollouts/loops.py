@@ -1,23 +1,20 @@
-"""Conversations: one answer (`single_turn`), answers whose tool calls are run (`tool_calling`), and
-games whose sides are all played by the policy (`self_play`).
-
-In the second, the default, the calls of a turn run together, and the model reads their results. A
-turn without a call goes to the environment's `step`; its answer continues the conversation.
-
-In a game every player has a conversation, hence a branch of the trajectory; the environment's
-`step` says who moves next, and what this player reads before. All players' tokens are trained, each
-with its player's reward, which advantages compare with the same player's in the group.
-"""
+"""The built-in agent loops, by name; those whose turns are requests of others are in `agents`."""
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
+from turnwise.config import LOOP_NAMES
 from turnwise.core.aio import together
+from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
-from turnwise.rollouts.agent_loop import RolloutContext
-from turnwise.rollouts.environment import Environment
+from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
+from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
 
@@ -26,7 +23,6 @@ class SingleTurnLoop:
     """Samples one answer to the problem; no tools."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Sample the answer and record it."""
         trajectory = context.trajectory
         trajectory.messages = [dict(message) for message in context.problem]
         completion = await context.sample(await self.prompt(context))
@@ -37,19 +33,14 @@ class SingleTurnLoop:
         trajectory.status = "length" if completion.finish_reason == "length" else "completed"
 
     async def prompt(self, context: RolloutContext) -> list[int]:
-        """Return the ids of the prompt."""
         return await context.first_prompt(context.trajectory.messages)
 
 
 class ToolCallingLoop:
-    """Alternates between the model's turns and the results of its tool calls.
-
-    It ends at a turn without a call that the environment's `step` does not answer, or when the
-    environment is `done`.
-    """
+    """Alternates between the model's turns and the results of its tool calls, until the environment
+    is `done`, or its `step` does not answer a turn without a call."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Run one trajectory, at most `rollout.max_turns` turns."""
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
@@ -79,14 +70,13 @@ class ToolCallingLoop:
 
 
 class SelfPlayLoop:
-    """Plays `environment.players` against or with each other, at most `rollout.max_turns` turns.
+    """Plays `environment.players`: each has a conversation, hence a branch of the trajectory.
 
     A turn that calls tools is followed by another of the same player; any other turn goes to the
     environment's `step`.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Play one game."""
         players = context.episode.players
         if not players:
             raise InputError(
@@ -99,12 +89,10 @@ class SelfPlayLoop:
         player, new = next(iter(players)), list[Message]()
         for turn in range(context.rollout.max_turns):
             read = said[player] = [*said[player], *new]
-            if player in last:
-                prompt = await context.next_prompt(
-                    *last[player], new, tools=tools, conversation=read
-                )
-            else:
+            if (own := last.get(player)) is None:
                 prompt = await context.first_prompt(read, tools=tools)
+            else:
+                prompt = await context.next_prompt(*own, new, tools=tools, conversation=read)
             completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
@@ -133,15 +121,64 @@ class SelfPlayLoop:
         trajectory.status = "max_turns"
 
 
+class InterleavedLoop:
+    """Runs tools inside one assistant turn: sampling stops at a closing tag and continues after the
+    result, whose tokens are part of the turn but were not sampled: their response mask is 0."""
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        trajectory, template, rollout = context.trajectory, context.template, context.rollout
+        tools = context.toolbox.schemas
+        offered: list[JsonObject] | None = tools
+        advice: str | None = None
+        parse: Callable[[str, Sequence[JsonObject]], ParsedText]
+        if rollout.call_start and rollout.call_end:
+            open_tag, close_tag, offered = rollout.call_start, rollout.call_end, None
+            parse = partial(_read_tagged, open_tag, close_tag, rollout.call_tool)
+            form = "text" if rollout.call_tool else "one JSON object with name and arguments"
+            between = f"between {open_tag} and {close_tag}"
+            advice = f"Error: the call cannot be read; write {form} {between}"
+        else:
+            open_tag, close_tag = context.tool_parser.tags()
+            parse = context.tool_parser.parse
+        trajectory.messages = [dict(message) for message in context.problem]
+        prompt = await context.first_prompt(trajectory.messages, tools=offered)
+        answer = {"role": "assistant", "content": ""}
+        trajectory.messages.append(answer)
+        for turn in range(rollout.max_turns):
+            completion = await context.sample(prompt, stop=[close_tag])
+            if completion is None:
+                return
+            text = template.decode(completion.token_ids)
+            answer["content"] += text
+            end = text.rfind(close_tag)
+            start = text.rfind(open_tag, 0, max(end, 0))
+            if completion.finish_reason == "length":
+                trajectory.status = "length"
+                return
+            if end < 0 or completion.token_ids[-1] == template.tokenizer.eos_token_id:
+                if text.rfind(open_tag) > end:  # the turn is over, so nothing can answer the call
+                    context.count("tool_malformed")
+                trajectory.status = "completed"
+                return
+            if turn + 1 < rollout.max_turns:
+                call = text[max(start, 0) : end + len(close_tag)]
+                parsed = parse(call, tools)
+                if not parsed.calls:  # the closing tag shows that a call was meant
+                    parsed = replace(parsed, malformed=True)
+                results = await answer_calls(parsed, context, turn, advice)
+                texts = [str(message["content"]) for message in results]
+                form = rollout.result_format
+                answer["content"] += "".join(form.format(result=text) for text in texts)
+                escaped = "".join(form.format(result=template.escape(text)) for text in texts)
+                prompt = [*prompt, *completion.token_ids, *await context.encode(escaped)]
+        trajectory.status = "max_turns"
+
+
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
-    """Run the calls of one turn together; return a tool message for each, in their order.
-
-    Args:
-        advice: Content of the one message that is returned if the calls cannot be parsed; None:
-            that of the model's format.
-    """
+    """Run the calls of one turn together; return a tool message for each, in their order, or one
+    with advice if they cannot be parsed (None: that of the model's format)."""
     if parsed.malformed:
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice
@@ -184,3 +221,51 @@ def assistant_message(parsed: ParsedText, turn: int) -> Message:
 def _call_id(turn: int, index: int) -> str:
     """Return nine letters and digits, as templates that print the id require."""
     return f"call{turn % 1000:03d}{index % 100:02d}"
+
+
+def _read_tagged(
+    start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
+) -> ParsedText:
+    """Read the call in a text that ends with the closing tag: the only argument of `tool`; if that
+    is None, a JSON object."""
+    before, opened, body = text.rpartition(start)
+    body = body.removesuffix(end)
+    unreadable = ParsedText(text, [], malformed=True)
+    if not opened:
+        return unreadable
+    if tool is None:
+        try:
+            call = json.loads(body)
+            name, arguments = call["name"], json.dumps(call["arguments"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return unreadable
+        if not isinstance(name, str) or not isinstance(call["arguments"], dict):
+            return unreadable
+        return ParsedText(before, [ToolCall(name, arguments)], malformed=False)
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if tool not in functions:
+        known = ", ".join(functions) or "none"
+        raise InputError(f"rollout.call_tool: there is no tool {tool!r}; tools: {known}")
+    parameters = functions[tool]["parameters"]
+    properties = parameters["properties"]
+    names = [str(name) for name in parameters.get("required") or properties]
+    if len(names) != 1 or properties[names[0]].get("type") != "string":
+        raise InputError(
+            f"rollout.call_tool: {tool} must have one required argument, a string, to get the text "
+            "between the tags"
+        )
+    arguments = json.dumps({names[0]: encodable(body)})
+    return ParsedText(before, [ToolCall(tool, arguments)], malformed=False)
+
+
+_TYPES: tuple[type[AgentLoop], ...] = (
+    *(ToolCallingLoop, SingleTurnLoop, InterleavedLoop),
+    *(HttpAgentLoop, ChatSchedulerLoop, SelfPlayLoop),
+)
+LOOPS = dict(zip(LOOP_NAMES, _TYPES, strict=True))
+
+
+def load_loop(name: str) -> AgentLoop:
+    """Build the loop with a short name, or of the class `package.module:Class`."""
+    loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
+    return loop
