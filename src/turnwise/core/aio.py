@@ -1,10 +1,6 @@
-"""Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage.
-
-Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
-"""
+"""Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage."""
 
 import asyncio
-import contextlib
 import contextvars
 import errno
 import functools
@@ -28,10 +24,8 @@ _RETRY_SECONDS = 0.1
 
 
 def run(main: Coroutine[object, object, _T]) -> _T:
-    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (vLLM brings it).
-
-    Its event loop takes less processor time for a turn.
-    """
+    """Run a coroutine as `asyncio.run` does, on uvloop if vLLM has brought it, which takes less
+    processor time for a turn."""
     try:
         import uvloop
     except ImportError:
@@ -82,37 +76,17 @@ async def for_each(
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task was cancelled.
-
-    If not, a CancelledError came from something that the task awaited.
-    """
+    """Return whether the running task was cancelled; if not, a CancelledError came from something
+    that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def freeze_gc() -> None:
-    """Exempt all present objects (modules, models) from garbage collection.
-
-    Otherwise each full collection would stop the event loop for tenths of a second.
-    """
+    """Exempt all present objects (modules, models) from garbage collection: each full collection
+    would stop the event loop for tenths of a second."""
     gc.collect()
     gc.freeze()
-
-
-def settle(future: "asyncio.Future[_T]", outcome: Callable[[], _T]) -> None:
-    """Give a future the result of `outcome`, or its error as `ordinary_error`, in any thread; does
-    nothing once the future is done, or its event loop closed."""
-    try:
-        finish = functools.partial(future.set_result, outcome())
-    except BaseException as error:
-        finish = functools.partial(future.set_exception, ordinary_error(error))
-
-    def finish_once() -> None:
-        if not future.done():
-            finish()
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
-        future.get_loop().call_soon_threadsafe(finish_once)
 
 
 async def run_in_thread(
@@ -124,8 +98,13 @@ async def run_in_thread(
     executor, which user code may use up) nor the exit of the program. For user code, which may not
     return, see `core.user_code`.
     """
-    reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-    work = functools.partial(settle, reply, functools.partial(function, *arguments, **keywords))
+    return await in_thread(Future(), functools.partial(function, *arguments, **keywords))
+
+
+async def in_thread(future: Future[_T], function: Callable[[], _T]) -> _T:
+    """Run a function as `run_in_thread` does, and give its outcome to a future, which is cancelled
+    with the wait; one that is cancelled first is not run."""
+    work = functools.partial(fulfil, future, function)
     ends = time.monotonic() + _THREAD_SECONDS
     while True:
         try:
@@ -135,7 +114,20 @@ async def run_in_thread(
             if time.monotonic() >= ends:
                 raise
         await asyncio.sleep(_RETRY_SECONDS)
-    return await reply
+    return await asyncio.wrap_future(future)
+
+
+def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = True) -> None:
+    """Call a function, and give a future its result, or its error as `ordinary_error` or as it is;
+    does nothing if the future is cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(ordinary_error(error) if ordinary else error)
+    else:
+        future.set_result(result)
 
 
 _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
@@ -143,10 +135,8 @@ _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
 def start_in_thread(work: Callable[[], None]) -> None:
-    """Start a function that raises nothing in an idle daemon thread, and return at once.
-
-    It runs in a copy of the caller's context. Raises OSError when no thread can be started.
-    """
+    """Start a function that raises nothing in an idle daemon thread, in a copy of the caller's
+    context; OSError when no thread can be started."""
     context = contextvars.copy_context()
     try:
         inbox = _idle_threads.pop()
@@ -166,14 +156,7 @@ def call_within(function: Callable[[], _T], seconds: float) -> _T:
     """Call a blocking function of our own outside an event loop; TimeoutError when it does not
     return within `seconds`."""
     answer: Future[_T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    start_in_thread(work)
+    start_in_thread(functools.partial(fulfil, answer, function))
     return answer.result(seconds)
 
 
