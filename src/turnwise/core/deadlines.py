@@ -1,7 +1,4 @@
-"""Bounded waits: by time (`deadline`), or by lack of progress (`StallClock`).
-
-Both raise `DeadlineError`, whose message says what did not happen, and within how many seconds.
-"""
+"""Bounded waits: by time (`deadline`), or by lack of progress (`StallClock`)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -58,10 +55,8 @@ def deadline_error(seconds: float, missed: str, key: str = "") -> DeadlineError:
 
 
 class StallClock:
-    """Ends waits that make no progress for `seconds`.
-
-    One clock serves any number of waits on one event loop, with a single timer.
-    """
+    """Ends waits that make no progress for `seconds`: any number on one event loop, with a single
+    timer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -74,11 +69,9 @@ class StallClock:
 
     @property
     def stopped(self) -> bool:
-        """True while no progress is expected, such as while an engine sleeps.
-
-        The clock has no timer then: a pending one would keep the event loop from dropping later
-        ones that are cancelled, and the objects of their requests.
-        """
+        """True while no progress is expected, such as while an engine sleeps. It has no timer then:
+        a pending one would keep the event loop from dropping later ones that are cancelled, and the
+        objects of their requests."""
         return self._stopped
 
     @stopped.setter
@@ -106,11 +99,8 @@ class StallClock:
 
     @asynccontextmanager
     async def watching(self, missed: str = "", key: str = "") -> AsyncIterator[asyncio.Timeout]:
-        """Raise from the block when there is no progress for `seconds`.
-
-        The error is `DeadlineError` with `missed` and `key`, as `deadline` raises it; without
-        `missed` it is TimeoutError.
-        """
+        """Raise from the block when there is no progress for `seconds`: DeadlineError with `missed`
+        and `key`, as `deadline` raises it, or TimeoutError without `missed`."""
         try:
             async with asyncio.timeout(None) as wait:
                 if not self._waits:
@@ -161,11 +151,8 @@ class StallClock:
 
 @asynccontextmanager
 async def trajectory_limits(seconds: float, stall_seconds: float) -> AsyncIterator[StallClock]:
-    """Raise TrajectoryError from the block of one trajectory that takes too long.
-
-    The reason is `trajectory_timeout` after `seconds`, and `stalled` after `stall_seconds` without
-    progress, which the block reports to the clock.
-    """
+    """Raise TrajectoryError from the block of one trajectory: `trajectory_timeout` after `seconds`,
+    and `stalled` after `stall_seconds` without progress, which the block reports to the clock."""
     clock = StallClock(stall_seconds)
     try:
         async with asyncio.timeout(seconds), clock.watching() as stall:
