@@ -133,23 +133,20 @@ def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
 async def _call(function: Function, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(settled: Callable[[Any], None], value: object) -> None:
-        if not future.done():  # it may have been cancelled
-            settled(value)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # only the wait for a thread can be cancelled
 
     def work() -> None:
         try:
             value = function(*arguments)
         except BaseException as error:
-            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-            loop.call_soon_threadsafe(settle, future.set_exception, raised)
+            future.set_exception(
+                RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+            )
         else:
-            loop.call_soon_threadsafe(settle, future.set_result, value)
+            future.set_result(value)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=[work], daemon=True).start()
-    value = await future
+    value = await asyncio.wrap_future(future)
     return await value if inspect.isawaitable(value) else value

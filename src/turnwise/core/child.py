@@ -43,9 +43,9 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 def start_error(error: OSError | ValueError, what: str, reason: str, first: bool) -> TurnwiseError:
-    """Return the error of a program (`what`, with its key) that does not start: of a trajectory that
-    fails for a `reason`, or, if it never started before, a mistake of the user, which ends the run:
-    a program that does not exist, or an unreadable command line."""
+    """Return the error of a program (`what`, with its key) that does not start: of a trajectory
+    that fails for a `reason`, or, if it never started before, a mistake of the user, which ends the
+    run: a program that does not exist, or an unreadable command line."""
     message = f"{what} cannot be started: {error}"
     mistake = not isinstance(error, OSError) or error.errno in _MISTAKES
     return InputError(message) if mistake and first else TrajectoryError(reason, message)

@@ -1,8 +1,7 @@
 """Checks of the sources of models and data: this disk, the Hugging Face Hub, or its cache.
 
-A missing source is reported at once, before anything slow is imported. Without a network, Hugging
-Face's own libraries retry for half a minute; here one request of at most `_SECONDS` decides whether
-they use the Hub or only its cache.
+Without a network, Hugging Face's own libraries retry for half a minute; here one request of at most
+`_SECONDS` decides whether they use the Hub or only its cache.
 """
 
 import os
@@ -40,7 +39,7 @@ def check_model(path: str, key: str = "model.path") -> None:
 
 
 def check_tokenizer(path: str) -> None:
-    """Check `model.tokenizer` in the same way; raises as `check_model` does."""
+    """Check `model.tokenizer` in the same way."""
     key, own = "model.tokenizer", "tokenizer_config.json"
     if find_gguf(path) is not None:
         resolve_model(path, key)
@@ -49,7 +48,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def check_adapter(path: str, key: str) -> None:
-    """Check that a key names a LoRA adapter in the same way; raises as `check_model` does."""
+    """Check that a key names a LoRA adapter in the same way."""
     own = "adapter_config.json"
     _check(path, own, key, "LoRA adapter", f"{own} and adapter_model.safetensors")
 
@@ -95,10 +94,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def why_offline() -> str:
-    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers.
-
-    Once the Hub has not answered, this process and its children do not try again.
-    """
+    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers. Once it has
+    not, this process and its children do not try again."""
     if any(os.environ.get(variable, "").upper() in _TRUE for variable in _OFFLINE):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"

@@ -17,7 +17,14 @@ from turnwise.internals import internal
 _FIRST_GROUP = 1_000_000
 """Number of the first group: torch names groups by counting them, and a name may exist only once
 in a process."""
-_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
+_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+)
 Groups: TypeAlias = c10d._World  # all process groups of a program
 
 
@@ -28,19 +35,12 @@ class OwnGroups(c10d._World):
     their group the default one.
     """
 
-    # torch's are properties, which only class attributes can hide.
-    pg_map: _Registry = None
-    pg_names: _Registry = None
-    pg_group_ranks: _Registry = None
-    pg_backend_config: _Registry = None
-    tags_to_pg: _Registry = None
-    pg_to_tag: _Registry = None
     group_count = _FIRST_GROUP
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+        for name in _REGISTRIES:
+            setattr(self, name, {})
 
 
 def groups_now() -> Groups:
@@ -95,16 +95,10 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
-_REGISTRIES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "tags_to_pg",
-    "pg_to_tag",
-)
 for _name in (*_REGISTRIES, "group_count", "default_pg"):
     internal(c10d._World, _name)
+for _name in _REGISTRIES:  # properties, which only class attributes can hide
+    setattr(OwnGroups, _name, None)
 internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)
