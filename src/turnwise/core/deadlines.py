@@ -26,16 +26,10 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
         return
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
-    timer: asyncio.TimerHandle
 
     def expire() -> None:
-        nonlocal due, timer
-        now = loop.time()
-        if now - due > _LATE_SECONDS:
-            due = now + min(_LATE_SECONDS, seconds / 10)
-            timer = loop.call_at(due, expire)
-        else:
-            timeout.reschedule(now)
+        late = loop.time() - due > _LATE_SECONDS
+        timeout.reschedule(loop.time() + (min(_LATE_SECONDS, seconds / 10) if late else 0.0))
 
     timer = loop.call_at(due, expire)
     try:
