@@ -86,10 +86,8 @@ def _probe_port(address: str) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Split an address; the port of one without any, such as `auto`, is 0.
-
-    Ray writes those of IPv6 as `[::1]:6379`.
-    """
+    """Split an address (of IPv6, `[::1]:6379`); the port of one without any, such as `auto`, is
+    0."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port) if port.isdigit() else 0
 

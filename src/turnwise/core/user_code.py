@@ -55,12 +55,8 @@ async def call_user_code(
     seconds: float,
     key: str = "",
 ) -> Any:
-    """Call a user's function, plain or async, outside this event loop.
-
-    Args:
-        name: The call in messages: "the tool search". Calls are counted by it.
-        seconds: Deadline. Cancelling this call ends the wait too.
-        key: Configuration key of the deadline, which the error then names.
+    """Call a user's function, plain or async, outside this event loop, within a deadline, whose
+    configuration key (`key`) and the call's name ("the tool search") are in its error.
 
     Raises:
         DeadlineError: when it does not answer in time.

@@ -29,11 +29,8 @@ Groups: TypeAlias = c10d._World  # all process groups of a program
 
 
 class OwnGroups(c10d._World):
-    """Process groups separate from those of the rest of the process, in torch's own registry.
-
-    torch has one registry for a process. A trainer and a vLLM worker that share a process each make
-    their group the default one.
-    """
+    """Process groups separate from those of the rest of the process, in torch's own registry: a
+    trainer and a vLLM worker that share a process each make their group the default one."""
 
     group_count = _FIRST_GROUP
 
@@ -82,10 +79,8 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 
 def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the CUDA IPC handle of a tensor's memory, and its fields.
-
-    `torch.multiprocessing` passes them between processes that it has started only.
-    """
+    """Return the CUDA IPC handle of a tensor's memory, and its fields, which
+    `torch.multiprocessing` passes between processes that it has started only."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return fields
 
