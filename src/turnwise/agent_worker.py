@@ -133,20 +133,18 @@ def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
 async def _call(function: Function, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # only the wait for a thread can be cancelled
 
     def work() -> None:
         try:
-            value = function(*arguments)
+            future.set_result(function(*arguments))
         except BaseException as error:
-            future.set_exception(
-                RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-            )
-        else:
-            future.set_result(value)
+            future.set_exception(error)
+        loop.call_soon_threadsafe(done.set)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=[work], daemon=True).start()
-    value = await asyncio.wrap_future(future)
+    await done.wait()
+    value = future.result()
     return await value if inspect.isawaitable(value) else value

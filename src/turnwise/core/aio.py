@@ -1,6 +1,7 @@
 """Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage."""
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import functools
@@ -104,17 +105,45 @@ async def run_in_thread(
 async def in_thread(future: Future[_T], function: Callable[[], _T]) -> _T:
     """Run a function as `run_in_thread` does, and give its outcome to a future, which is cancelled
     with the wait; one that is cancelled first is not run."""
-    work = functools.partial(fulfil, future, function)
+    done = done_event(future)
     ends = time.monotonic() + _THREAD_SECONDS
-    while True:
-        try:
-            start_in_thread(work)
-            break
-        except OSError:
-            if time.monotonic() >= ends:
-                raise
-        await asyncio.sleep(_RETRY_SECONDS)
-    return await asyncio.wrap_future(future)
+    try:
+        while True:
+            try:
+                start_in_thread(functools.partial(fulfil, future, function))
+                break
+            except OSError:
+                if time.monotonic() >= ends:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+        await done.wait()
+    finally:
+        future.cancel()  # unless it is done
+    return future.result()
+
+
+def done_event(future: Future[_T]) -> asyncio.Event:
+    """Return an event of this event loop that is set once a future of another thread is done.
+
+    `asyncio.wrap_future` replaces an error by another if it is a TimeoutError, without its
+    traceback, or a CancelledError of `concurrent.futures`, by one that looks like our own.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    return done
+
+
+async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for an event, at most `seconds`, and return whether it came."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = True) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from turnwise.core.aio import set_within
 from turnwise.core.untrusted import MAX_BYTES
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
@@ -148,10 +149,7 @@ class Child:
 
     async def exited(self, seconds: float | None = None) -> bool:
         """Wait for its end, at most `seconds`, and return whether it came."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._streams.ended.wait()
-        return self._streams.ended.is_set()
+        return await set_within(self._streams.ended, seconds)
 
     async def heard(self, seconds: float) -> None:
         """Wait for the end of its standard error, which what has left its group may hold open."""

@@ -22,7 +22,14 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from turnwise.config import Config
-from turnwise.core.aio import fulfil, in_thread, start_daemon, start_in_thread
+from turnwise.core.aio import (
+    done_event,
+    fulfil,
+    in_thread,
+    set_within,
+    start_daemon,
+    start_in_thread,
+)
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.optional import Foreign
 from turnwise.errors import (
@@ -70,10 +77,7 @@ async def call_user_code(
         if inspect.iscoroutinefunction(function):
             return await _on_user_loop(name, functools.partial(function, *arguments))
         call = Call[Foreign](name)
-        try:
-            value = await in_thread(call, lambda: call.run(function, *arguments))
-        finally:
-            call.cancel()  # also where it never began, for lack of a thread
+        value = await in_thread(call, lambda: call.run(function, *arguments))
         if inspect.isawaitable(value):
             return await _on_user_loop(name, lambda: value)
         return value
@@ -91,7 +95,7 @@ async def run_abandonable(
     coroutine.begin()
     async with deadline(seconds, f"{name} did not end", key):
         await coroutine.ended()
-        return coroutine.reply.result()
+        return coroutine.result()
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
@@ -257,7 +261,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class _Coroutine(Call[_T]):
-    """A call that is a task on an event loop, its `home`; another loop may wait for its reply."""
+    """A call that is a task on an event loop, its `home`; another loop may wait for its end."""
 
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop
@@ -265,7 +269,7 @@ class _Coroutine(Call[_T]):
         super().__init__(name)
         self._make = make
         self._home = home
-        self.reply = asyncio.wrap_future(self)
+        self._replied = done_event(self)
         self._task: asyncio.Task[_T] | None = None
         self._ending = False
 
@@ -276,25 +280,20 @@ class _Coroutine(Call[_T]):
             self._task.add_done_callback(self._done)
 
     async def ended(self) -> bool:
-        """Wait for its `reply`, and return True. A call that has not begun within
-        `BLOCKED_SECONDS` is withdrawn, which returns False."""
+        """Wait for its end, and return True. A call that has not begun within `BLOCKED_SECONDS` is
+        withdrawn, which returns False."""
         try:
-            while not (await asyncio.wait([self.reply], timeout=BLOCKED_SECONDS))[0]:
+            while not await set_within(self._replied, BLOCKED_SECONDS):
                 if Future.cancel(self):
                     return False
         except asyncio.CancelledError:
-            if Future.cancel(self):
-                raise
-            with contextlib.suppress(RuntimeError):  # its loop has closed
-                self._home.call_soon_threadsafe(self._end)
-            try:
-                await asyncio.wait([self.reply], timeout=GRACE_SECONDS)
-            finally:
-                if not self.reply.done():
+            if not Future.cancel(self):
+                with contextlib.suppress(RuntimeError):  # its loop has closed
+                    self._home.call_soon_threadsafe(self._end)
+                try:
+                    await set_within(self._replied, GRACE_SECONDS)
+                finally:
                     self.cancel()
-                    self.reply.cancel()
-                elif not self.reply.cancelled():
-                    self.reply.exception()  # or asyncio warns that it was not retrieved
             raise
         return True
 
@@ -395,4 +394,4 @@ async def _on_user_loop(name: str, make: Callable[[], Awaitable[_T]]) -> _T:
         coroutine = _Coroutine(name, make, user_loop.loop)
         user_loop.begin(coroutine)
         if await coroutine.ended():
-            return coroutine.reply.result()
+            return coroutine.result()
