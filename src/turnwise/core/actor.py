@@ -79,15 +79,14 @@ class ActorHandle:
             "TOKENIZERS_PARALLELISM": "false",
             **(environment or {}),
         }
-        options: dict[str, object] = {
-            "num_cpus": 0,
-            "num_gpus": num_gpus,
-            "scheduling_strategy": placement,
-            "runtime_env": {"env_vars": variables},
-        }
-        if max_concurrency is not None:
-            options["max_concurrency"] = max_concurrency
-        actor = _remote(actor_class).options(**options).remote(*arguments)
+        options = _remote(actor_class).options(
+            num_cpus=0,
+            num_gpus=num_gpus,
+            scheduling_strategy=placement,
+            runtime_env={"env_vars": variables},
+            max_concurrency=max_concurrency,
+        )
+        actor = options.remote(*arguments)
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:

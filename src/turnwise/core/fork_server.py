@@ -114,13 +114,8 @@ def ask(connection: socket.socket, request: "JsonObject", *more: int) -> None:
 
 
 class ForkServer:
-    """The server's process, owned by the program that starts it.
-
-    Args:
-        module: The program to start, as `python -m MODULE LISTENER ALIVE ARGUMENT...`; it must call
-            `serve` with the two descriptors.
-        arguments: Its further arguments.
-    """
+    """The server's process, owned by the program that starts it, as `python -m MODULE LISTENER
+    ALIVE ARGUMENT...`, which calls `serve` with the two descriptors."""
 
     def __init__(
         self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
@@ -226,11 +221,7 @@ def share_with_engines() -> bool:
 
 def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "Request | None":
     """Fork for each request until `alive` is closed, and return None; in each fork, return the
-    request.
-
-    Args:
-        end_groups: Whether to kill what remains of a fork's process group when it has ended.
-    """
+    request. What remains of a fork's process group when it has ended is killed if `end_groups`."""
     server = _Server(listener, alive, end_groups)
     while True:
         for key, _ in server.selector.select():
@@ -243,7 +234,7 @@ def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "
                 server.end()
                 return None
             else:
-                server.kill(key.data)
+                server.leave(key.data)
 
 
 class _Server:
@@ -313,17 +304,18 @@ class _Server:
                 pid, status = ended
                 if self._end_groups:
                     self._kill_group(pid, reaped=True)
-                if (waiting := self._children.pop(pid, None)) is not None:
-                    _reply(waiting, status)
-                    self.selector.unregister(waiting)
-                    waiting.close()
+                self.leave(pid, status)
 
-    def kill(self, pid: int) -> None:
-        """Kill the fork of a client that is gone."""
-        if (asker := self._children.pop(pid, None)) is not None:
-            os.kill(pid, signal.SIGKILL)
-            self.selector.unregister(asker)
-            asker.close()
+    def leave(self, pid: int, status: int | None = None) -> None:
+        """Close the connection of a client whose fork has ended with a status; without one, the
+        client is gone: kill its fork."""
+        if (client := self._children.pop(pid, None)) is not None:
+            if status is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                _reply(client, status)
+            self.selector.unregister(client)
+            client.close()
 
     def end(self) -> None:
         """Kill all forks."""
