@@ -28,23 +28,16 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_model(path: str, key: str = "model.path") -> None:
-    """Check that a key names a model's folder or GGUF file, or a model that the Hub may have.
-
-    A GGUF file is converted here, once, before other processes need it.
-    """
-    if find_gguf(path) is not None:
-        resolve_model(path, key)
-    else:
-        _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
+    """Check that a key names a model's folder or GGUF file, or a model that the Hub may have; a
+    GGUF file is converted here, once, before other processes need it."""
+    files = "config.json, weights and tokenizer, a GGUF file"
+    _check(path, "config.json", key, "model", files, gguf=True)
 
 
 def check_tokenizer(path: str) -> None:
     """Check `model.tokenizer` in the same way."""
-    key, own = "model.tokenizer", "tokenizer_config.json"
-    if find_gguf(path) is not None:
-        resolve_model(path, key)
-    else:
-        _check(path, own, key, "tokenizer", f"{own} and tokenizer.json")
+    own = "tokenizer_config.json"
+    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json", gguf=True)
 
 
 def check_adapter(path: str, key: str) -> None:
@@ -53,7 +46,10 @@ def check_adapter(path: str, key: str) -> None:
     _check(path, own, key, "LoRA adapter", f"{own} and adapter_model.safetensors")
 
 
-def _check(path: str, file: str, key: str, what: str, files: str) -> None:
+def _check(path: str, file: str, key: str, what: str, files: str, gguf: bool = False) -> None:
+    if gguf and find_gguf(path) is not None:
+        resolve_model(path, key)
+        return
     folder = Path(path).expanduser()
     if (folder / file).is_file():
         return
