@@ -70,12 +70,10 @@ class StallClock:
 
     @stopped.setter
     def stopped(self, value: bool) -> None:
-        self._stopped = value
-        if value:
-            self._cancel()
-        elif self._waits and self._timer is None:
+        if self._stopped and not value and self._waits:
             self.moved()
-            self._look_at(self._moved + self.seconds)
+        self._stopped = value
+        self._set_timer()
 
     def moved(self) -> None:
         """Record progress, which restarts the countdown."""
@@ -100,47 +98,45 @@ class StallClock:
                 if not self._waits:
                     self.moved()
                 self._waits.add(wait)
-                if self._timer is None and not self._stopped:
-                    self._look_at(self._moved + self.seconds)
+                self._set_timer()
                 try:
                     yield wait
                 finally:
                     self._waits.discard(wait)
-                    if not self._waits:
-                        self._cancel()
+                    self._set_timer()
         except TimeoutError:
             if not missed or not wait.expired():
                 raise
             raise deadline_error(self.seconds, missed, key) from None
 
-    def _look_at(self, when: float) -> None:
-        self._timer = asyncio.get_running_loop().call_at(when, self._look)
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
+    def _set_timer(self) -> None:
+        """Have a timer while something waits, unless the clock is stopped."""
+        wanted = bool(self._waits) and not self._stopped
+        if wanted and self._timer is None:
+            due = self._moved + self.seconds
+            self._timer = asyncio.get_running_loop().call_at(due, self._look)
+        elif not wanted and self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-            self._doubted = False
+            self._timer, self._doubted = None, False
 
     def _look(self) -> None:
-        self._timer = None
-        if not self._waits:
-            return
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         if self._holds:
             self.moved()
-        if now < self._moved + self.seconds:
+        due = self._moved + self.seconds
+        if now < due:
             self._doubted = False
-            self._look_at(self._moved + self.seconds)
         elif not self._doubted:
             # This process may itself have been stopped: let the loop read pending events first.
-            self._doubted = True
-            self._look_at(now + min(1.0, self.seconds / 10))
+            self._doubted, due = True, now + min(1.0, self.seconds / 10)
         else:
-            self._doubted = False
+            self._timer, self._doubted = None, False
             waits, self._waits = self._waits, set()
             for wait in waits:
                 wait.reschedule(now)
+            return
+        self._timer = loop.call_at(due, self._look)
 
 
 @asynccontextmanager
