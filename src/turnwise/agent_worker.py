@@ -62,7 +62,8 @@ def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP0
     worker = _Worker(run, tasks, answers)
     for line in requests:
         worker.handle(json.loads(line))
-    worker.finish()
+    for listing in worker.listing:  # runs are abandoned
+        listing.result()
 
 
 class _Worker:
@@ -70,9 +71,8 @@ class _Worker:
         self._run = run
         self._tasks = tasks
         self._answers = answers
-        self._writing = threading.Lock()
         self._running: dict[int, Future[None]] = {}
-        self._listing: list[Future[None]] = []
+        self.listing: list[Future[None]] = []  # requests for the list of tasks
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -88,12 +88,7 @@ class _Worker:
             self._answer(number, method, request), self._loop
         )
         if method == "tasks":
-            self._listing.append(future)
-
-    def finish(self) -> None:
-        """Wait for the lists of tasks that were asked for; runs are abandoned."""
-        for future in self._listing:
-            future.result()
+            self.listing.append(future)
 
     async def _answer(self, number: int, method: str, request: dict[str, Any]) -> None:
         try:
@@ -114,10 +109,8 @@ class _Worker:
             self._running.pop(number, None)
 
     def _write(self, answer: dict[str, Any]) -> None:
-        line = json.dumps(answer).encode() + b"\n"
-        with self._writing:
-            self._answers.write(line)
-            self._answers.flush()
+        self._answers.write(json.dumps(answer).encode() + b"\n")
+        self._answers.flush()
 
 
 def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
