@@ -230,14 +230,12 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
                 asked.append((f"{name}: {title}", path, _size(path), process, started))
 
     async def ask_all() -> list[bytes | None]:
-        return await asyncio.gather(
-            *(
-                _answer_of(path, size, process, started, seconds)
-                for _, path, size, process, started in asked
-            )
-        )
+        return await asyncio.gather(*(_answer_of(*each[1:], seconds) for each in asked))
 
-    for (name, path, size, process, _), answer in zip(asked, asyncio.run(ask_all()), strict=True):
+    # Others, such as uvloop's, cannot connect to addresses that are no files.
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        answers = runner.run(ask_all())
+    for (name, path, size, process, _), answer in zip(asked, answers, strict=True):
         text = answer or b""
         if not answer:
             with suppress(OSError):
