@@ -1,7 +1,6 @@
 """Turnwise: reinforcement learning of tool-calling language models, exact to the token.
 
-This module holds the public API. Its names are imported on first use, because most of them take
-seconds to import.
+This module holds the public API. Most names are imported on first use, which takes seconds.
 
 Example:
     import turnwise
@@ -12,6 +11,18 @@ Example:
 
 import importlib
 from typing import TYPE_CHECKING
+
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    ExactnessError,
+    InputError,
+    StepError,
+    TrainerError,
+    TrajectoryError,
+    TurnwiseError,
+    WeightUpdateError,
+)
 
 if TYPE_CHECKING:
     from turnwise.compat.agent_task import AgentTask
@@ -25,17 +36,6 @@ if TYPE_CHECKING:
     from turnwise.compat.textarena import TextArena
     from turnwise.config import Config, load_config
     from turnwise.engine.vllm_engine import VllmEngine
-    from turnwise.errors import (
-        DeadlineError,
-        EngineError,
-        ExactnessError,
-        InputError,
-        StepError,
-        TrainerError,
-        TrajectoryError,
-        TurnwiseError,
-        WeightUpdateError,
-    )
     from turnwise.pipeline import (
         LLMServerManager,
         Pipeline,
@@ -64,63 +64,36 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    # Functions.
-    "train": "turnwise.run.api",
-    "evaluate": "turnwise.run.api",
-    "rollout": "turnwise.run.api",
-    "serve": "turnwise.run.api",
-    "TrainingResult": "turnwise.run.commands",
-    # Configuration.
-    "Config": "turnwise.config",
-    "load_config": "turnwise.config",
+_PUBLIC = {
+    "run.api": ("train", "evaluate", "rollout", "serve"),
+    "run.commands": ("TrainingResult",),
+    "config": ("Config", "load_config"),
     # Your own environment and your own loop.
-    "Environment": "turnwise.rollouts.environment",
-    "Rewards": "turnwise.rollouts.environment",
-    "AgentTask": "turnwise.compat.agent_task",
-    "Bfcl": "turnwise.compat.bfcl",
-    "Gymnasium": "turnwise.compat.gymnasium",
-    "NemoGym": "turnwise.compat.nemo_gym",
-    "OpenEnv": "turnwise.compat.openenv",
-    "ReasoningGym": "turnwise.compat.reasoning_gym",
-    "SkyRLGym": "turnwise.compat.skyrl_gym",
-    "TextArena": "turnwise.compat.textarena",
-    "SimulatedUser": "turnwise.rollouts.simulated_user",
-    "Tool": "turnwise.tools",
-    "MCPServer": "turnwise.tools.mcp",
-    "AgentLoop": "turnwise.rollouts.agent_loop",
-    "RolloutContext": "turnwise.rollouts.agent_loop",
+    "rollouts.environment": ("Environment", "Rewards"),
+    "compat.agent_task": ("AgentTask",),
+    "compat.bfcl": ("Bfcl",),
+    "compat.gymnasium": ("Gymnasium",),
+    "compat.nemo_gym": ("NemoGym",),
+    "compat.openenv": ("OpenEnv",),
+    "compat.reasoning_gym": ("ReasoningGym",),
+    "compat.skyrl_gym": ("SkyRLGym",),
+    "compat.textarena": ("TextArena",),
+    "rollouts.simulated_user": ("SimulatedUser",),
+    "tools": ("Tool",),
+    "tools.mcp": ("MCPServer",),
+    "rollouts.agent_loop": ("AgentLoop", "RolloutContext"),
     # Your own training program.
-    "Pipeline": "turnwise.pipeline",
-    "VLLMModule": "turnwise.pipeline",
-    "ReferenceModule": "turnwise.pipeline",
-    "RewardModule": "turnwise.pipeline",
-    "TrainerModule": "turnwise.pipeline",
-    "ValueModule": "turnwise.pipeline",
-    # Engines without training.
-    "ChatCompletionScheduler": "turnwise.serving.chat_scheduler",
-    "LLMServerManager": "turnwise.compat.verl",
-    "RolloutSampler": "turnwise.rollouts.sampler",
-    "VllmAsyncGenerationWorker": "turnwise.compat.nemo_rl",
-    "VllmEngine": "turnwise.engine.vllm_engine",
-    # Exact tokens.
-    "ChatTemplate": "turnwise.trajectory",
-    "Trajectory": "turnwise.trajectory",
-    "audit": "turnwise.trajectory",
-    "bridge": "turnwise.trajectory",
-    "replace_prefix_tokens": "turnwise.trajectory",
-    # Errors.
-    "DeadlineError": "turnwise.errors",
-    "EngineError": "turnwise.errors",
-    "ExactnessError": "turnwise.errors",
-    "InputError": "turnwise.errors",
-    "StepError": "turnwise.errors",
-    "TrainerError": "turnwise.errors",
-    "TrajectoryError": "turnwise.errors",
-    "TurnwiseError": "turnwise.errors",
-    "WeightUpdateError": "turnwise.errors",
+    "pipeline": ("Pipeline", "VLLMModule"),
+    "pipeline.companions": ("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
+    # Engines without training, and exact tokens.
+    "serving.chat_scheduler": ("ChatCompletionScheduler",),
+    "compat.verl": ("LLMServerManager",),
+    "rollouts.sampler": ("RolloutSampler",),
+    "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
+    "engine.vllm_engine": ("VllmEngine",),
+    "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
-"""The module of each public name."""
+_HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "AgentLoop",

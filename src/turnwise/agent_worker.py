@@ -62,7 +62,8 @@ def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP0
     worker = _Worker(run, tasks, answers)
     for line in requests:
         worker.handle(json.loads(line))
-    worker.finish()
+    for listing in worker.listing:  # runs are abandoned
+        listing.result()
 
 
 class _Worker:
@@ -70,9 +71,8 @@ class _Worker:
         self._run = run
         self._tasks = tasks
         self._answers = answers
-        self._writing = threading.Lock()
         self._running: dict[int, Future[None]] = {}
-        self._listing: list[Future[None]] = []
+        self.listing: list[Future[None]] = []  # requests for the list of tasks
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -88,12 +88,7 @@ class _Worker:
             self._answer(number, method, request), self._loop
         )
         if method == "tasks":
-            self._listing.append(future)
-
-    def finish(self) -> None:
-        """Wait for the lists of tasks that were asked for; runs are abandoned."""
-        for future in self._listing:
-            future.result()
+            self.listing.append(future)
 
     async def _answer(self, number: int, method: str, request: dict[str, Any]) -> None:
         try:
@@ -114,10 +109,8 @@ class _Worker:
             self._running.pop(number, None)
 
     def _write(self, answer: dict[str, Any]) -> None:
-        line = json.dumps(answer).encode() + b"\n"
-        with self._writing:
-            self._answers.write(line)
-            self._answers.flush()
+        self._answers.write(json.dumps(answer).encode() + b"\n")
+        self._answers.flush()
 
 
 def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
@@ -133,23 +126,18 @@ def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
 async def _call(function: Function, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(settled: Callable[[Any], None], value: object) -> None:
-        if not future.done():  # it may have been cancelled
-            settled(value)
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            value = function(*arguments)
+            future.set_result(function(*arguments))
         except BaseException as error:
-            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-            loop.call_soon_threadsafe(settle, future.set_exception, raised)
-        else:
-            loop.call_soon_threadsafe(settle, future.set_result, value)
+            future.set_exception(error)
+        loop.call_soon_threadsafe(done.set)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=[work], daemon=True).start()
-    value = await future
+    await done.wait()
+    value = future.result()
     return await value if inspect.isawaitable(value) else value

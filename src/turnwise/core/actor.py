@@ -1,8 +1,4 @@
-"""Handles of Ray actors: started with our environment, called with deadlines.
-
-Every error names the actor: `DeadlineError` when it did not answer in time, the `TurnwiseError`
-that it raised itself, and a type of the owner's choice when it raised anything else or died.
-"""
+"""Handles of Ray actors: started with our environment, called with deadlines."""
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -41,13 +37,8 @@ _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
 class ActorHandle:
-    """One Ray actor, held by the process that started it.
-
-    Args:
-        actor: Ray's handle; Ray ends the actor when its last handle is gone.
-        name: The actor's name in errors: "policy rank 0".
-        failure: Type of error for its death, and for exceptions that are not a `TurnwiseError`.
-    """
+    """One Ray actor, which ends with its last handle; `name` is the actor in errors ("policy rank
+    0"), and `failure` the type of its death, and of exceptions that are no `TurnwiseError`."""
 
     def __init__(
         self, actor: RayActor, name: str, failure: type[TurnwiseError] = TurnwiseError
@@ -73,16 +64,14 @@ class ActorHandle:
         environment: Mapping[str, str] | None = None,
         failure: type[TurnwiseError] = TurnwiseError,
     ) -> "ActorHandle":
-        """Start an actor, without waiting for its process.
+        """Start an actor of a plain class, whose constructor gets `arguments`, without waiting for
+        its process.
 
         Args:
-            actor_class: A plain class, whose constructor gets `arguments`.
             log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
             threads: Threads of its OpenMP pools.
-            num_gpus: GPUs that Ray reserves for it; less than 1 reserves a share of one.
             max_concurrency: Calls that run at once; None leaves Ray's default, which is 1, or
                 1000 where the class has coroutines.
-            environment: Additional environment variables of its process.
         """
         variables = {
             **logs.environment(config, log),
@@ -90,15 +79,14 @@ class ActorHandle:
             "TOKENIZERS_PARALLELISM": "false",
             **(environment or {}),
         }
-        options: dict[str, object] = {
-            "num_cpus": 0,
-            "num_gpus": num_gpus,
-            "scheduling_strategy": placement,
-            "runtime_env": {"env_vars": variables},
-        }
-        if max_concurrency is not None:
-            options["max_concurrency"] = max_concurrency
-        actor = _remote(actor_class).options(**options).remote(*arguments)
+        options = _remote(actor_class).options(
+            num_cpus=0,
+            num_gpus=num_gpus,
+            scheduling_strategy=placement,
+            runtime_env={"env_vars": variables},
+            max_concurrency=max_concurrency,
+        )
+        actor = options.remote(*arguments)
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
@@ -114,8 +102,7 @@ class ActorHandle:
 
 
 def _ask_head(call: Callable[[], None]) -> None:
-    """Call Ray's head, and wait for its answer a moment only: it may hang, and the event loop with
-    it."""
+    """Call Ray's head, which may hang, and the event loop with it; wait for it a moment only."""
     with suppress(TimeoutError):
         call_within(call, _HEAD_SECONDS)
 
@@ -141,13 +128,8 @@ def killed_on_failure(*handles: ActorHandle) -> Iterator[None]:
 async def create_placement_group(
     count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
 ) -> PlacementGroup:
-    """Reserve a bundle of GPUs and custom resources for each of `count` actors, on as few nodes as
-    possible; DeadlineError when the cluster has no room in time.
-
-    Args:
-        who: The actors in errors, in the plural: "workers".
-        key: Section of the configuration whose `resources` these are.
-    """
+    """Reserve a bundle of GPUs and of the `resources` of a section `key` for each of `count` actors
+    ("workers" in errors), on as few nodes as possible; DeadlineError when there is no room."""
     # Ray accepts no empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
     group = placement_group([bundle] * count, strategy="PACK")

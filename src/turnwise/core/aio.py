@@ -1,7 +1,4 @@
-"""Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage.
-
-Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
-"""
+"""Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage."""
 
 import asyncio
 import contextlib
@@ -28,10 +25,8 @@ _RETRY_SECONDS = 0.1
 
 
 def run(main: Coroutine[object, object, _T]) -> _T:
-    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (vLLM brings it).
-
-    Its event loop takes less processor time for a turn.
-    """
+    """Run a coroutine as `asyncio.run` does, on uvloop if vLLM has brought it, which takes less
+    processor time for a turn."""
     try:
         import uvloop
     except ImportError:
@@ -82,37 +77,17 @@ async def for_each(
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task was cancelled.
-
-    If not, a CancelledError came from something that the task awaited.
-    """
+    """Return whether the running task was cancelled; if not, a CancelledError came from something
+    that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def freeze_gc() -> None:
-    """Exempt all present objects (modules, models) from garbage collection.
-
-    Otherwise each full collection would stop the event loop for tenths of a second.
-    """
+    """Exempt all present objects (modules, models) from garbage collection: each full collection
+    would stop the event loop for tenths of a second."""
     gc.collect()
     gc.freeze()
-
-
-def settle(future: "asyncio.Future[_T]", outcome: Callable[[], _T]) -> None:
-    """Give a future the result of `outcome`, or its error as `ordinary_error`, in any thread; does
-    nothing once the future is done, or its event loop closed."""
-    try:
-        finish = functools.partial(future.set_result, outcome())
-    except BaseException as error:
-        finish = functools.partial(future.set_exception, ordinary_error(error))
-
-    def finish_once() -> None:
-        if not future.done():
-            finish()
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
-        future.get_loop().call_soon_threadsafe(finish_once)
 
 
 async def run_in_thread(
@@ -124,18 +99,64 @@ async def run_in_thread(
     executor, which user code may use up) nor the exit of the program. For user code, which may not
     return, see `core.user_code`.
     """
-    reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-    work = functools.partial(settle, reply, functools.partial(function, *arguments, **keywords))
+    return await in_thread(Future(), functools.partial(function, *arguments, **keywords))
+
+
+async def in_thread(future: Future[_T], function: Callable[[], _T]) -> _T:
+    """Run a function as `run_in_thread` does, and give its outcome to a future, which is cancelled
+    with the wait; one that is cancelled first is not run."""
+    done = done_event(future)
     ends = time.monotonic() + _THREAD_SECONDS
-    while True:
-        try:
-            start_in_thread(work)
-            break
-        except OSError:
-            if time.monotonic() >= ends:
-                raise
-        await asyncio.sleep(_RETRY_SECONDS)
-    return await reply
+    try:
+        while True:
+            try:
+                start_in_thread(functools.partial(fulfil, future, function))
+                break
+            except OSError:
+                if time.monotonic() >= ends:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+        await done.wait()
+    finally:
+        future.cancel()  # unless it is done
+    return future.result()
+
+
+def done_event(future: Future[_T]) -> asyncio.Event:
+    """Return an event of this event loop that is set once a future of another thread is done.
+
+    `asyncio.wrap_future` replaces an error by another if it is a TimeoutError, without its
+    traceback, or a CancelledError of `concurrent.futures`, by one that looks like our own.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    return done
+
+
+async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for an event, at most `seconds`, and return whether it came."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = True) -> None:
+    """Call a function, and give a future its result, or its error as `ordinary_error` or as it is;
+    does nothing if the future is cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(ordinary_error(error) if ordinary else error)
+    else:
+        future.set_result(result)
 
 
 _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
@@ -143,10 +164,8 @@ _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
 def start_in_thread(work: Callable[[], None]) -> None:
-    """Start a function that raises nothing in an idle daemon thread, and return at once.
-
-    It runs in a copy of the caller's context. Raises OSError when no thread can be started.
-    """
+    """Start a function that raises nothing in an idle daemon thread, in a copy of the caller's
+    context; OSError when no thread can be started."""
     context = contextvars.copy_context()
     try:
         inbox = _idle_threads.pop()
@@ -166,14 +185,7 @@ def call_within(function: Callable[[], _T], seconds: float) -> _T:
     """Call a blocking function of our own outside an event loop; TimeoutError when it does not
     return within `seconds`."""
     answer: Future[_T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    start_in_thread(work)
+    start_in_thread(functools.partial(fulfil, answer, function))
     return answer.result(seconds)
 
 

@@ -1,7 +1,6 @@
 """Child processes: programs with pipes, their last words, requests to them, and their whole end.
 
-A child leads a process group, which ends with it, whatever it has started and left behind; so it is
-also when this program exits. What a child writes is not trusted (`core.untrusted`).
+A child leads a process group, which ends with it, and with this program, whatever it has started.
 """
 
 import asyncio
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from turnwise.core.aio import set_within
 from turnwise.core.untrusted import MAX_BYTES
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
@@ -44,14 +44,9 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 def start_error(error: OSError | ValueError, what: str, reason: str, first: bool) -> TurnwiseError:
-    """Return the error of a program that does not start.
-
-    Args:
-        what: The program in messages, with its key.
-        reason: Reason of the trajectory that fails.
-        first: Whether it has never started before. Only then can it be a mistake of the user, which
-            ends the run: a program that does not exist, or an unreadable command line.
-    """
+    """Return the error of a program (`what`, with its key) that does not start: of a trajectory
+    that fails for a `reason`, or, if it never started before, a mistake of the user, which ends the
+    run: a program that does not exist, or an unreadable command line."""
     message = f"{what} cannot be started: {error}"
     mistake = not isinstance(error, OSError) or error.errno in _MISTAKES
     return InputError(message) if mistake and first else TrajectoryError(reason, message)
@@ -60,10 +55,8 @@ def start_error(error: OSError | ValueError, what: str, reason: str, first: bool
 def kill_group(leader: int, reaped: bool, number: int = signal.SIGKILL) -> None:
     """Send a signal to the process group of a child that leads one, also after the child has ended.
 
-    Args:
-        leader: The child's process id, which is the group's.
-        reaped: Whether the child's end was waited for. Its number can then be another process's,
-            which is left alone. While the group has a process, no other gets its number.
+    If its end was waited for (`reaped`), its number can be another process's, which is left alone;
+    while the group has a process, no other gets its number.
     """
     if reaped and os.path.exists(f"/proc/{leader}"):
         return
@@ -108,12 +101,10 @@ class Child:
         heard: Callable[[bytes], object] = lambda _: None,
         joined: bool = False,
     ) -> "Child":
-        """Start a program; its errors are those that `start_error` reads.
+        """Start a program with these variables alone; `start_error` reads the errors.
 
-        Args:
-            environment: All of its variables.
-            heard: Called with each part of its standard error.
-            joined: Whether its standard output is read as standard error is, and not by the caller.
+        `heard` is called with each part of its standard error; if `joined`, its output is part of
+        it, and not read by the caller.
         """
         transport, streams = await asyncio.get_running_loop().subprocess_exec(
             _Streams,
@@ -158,10 +149,7 @@ class Child:
 
     async def exited(self, seconds: float | None = None) -> bool:
         """Wait for its end, at most `seconds`, and return whether it came."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._streams.ended.wait()
-        return self._streams.ended.is_set()
+        return await set_within(self._streams.ended, seconds)
 
     async def heard(self, seconds: float) -> None:
         """Wait for the end of its standard error, which what has left its group may hold open."""
@@ -172,10 +160,10 @@ class Child:
         kill_group(self.pid, self.status is not None, number)
 
     async def end(self, seconds: float, *, leave: float = 0.0, terminate: float = 0.0) -> None:
-        """End it and its group, and close its pipes; safe to repeat.
+        """End it and its group, and close its pipes, its input first; safe to repeat.
 
-        Its standard input is closed first. It then has `leave` seconds to end by itself, if not 0,
-        then `terminate` after SIGTERM, and once it was killed `seconds` for its last words.
+        It has `leave` seconds to end by itself, if not 0, then `terminate` after SIGTERM, and once
+        it was killed `seconds` for its last words.
         """
         try:
             self.stdin.close()
@@ -232,18 +220,13 @@ class Requests(Generic[_T]):
 
 
 class ForeignLines:
-    """The output of a program that writes what it likes, as lines of our log.
+    """The output of a program that writes what it likes, as lines of our log, under its name.
 
-    What people cannot read, beyond `LINES_A_SECOND` and `LONGEST_LINE`, is left out; its lines are
-    counted.
-
-    Args:
-        name: The program in the log.
+    Those beyond `LINES_A_SECOND` are only counted, and what is beyond `LONGEST_LINE` is left out.
     """
 
     def __init__(self, logger: logging.Logger, name: str) -> None:
-        self._logger = logger
-        self._name = name
+        self._logger, self._name = logger, name
         self._begun = b""  # beginning of the line that has not ended
         self._since = time.monotonic()
         self._logged = 0

@@ -1,7 +1,4 @@
-"""Bounded waits: by time (`deadline`), or by lack of progress (`StallClock`).
-
-Both raise `DeadlineError`, whose message says what did not happen, and within how many seconds.
-"""
+"""Bounded waits: by time (`deadline`), or by lack of progress (`StallClock`)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -29,16 +26,10 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
         return
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
-    timer: asyncio.TimerHandle
 
     def expire() -> None:
-        nonlocal due, timer
-        now = loop.time()
-        if now - due > _LATE_SECONDS:
-            due = now + min(_LATE_SECONDS, seconds / 10)
-            timer = loop.call_at(due, expire)
-        else:
-            timeout.reschedule(now)
+        late = loop.time() - due > _LATE_SECONDS
+        timeout.reschedule(loop.time() + (min(_LATE_SECONDS, seconds / 10) if late else 0.0))
 
     timer = loop.call_at(due, expire)
     try:
@@ -58,10 +49,8 @@ def deadline_error(seconds: float, missed: str, key: str = "") -> DeadlineError:
 
 
 class StallClock:
-    """Ends waits that make no progress for `seconds`.
-
-    One clock serves any number of waits on one event loop, with a single timer.
-    """
+    """Ends waits that make no progress for `seconds`: any number on one event loop, with a single
+    timer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -74,21 +63,17 @@ class StallClock:
 
     @property
     def stopped(self) -> bool:
-        """True while no progress is expected, such as while an engine sleeps.
-
-        The clock has no timer then: a pending one would keep the event loop from dropping later
-        ones that are cancelled, and the objects of their requests.
-        """
+        """True while no progress is expected, such as while an engine sleeps. It has no timer then:
+        a pending one would keep the event loop from dropping later ones that are cancelled, and the
+        objects of their requests."""
         return self._stopped
 
     @stopped.setter
     def stopped(self, value: bool) -> None:
-        self._stopped = value
-        if value:
-            self._cancel()
-        elif self._waits and self._timer is None:
+        if self._stopped and not value and self._waits:
             self.moved()
-            self._look_at(self._moved + self.seconds)
+        self._stopped = value
+        self._set_timer()
 
     def moved(self) -> None:
         """Record progress, which restarts the countdown."""
@@ -106,66 +91,58 @@ class StallClock:
 
     @asynccontextmanager
     async def watching(self, missed: str = "", key: str = "") -> AsyncIterator[asyncio.Timeout]:
-        """Raise from the block when there is no progress for `seconds`.
-
-        The error is `DeadlineError` with `missed` and `key`, as `deadline` raises it; without
-        `missed` it is TimeoutError.
-        """
+        """Raise from the block when there is no progress for `seconds`: DeadlineError with `missed`
+        and `key`, as `deadline` raises it, or TimeoutError without `missed`."""
         try:
             async with asyncio.timeout(None) as wait:
                 if not self._waits:
                     self.moved()
                 self._waits.add(wait)
-                if self._timer is None and not self._stopped:
-                    self._look_at(self._moved + self.seconds)
+                self._set_timer()
                 try:
                     yield wait
                 finally:
                     self._waits.discard(wait)
-                    if not self._waits:
-                        self._cancel()
+                    self._set_timer()
         except TimeoutError:
             if not missed or not wait.expired():
                 raise
             raise deadline_error(self.seconds, missed, key) from None
 
-    def _look_at(self, when: float) -> None:
-        self._timer = asyncio.get_running_loop().call_at(when, self._look)
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
+    def _set_timer(self) -> None:
+        """Have a timer while something waits, unless the clock is stopped."""
+        wanted = bool(self._waits) and not self._stopped
+        if wanted and self._timer is None:
+            due = self._moved + self.seconds
+            self._timer = asyncio.get_running_loop().call_at(due, self._look)
+        elif not wanted and self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-            self._doubted = False
+            self._timer, self._doubted = None, False
 
     def _look(self) -> None:
-        self._timer = None
-        if not self._waits:
-            return
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         if self._holds:
             self.moved()
-        if now < self._moved + self.seconds:
+        due = self._moved + self.seconds
+        if now < due:
             self._doubted = False
-            self._look_at(self._moved + self.seconds)
         elif not self._doubted:
             # This process may itself have been stopped: let the loop read pending events first.
-            self._doubted = True
-            self._look_at(now + min(1.0, self.seconds / 10))
+            self._doubted, due = True, now + min(1.0, self.seconds / 10)
         else:
-            self._doubted = False
+            self._timer, self._doubted = None, False
             waits, self._waits = self._waits, set()
             for wait in waits:
                 wait.reschedule(now)
+            return
+        self._timer = loop.call_at(due, self._look)
 
 
 @asynccontextmanager
 async def trajectory_limits(seconds: float, stall_seconds: float) -> AsyncIterator[StallClock]:
-    """Raise TrajectoryError from the block of one trajectory that takes too long.
-
-    The reason is `trajectory_timeout` after `seconds`, and `stalled` after `stall_seconds` without
-    progress, which the block reports to the clock.
-    """
+    """Raise TrajectoryError from the block of one trajectory: `trajectory_timeout` after `seconds`,
+    and `stalled` after `stall_seconds` without progress, which the block reports to the clock."""
     clock = StallClock(stall_seconds)
     try:
         async with asyncio.timeout(seconds), clock.watching() as stall:

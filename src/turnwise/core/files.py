@@ -53,10 +53,8 @@ def _aside(folder: Path) -> Path:
 
 
 def put_in_place(folder: Path, *, flush: bool = True) -> None:
-    """Rename the temporary folder of a folder, in the place of an earlier one if there is one.
-
-    With `flush`, all of it is on the disk first, for what must survive a loss of power.
-    """
+    """Rename the temporary folder of a folder, in the place of an earlier one if there is one; with
+    `flush`, all of it is on the disk first, for what must survive a loss of power."""
     new, old = temporary(folder), _aside(folder)
     if flush:
         sync_tree(new)

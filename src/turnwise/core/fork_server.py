@@ -1,18 +1,12 @@
 """A process that imports vLLM and torch once, and is forked for every worker; and its client.
 
-Importing them takes seconds of CPU time in each process; a fork shares the imported modules. The
-server starts with the program that needs it, and ends with it, as does every fork.
-
     program ── starts ──> fork server ── forks ──> Ray workers, engine processes
        └── starts ──> raylet ── starts ──> client ── asks ──> fork server
 
-A fork has its client as owner, and is killed when the client closes its connection; it also ends
-with the server. So the server outlives every lack of processes, memory or descriptors: it then
-refuses one client, or lets it wait.
-
-Used on machines without a GPU: a process that has touched CUDA must not fork, and loading a model
-for a GPU takes longer than the imports. `TURNWISE_FORK_SERVER=off` disables it; a path
-names a server that is already running. Nothing here has been run on a GPU.
+A fork ends with the connection of its client, and with the server, which therefore outlives every
+lack of processes, memory or descriptors: it then refuses one client, or lets it wait. Used on
+machines without a GPU: a process that has touched CUDA must not fork. `TURNWISE_FORK_SERVER=off`
+disables it; a path names a server that is already running.
 
 The client is this file as a program, `python -I -S fork_server.py SOCKET ARGUMENT...`: it runs
 `python ARGUMENT...` as a fork. To start in hundredths of a second, it needs only the imports at the
@@ -64,14 +58,11 @@ _RAY_CONTEXT = "--serialized-runtime-env-context="
 
 
 def _run_as_fork() -> None:
-    """Run the program of this command line as a fork, forward signals to it, and end as it does.
-
-    If no server listens, this process becomes the program. Ray starts its workers with it too,
-    instead of its own `setup_worker.py`; the runtime environment is then among the arguments, and
-    the socket is that environment's TURNWISE_FORK_SERVER. Everyone on the machine can read the
-    arguments of a process, and that environment has secrets: this program starts itself again, in
-    the same process, with the environment as its own and no longer as an argument.
-    """
+    """Run the program of this command line as a fork, forward signals to it, and end as it does; if
+    no server listens, this process becomes the program."""
+    # Ray starts its workers with this program, instead of its own `setup_worker.py`, and passes the
+    # runtime environment as an argument. Everyone on the machine can read the arguments of a
+    # process, and it has secrets: this program starts itself again with it as its environment.
     if _FROM_RAY in sys.argv:
         own = []
         for argument in sys.argv[1:]:
@@ -123,13 +114,8 @@ def ask(connection: socket.socket, request: "JsonObject", *more: int) -> None:
 
 
 class ForkServer:
-    """The server's process, owned by the program that starts it.
-
-    Args:
-        module: The program to start, as `python -m MODULE LISTENER ALIVE ARGUMENT...`; it must call
-            `serve` with the two descriptors.
-        arguments: Its further arguments.
-    """
+    """The server's process, owned by the program that starts it, as `python -m MODULE LISTENER
+    ALIVE ARGUMENT...`, which calls `serve` with the two descriptors."""
 
     def __init__(
         self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
@@ -155,7 +141,7 @@ class ForkServer:
                 listener.bind(self.address)
                 listener.listen(128)
                 descriptors = (listener.fileno(), read)
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-m", module, *map(str, descriptors), *arguments],
                     env=os.environ | variables,
                     pass_fds=descriptors,
@@ -167,25 +153,15 @@ class ForkServer:
             raise
         finally:
             os.close(read)
-        self.pid = self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether the server's process has ended, for example by a crash."""
-        return self._process.poll() is not None
-
-    def exit_code(self, seconds: float) -> int | None:
-        """Return the exit code, negative for a signal; None if it runs on for `seconds`."""
-        from subprocess import TimeoutExpired
-
-        with contextlib.suppress(TimeoutExpired):
-            return self._process.wait(seconds)
-        return None
+        self.pid = self.process.pid
 
     def close(self) -> None:
         """End the server and all of its forks."""
+        from subprocess import TimeoutExpired
+
         os.close(self._alive)
-        self.exit_code(5.0)
+        with contextlib.suppress(TimeoutExpired):
+            self.process.wait(5.0)
         self._folder.cleanup()
 
 
@@ -214,11 +190,8 @@ def address() -> str | None:
 
 
 def share_with_engines() -> bool:
-    """Let the server fork the engine processes of this process too, if this is a fork itself.
-
-    From then on, multiprocessing's start method `forkserver` forks from a fork of the server.
-    Returns False if there is no server.
-    """
+    """Make multiprocessing's start method `forkserver` fork from a fork of the server; returns
+    False if there is none."""
     from multiprocessing.util import get_temp_dir
 
     from turnwise.internals import python
@@ -248,11 +221,7 @@ def share_with_engines() -> bool:
 
 def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "Request | None":
     """Fork for each request until `alive` is closed, and return None; in each fork, return the
-    request.
-
-    Args:
-        end_groups: Whether to kill what remains of a fork's process group when it has ended.
-    """
+    request. What remains of a fork's process group when it has ended is killed if `end_groups`."""
     server = _Server(listener, alive, end_groups)
     while True:
         for key, _ in server.selector.select():
@@ -265,7 +234,7 @@ def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "
                 server.end()
                 return None
             else:
-                server.kill(key.data)
+                server.leave(key.data)
 
 
 class _Server:
@@ -284,7 +253,6 @@ class _Server:
         """Connections of the clients by the process ids of their forks."""
         self._wake, self.woken = socket.socketpair()
         self._wake.setblocking(False)
-        self.woken.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector = selectors.DefaultSelector()
@@ -330,25 +298,24 @@ class _Server:
 
     def reap(self) -> None:
         """Tell the clients of the forks that have ended how they did."""
-        with contextlib.suppress(BlockingIOError):
-            while self.woken.recv(4096):
-                pass
+        self.woken.recv(4096)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
                 if self._end_groups:
                     self._kill_group(pid, reaped=True)
-                if (waiting := self._children.pop(pid, None)) is not None:
-                    _reply(waiting, status)
-                    self.selector.unregister(waiting)
-                    waiting.close()
+                self.leave(pid, status)
 
-    def kill(self, pid: int) -> None:
-        """Kill the fork of a client that is gone."""
-        if (asker := self._children.pop(pid, None)) is not None:
-            os.kill(pid, signal.SIGKILL)
-            self.selector.unregister(asker)
-            asker.close()
+    def leave(self, pid: int, status: int | None = None) -> None:
+        """Close the connection of a client whose fork has ended with a status; without one, the
+        client is gone: kill its fork."""
+        if (client := self._children.pop(pid, None)) is not None:
+            if status is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                _reply(client, status)
+            self.selector.unregister(client)
+            client.close()
 
     def end(self) -> None:
         """Kill all forks."""
@@ -459,9 +426,7 @@ def _become(request: "JsonObject", descriptors: list[int]) -> None:
     wanted: dict[str, str] = request["env"]
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.update(wanted.items() - os.environ.items())
     logs.follow()
     # Libraries read these only when they are imported.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
@@ -470,24 +435,20 @@ def _become(request: "JsonObject", descriptors: list[int]) -> None:
     first, *arguments = request["arguments"]
     if first == _FORKSERVER:
         python.serve_forks(*rest)
-    elif first == "-c":
+        return
+    place = os.getcwd() if first in ("-c", "-m") else os.path.dirname(os.path.realpath(first))
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([place, *own, *sys.path])
+    if first == "-c":
         sys.argv = ["-c", *arguments[1:]]
-        _set_path("")
         exec(arguments[0], {"__name__": "__main__"})
     elif first == "-m":
         setproctitle.setproctitle(shlex.join(["python", *request["arguments"]]))
         sys.argv = arguments
-        _set_path("")
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *arguments]
-        _set_path(os.path.dirname(os.path.realpath(first)))
         runpy.run_path(first, run_name="__main__")
-
-
-def _set_path(first: str) -> None:
-    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = dict.fromkeys([first or os.getcwd(), *own, *sys.path])
 
 
 if __name__ == "__main__":

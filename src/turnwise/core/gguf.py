@@ -1,8 +1,6 @@
 """Models in GGUF files, converted once into a folder of a cache that everything loads from.
 
-The folder is in Transformers' usual format: float32 weights in safetensors, configuration, stops,
-tokenizer and chat template. It is below `TURNWISE_CACHE`, or `turnwise` in `XDG_CACHE_HOME`, or
-`~/.cache/turnwise`.
+The folder is in Transformers' usual format, with float32 weights.
 """
 
 import errno
@@ -32,11 +30,9 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 def resolve_model(path: str, key: str = "model.path") -> str:
-    """Return the folder or Hugging Face name from which libraries load a model.
-
-    It is the path itself, or the folder of a converted GGUF file. The first call for a file
-    converts it, which takes seconds to minutes; InputError names the key when it cannot.
-    """
+    """Return the folder or Hugging Face name from which libraries load a model: the path itself, or
+    the folder of a GGUF file, which the first call converts, for seconds to minutes; InputError
+    names the key when it cannot."""
     file = find_gguf(path)
     if file is None:
         return path

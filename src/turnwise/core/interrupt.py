@@ -32,11 +32,8 @@ _TWICE = "interrupted twice; everything it started was killed"
 
 
 class Ending:
-    """The work of a run that is asked to end, before it is cancelled; a context manager.
-
-    Args:
-        has_work: Returns whether there is anything to do; called in another thread.
-    """
+    """The work of a run that is asked to end, before it is cancelled, if it `has_work` to do, which
+    is asked in another thread; a context manager."""
 
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
@@ -76,10 +73,8 @@ class Ending:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, which would end a program at once, for a `with` block.
-
-    Does nothing where the program has a handler of its own, and outside the main thread.
-    """
+    """Raise SystemExit on SIGTERM, which would end a program at once, for a `with` block; does
+    nothing where the program has a handler of its own, and outside the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -160,11 +155,8 @@ def _end_by_force(code: int, why: str) -> None:
 
 
 def kill_children() -> None:
-    """Kill all descendants of this process; their shared memory is removed afterwards.
-
-    Python's tracker of semaphores and shared memory removes it once the processes that it serves
-    have ended, and then ends too.
-    """
+    """Kill all descendants of this process but Python's tracker of shared memory, which removes
+    theirs once they have ended, and then ends too."""
     import psutil
 
     for _ in range(2):  # one of them may be starting another

@@ -45,10 +45,8 @@ class VisibleFormatter(logging.Formatter):
 
 
 def to_terminal(level: str = "warning") -> None:
-    """Print our lines of at least a level, and other libraries' warnings, on standard error.
-
-    For the command line alone: it replaces the handlers of the root, which are a program's own.
-    """
+    """Print our lines of at least a level, and other libraries' warnings, on standard error; only
+    for the command line: it replaces the handlers of the root."""
     global _on_terminal
     _on_terminal = True
     _OURS.handlers = [_terminal(level)]
@@ -71,11 +69,8 @@ def _terminal(level: str, others: bool = False) -> logging.Handler:
 
 @contextmanager
 def open_logs(config: Config) -> Iterator[None]:
-    """Write all lines of this process to the run folder too, and set our level, in a `with` block.
-
-    A program's own handlers get our lines and everybody's as before, and at the end its logging is
-    as it was. Open it before vLLM is imported.
-    """
+    """Write all lines of this process to the run folder too, and set our level, in a `with` block
+    around the import of vLLM; a program's own logging is afterwards as it was before."""
     if _on_terminal:
         to_terminal(config.log_level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
@@ -140,11 +135,8 @@ def _remove(file: logging.Handler) -> None:
 
 
 class _ToProgram(logging.Handler):
-    """Passes our lines to the handlers of the program's root, or prints them if it has none.
-
-    Without it they would get all lines of our file: a logger's level is not asked about lines that
-    come from one below it.
-    """
+    """Passes our lines of its level to the handlers of the program's root, or prints them if it has
+    none: a logger's level is not asked about lines that come from one below it."""
 
     def __init__(self, level: str) -> None:
         super().__init__(level)
@@ -159,10 +151,8 @@ class _ToProgram(logging.Handler):
 
 
 def quiet(name: str) -> int:
-    """Send a library's lines only to the log file, if there is one; return their level.
-
-    Call it again after importing the library, which may add its own handlers.
-    """
+    """Send a library's lines only to the log file, if there is one; return their level. Call it
+    again after importing the library, which may add its own handlers."""
     logger = logging.getLogger(name)
     files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     if not files:
@@ -194,10 +184,8 @@ def environment(config: Config, name: str) -> dict[str, str]:
 
 
 def follow() -> None:
-    """Redirect the output of this actor's process and its children to the actor's file.
-
-    Does nothing if the actor was started without `environment`.
-    """
+    """Redirect the output of this actor's process and its children to the actor's file, if it was
+    started with `environment`."""
     if not (log := os.environ.get(_FILE)):
         return
     path = Path(log)

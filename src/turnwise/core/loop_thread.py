@@ -1,12 +1,9 @@
 """An event loop in its own thread, for synchronous callers.
 
-One async context manager is open in it from `start` to `stop`, entered and exited by one task.
-Callers submit coroutine functions and wait for them with a deadline. When the context manager fails
-early, all current and later callers get its error.
-
-The thread is a daemon, and every wait has a deadline even when the event loop is stuck, so that no
-call of a user's code can block the program's exit. (anyio's blocking portal waits for a stuck loop
-without a deadline, and keeps other calls running after its context manager has failed.)
+One async context manager is open in it from `start` to `stop`; when it fails early, all current and
+later callers get its error. The thread is a daemon, and every wait has a deadline even when the
+event loop is stuck, so that no user code can block the program's exit. (anyio's blocking portal
+waits for a stuck loop without one, and keeps calls running after its context manager has failed.)
 """
 
 import asyncio
@@ -72,11 +69,8 @@ class EventLoopThread(Generic[_Opened]):
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         """Run the coroutine that `work` makes within `seconds`, and return its result, `who` in
-        errors.
-
-        The coroutine is cancelled if the wait ends early; if a signal ends it, a run may first save
-        what it has (`Ending`).
-        """
+        errors. It is cancelled if the wait ends early; if a signal ends it, a run may first save
+        what it has (`Ending`)."""
         future: Future[_Result] | None = None
 
         async def within() -> _Result:
@@ -121,11 +115,8 @@ class EventLoopThread(Generic[_Opened]):
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
-        """Stop at the end of a `with` block, after the error of the block, if any.
-
-        A failure to stop never hides the block's own error. What does not end in time is only
-        logged: the block's results are there.
-        """
+        """Stop at the end of a `with` block, after its error, if any, which no failure to stop
+        hides. What does not end in time is only logged: the block's results are there."""
         try:
             self.stop(seconds)
         except TurnwiseError as failure:

@@ -52,11 +52,8 @@ def load_object(path: str, key: str) -> Foreign:
 
 
 def check_vllm() -> None:
-    """Check that vLLM is installed and can be imported, without importing it.
-
-    It cannot if one of its companions is built for CUDA and torch for CPUs; importing vLLM would
-    then fail later, in a worker.
-    """
+    """Check that vLLM is installed and can be imported, without importing it: that would fail in a
+    worker if one of its companions is built for CUDA and torch for CPUs."""
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
             "vLLM is not installed: pip install 'turnwise[cpu]', or 'turnwise[gpu]' on a machine "

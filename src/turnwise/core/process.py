@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECRET = "TURNWISE_SECRET"
-"""Variable with a secret that the processes of one run share: the one that starts Ray makes it, and
-Ray passes it to the others."""
+"""Variable with a secret that the processes of one run share, which Ray passes to them."""
 
 
 @contextmanager
@@ -30,11 +29,6 @@ def known_secret() -> str:
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system, where the C library can (glibc).
-
-    glibc keeps freed blocks of up to 32 MiB for later ones; after a phase with many of them, such
-    as the loading of a model, the process would stay as large as it was at its peak.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    """Give memory that was freed back to the system, where the C library can (glibc), which keeps
+    blocks of up to 32 MiB: the process would stay as large as it was at its peak."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)

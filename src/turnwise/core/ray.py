@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 import ray
 
 from turnwise.core import fork_server, logs, process
+from turnwise.core.aio import task_group
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.internals.python import signal_handler_kept
 from turnwise.internals.ray import lean_ray, report_to
@@ -85,10 +86,8 @@ def _probe_port(address: str) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Split an address; the port of one without any, such as `auto`, is 0.
-
-    Ray writes those of IPv6 as `[::1]:6379`.
-    """
+    """Split an address (of IPv6, `[::1]:6379`); the port of one without any, such as `auto`, is
+    0."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port) if port.isdigit() else 0
 
@@ -98,27 +97,19 @@ async def watching_ray(address: str | None) -> AsyncIterator[None]:
     """Raise TurnwiseError from the `async with` block when the head process of a Ray that
     `start_ray` started or joined accepts no connection for seconds: without it, no actor can be
     started, found or ended."""
-    task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
+    head = ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
-    gone = False
 
     async def watch() -> None:
-        nonlocal gone
         await _until_silent(head, patience)
-        gone = True
-        if task is not None:
-            task.cancel()
+        raise TurnwiseError(
+            f"Ray's head process (gcs_server at {head}) is gone, which ends the run"
+        )
 
-    watching = asyncio.create_task(watch())
-    try:
+    async with task_group() as tasks:
+        watching = tasks.create_task(watch())
         yield
-    finally:
         watching.cancel()
-        if gone and task is not None:
-            task.uncancel()
-            raise TurnwiseError(
-                f"Ray's head process (gcs_server at {head}) is gone, which ends the run"
-            ) from None
 
 
 async def _until_silent(address: str, patience: int) -> None:

@@ -1,8 +1,7 @@
 """Checks of the sources of models and data: this disk, the Hugging Face Hub, or its cache.
 
-A missing source is reported at once, before anything slow is imported. Without a network, Hugging
-Face's own libraries retry for half a minute; here one request of at most `_SECONDS` decides whether
-they use the Hub or only its cache.
+Without a network, Hugging Face's own libraries retry for half a minute; here one request of at most
+`_SECONDS` decides whether they use the Hub or only its cache.
 """
 
 import os
@@ -29,32 +28,28 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_model(path: str, key: str = "model.path") -> None:
-    """Check that a key names a model's folder or GGUF file, or a model that the Hub may have.
-
-    A GGUF file is converted here, once, before other processes need it.
-    """
-    if find_gguf(path) is not None:
-        resolve_model(path, key)
-    else:
-        _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
+    """Check that a key names a model's folder or GGUF file, or a model that the Hub may have; a
+    GGUF file is converted here, once, before other processes need it."""
+    files = "config.json, weights and tokenizer, a GGUF file"
+    _check(path, "config.json", key, "model", files, gguf=True)
 
 
 def check_tokenizer(path: str) -> None:
-    """Check `model.tokenizer` in the same way; raises as `check_model` does."""
-    key, own = "model.tokenizer", "tokenizer_config.json"
-    if find_gguf(path) is not None:
-        resolve_model(path, key)
-    else:
-        _check(path, own, key, "tokenizer", f"{own} and tokenizer.json")
+    """Check `model.tokenizer` in the same way."""
+    own = "tokenizer_config.json"
+    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json", gguf=True)
 
 
 def check_adapter(path: str, key: str) -> None:
-    """Check that a key names a LoRA adapter in the same way; raises as `check_model` does."""
+    """Check that a key names a LoRA adapter in the same way."""
     own = "adapter_config.json"
     _check(path, own, key, "LoRA adapter", f"{own} and adapter_model.safetensors")
 
 
-def _check(path: str, file: str, key: str, what: str, files: str) -> None:
+def _check(path: str, file: str, key: str, what: str, files: str, gguf: bool = False) -> None:
+    if gguf and find_gguf(path) is not None:
+        resolve_model(path, key)
+        return
     folder = Path(path).expanduser()
     if (folder / file).is_file():
         return
@@ -95,10 +90,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def why_offline() -> str:
-    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers.
-
-    Once the Hub has not answered, this process and its children do not try again.
-    """
+    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers. Once it has
+    not, this process and its children do not try again."""
     if any(os.environ.get(variable, "").upper() in _TRUE for variable in _OFFLINE):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"

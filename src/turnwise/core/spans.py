@@ -1,10 +1,8 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
-A trajectory is a span `invoke_agent`; its turns (`chat`) and its tools (`execute_tool`) are
-children of it. Off unless OpenTelemetry's own variable names a collector; its other variables have
-their usual effect. A collector that does not answer delays nothing: spans are sent by a thread, and
-dropped when too many wait. A program that has set no tracer provider gets ours, so that spans of
-user code, whose context is the current span, reach the same collector.
+Off unless OpenTelemetry's own variable names a collector. One that does not answer delays nothing:
+spans are sent by a thread, and dropped when too many wait. A program that has set no tracer
+provider gets ours, so that spans of user code reach the same collector.
 """
 
 import functools
@@ -30,8 +28,6 @@ _MODULES = (
 TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 """HTTP headers of a trace's context, as the W3C specifies them."""
 Value = str | int | float | list[str]
-
-
 SetAttribute = Callable[[str, Value], None]
 """Function that sets an attribute of a span; one that does nothing without a collector."""
 

@@ -1,17 +1,13 @@
 """Stacks of a run's processes, even if an interpreter is stuck, and its report: `turnwise stuck`.
 
-A process that calls `register`, and each that it forks, has a file in the run folder's
-`logs/stacks/`, and a thread that answers requests on a socket with the stacks of all others. A
-process whose thread does not answer, because something keeps the interpreter's lock, is sent
-`SIGNAL`: its handler writes the stacks to the file. Stacks of threads that run at that moment can
-be broken, and reading those crashes the process, so the signal is the last resort. That the
-process handles the signal is checked first: to another program it would be deadly.
-
-The whole report, with what the run waits for, is `stuck.txt` in the run folder. The watchdog
-writes it, also when a file asks for it, which works from every machine that can write to the
-folder.
+Each process has a file in the run folder's `logs/stacks/`, and a thread that answers requests on a
+socket with the stacks of all others. One that does not answer, because something keeps the
+interpreter's lock, is sent `SIGNAL`, whose handler writes the stacks to the file: the last resort,
+because reading the stack of a thread that runs can crash the process. The watchdog writes the whole
+report, with what the run waits for, to `stuck.txt`, also when a file asks for it.
 """
 
+import asyncio
 import faulthandler
 import itertools
 import os
@@ -85,10 +81,8 @@ _listener: int | None = None
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, show their stacks under a name when asked to.
-
-    Does nothing if the run folder cannot be written.
-    """
+    """Make this process, and those that it forks, show their stacks under a name when asked to, if
+    the run folder can be written."""
     global _folder, _name
     first = _folder is None
     _folder, _name = stacks_folder(run).absolute(), name
@@ -143,10 +137,8 @@ def _listen(asked: socket.socket) -> None:
 
 
 def _stacks_here() -> str:
-    """Return the stacks of this process's threads but this one, as `faulthandler` writes them.
-
-    It writes those of a hundred threads at most.
-    """
+    """Return the stacks of this process's threads but this one, as `faulthandler` writes those of a
+    hundred threads at most."""
     blocks = []
     for thread, frame in sys._current_frames().items():
         if thread != threading.get_ident():
@@ -166,77 +158,66 @@ def _address(pid: int, started: str) -> str:
 # Processes that are asked for them
 
 
-class _Asked:
-    """A process that is asked for its stacks."""
-
-    def __init__(self, name: str, path: Path, process: psutil.Process, started: str) -> None:
-        title = " ".join(process.cmdline()).strip()[:80]
-        self.name, self.path, self.process = f"{name}: {title}", path, process
-        self._size = self._grown = path.stat().st_size
-        self._since = time.monotonic()  # time at which the file had grown to its size
-        self._answer, self._whole = b"", False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        with suppress(OSError):  # another network namespace, or requests that nobody takes
-            self._socket.connect(_address(process.pid, started))
-
-    def read(self, due: float) -> bool:
-        """Read what the process's thread answers until then; return whether it is whole."""
-        with suppress(OSError):  # nothing more has come, or there is no connection
-            while not self._whole:
-                self._socket.settimeout(max(0.0, due - time.monotonic()))
-                if not (part := self._socket.recv(2**16)):
-                    self._whole = bool(self._answer)  # closed without an answer: it is ending
-                    break
-                self._answer += part
-        return self._whole
-
-    def done(self) -> bool:
-        """Return whether the thread or the signal's handler has ended its answer, or the process
-        itself has ended."""
-        if _ended(self.process) or self.read(0.0):
-            return True
-        with suppress(OSError):
-            if (size := self.path.stat().st_size) != self._grown:
-                self._grown, self._since = size, time.monotonic()
-        still = time.monotonic() - self._since >= _STILL_SECONDS
-        return self._grown > self._size and still
-
-    def result(self, flaw: str) -> ProcessStacks | None:
-        """Return the stacks, with a flaw if they were not done in time; None if the process has
-        ended without any."""
-        self._socket.close()
-        text = self._answer
-        if not self._whole:
-            text = b""
-            with suppress(OSError):
-                text = self.path.read_bytes()[self._size :]
-        alike: Counter[str] = Counter()  # equal stacks are shown once, with their number
-        lines = text.decode(errors="replace").replace("Current thread", "\n\nCurrent thread")
-        for block in lines.split("\n\n"):
-            _, _, frames = block.strip().partition("\n")
-            if frames and not _LISTENER.search(frames):
-                alike[frames] += 1
-        stacks = [
-            f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
-            for frames, count in alike.items()
-        ]
-        if not stacks and _ended(self.process):
-            self.path.unlink(missing_ok=True)
+async def _answer_of(
+    path: Path, before: int, process: psutil.Process, started: str, seconds: float
+) -> bytes | None:
+    """Return what a process's thread answers within `seconds`; b"" once its handler of the signal
+    has written to its file, whose size was `before`, or it has ended; None if both are late."""
+    begun = since = time.monotonic()  # since when the file has its size
+    grown = before
+    answer = asyncio.create_task(_receive(_address(process.pid, started)))
+    await asyncio.wait([answer], timeout=min(_THREAD_SECONDS, seconds / 2))
+    if not (answer.done() and answer.result()):
+        with suppress(psutil.Error):  # it ends at this moment
+            process.send_signal(SIGNAL)
+    while not (answer.done() and answer.result()):
+        if _ended(process) or (grown > before and time.monotonic() - since >= _STILL_SECONDS):
+            return b""
+        if time.monotonic() >= begun + seconds:
             return None
-        said = f"it wrote {'only this' if stacks else 'nothing'} {flaw}" if flaw else ""
-        return ProcessStacks(self.name, self.process.pid, stacks, said)
+        await asyncio.sleep(_PAUSE_SECONDS)
+        if (size := _size(path)) != grown:
+            grown, since = size, time.monotonic()
+    return answer.result()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+async def _receive(address: str) -> bytes:
+    """Return what a process's thread answers; b"" if it is ending, or cannot be reached."""
+    with suppress(OSError):
+        reader, writer = await asyncio.open_unix_connection(address)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+    return b""
+
+
+def _alike(text: str) -> list[str]:
+    """Return the stacks in a text, equal ones once, with their number."""
+    alike: Counter[str] = Counter()
+    for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
+        _, _, frames = block.strip().partition("\n")
+        if frames and not _LISTENER.search(frames):
+            alike[frames] += 1
+    return [
+        f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
+        for frames, count in alike.items()
+    ]
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     """Ask all processes of a run on this machine for their stacks, within `seconds` for all
-    together.
-
-    Files of processes that have ended are removed.
-    """
-    began = time.monotonic()
-    asked: list[_Asked] = []
+    together; call it outside event loops. Files of processes that have ended are removed."""
+    found: list[ProcessStacks] = []
     elsewhere: list[ProcessStacks] = []
+    asked: list[tuple[str, Path, int, psutil.Process, str]] = []
     for path, host, pid, name, started in _registered(run):
         if host != socket.gethostname():
             flaw = f"on {host}: stacks of another machine are not collected"
@@ -244,21 +225,29 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
         elif (process := _living(pid, started)) is None:
             path.unlink(missing_ok=True)
         else:
-            with suppress(psutil.Error, OSError):  # it ends at this moment
-                asked.append(_Asked(name, path, process, started))
-    waited_for = [
-        each for each in asked if not each.read(began + min(_THREAD_SECONDS, seconds / 2))
-    ]
-    for each in waited_for:
-        with suppress(psutil.Error):
-            each.process.send_signal(SIGNAL)
-    while waited_for := [each for each in waited_for if not each.done()]:
-        if time.monotonic() >= began + seconds:
-            break
-        time.sleep(_PAUSE_SECONDS)
-    late = f"within {seconds:g} s"
-    found = [each.result(late if each in waited_for else "") for each in asked]
-    return [*(each for each in found if each is not None), *elsewhere]
+            with suppress(psutil.Error):  # it ends at this moment
+                title = " ".join(process.cmdline()).strip()[:80]
+                asked.append((f"{name}: {title}", path, _size(path), process, started))
+
+    async def ask_all() -> list[bytes | None]:
+        return await asyncio.gather(*(_answer_of(*each[1:], seconds) for each in asked))
+
+    # Others, such as uvloop's, cannot connect to addresses that are no files.
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        answers = runner.run(ask_all())
+    for (name, path, size, process, _), answer in zip(asked, answers, strict=True):
+        text = answer or b""
+        if not answer:
+            with suppress(OSError):
+                text = path.read_bytes()[size:]
+        stacks = _alike(text.decode(errors="replace"))
+        if not stacks and _ended(process):
+            path.unlink(missing_ok=True)
+            continue
+        part = "only this" if stacks else "nothing"
+        flaw = f"it wrote {part} within {seconds:g} s" if answer is None else ""
+        found.append(ProcessStacks(name, process.pid, stacks, flaw))
+    return [*found, *elsewhere]
 
 
 def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
@@ -301,9 +290,9 @@ def _start(pid: int) -> str:
 def write_report(run: Path, line: str) -> Path | None:
     """Write a run's report, which begins with a line of the watchdog; return its path, or None if
     it cannot be written."""
-    parts = [process.text() for process in collect(run)]
-    text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
     try:
+        parts = [process.text() for process in collect(run)]
+        text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
         (run / REPORT).write_text(text + "\n", encoding="utf-8")
     except OSError:
         return None
@@ -311,11 +300,8 @@ def write_report(run: Path, line: str) -> Path | None:
 
 
 def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
-    """Return what a run waits for and does; for a run that has ended, its last report.
-
-    A run that does not answer in time, because its event loop is not yet or no longer watched,
-    still shows the stacks of its processes on this machine.
-    """
+    """Return what a run waits for and does; of a run that does not answer in time, the stacks of
+    its processes on this machine, and of one that has ended, its last report."""
     if not (run / "logs").is_dir():
         raise InputError(f"there is no run in {run} (a folder with logs)")
     report, request = run / REPORT, report_request(run)

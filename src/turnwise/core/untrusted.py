@@ -1,8 +1,7 @@
-"""The reader of what a side that is not trusted sends: agents, environments, their servers.
+"""The reader of the JSON of a side that is not trusted: agents, environments, their servers.
 
-Everything that they send is JSON. It is read only with a largest size, depth and number of values,
-and only as the type that is expected; anything else is an `AnswerError`, of which the caller makes
-the failure of one trajectory.
+It is read only with a largest size, depth and number of values, and only as the type that is
+expected; anything else is an `AnswerError`, of which the caller makes a trajectory's failure.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Calls of user code (tools, environments, rewards, agents) outside the main event loop.
 
-User code is code that a configuration or a program names. Each call has a name and a deadline. It
-never runs on the event loop that calls it: plain functions run in daemon threads, and coroutines on
-an event loop in one more daemon thread, so that clients can be shared between them. A call that
+Each call has a name and a deadline. Plain functions run in daemon threads, and coroutines on an
+event loop in one more daemon thread, so that clients can be shared between them. A call that
 ignores its deadline is abandoned: nothing waits for it any more, it counts as stuck until it
 returns, and no call begins while `MAX_STUCK` are stuck.
 """
@@ -19,12 +18,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from turnwise.config import Config
-from turnwise.core.aio import run_in_thread, settle, start_daemon, start_in_thread
+from turnwise.core.aio import (
+    done_event,
+    fulfil,
+    in_thread,
+    set_within,
+    start_daemon,
+    start_in_thread,
+)
 from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.core.optional import Foreign
 from turnwise.errors import (
     TurnwiseError,
     describe_error,
@@ -55,12 +62,8 @@ async def call_user_code(
     seconds: float,
     key: str = "",
 ) -> Any:
-    """Call a user's function, plain or async, outside this event loop.
-
-    Args:
-        name: The call in messages: "the tool search". Calls are counted by it.
-        seconds: Deadline. Cancelling this call ends the wait too.
-        key: Configuration key of the deadline, which the error then names.
+    """Call a user's function, plain or async, outside this event loop, within a deadline, whose
+    configuration key (`key`) and the call's name ("the tool search") are in its error.
 
     Raises:
         DeadlineError: when it does not answer in time.
@@ -73,12 +76,8 @@ async def call_user_code(
     async with deadline(seconds, f"{name} did not answer", key):
         if inspect.iscoroutinefunction(function):
             return await _on_user_loop(name, functools.partial(function, *arguments))
-        call = Call(name)
-        try:
-            value = await run_in_thread(call.run, functools.partial(function, *arguments))
-        except BaseException as error:  # also where it never began, for lack of a thread
-            (call.abandon if isinstance(error, asyncio.CancelledError) else call.returned)()
-            raise
+        call = Call[Foreign](name)
+        value = await in_thread(call, lambda: call.run(function, *arguments))
         if inspect.isawaitable(value):
             return await _on_user_loop(name, lambda: value)
         return value
@@ -87,11 +86,8 @@ async def call_user_code(
 async def run_abandonable(
     make: Callable[[], Awaitable[_T]], *, name: str, seconds: float, key: str = ""
 ) -> _T:
-    """Run a user's coroutine that needs this event loop, in a separate task.
-
-    When cancelled or late, this call waits at most `GRACE_SECONDS` for that task. The event loop's
-    default executor becomes one of daemon threads, because the coroutine may use it.
-    """
+    """Run a user's coroutine that needs this event loop, in a separate task, for which this call
+    waits at most `GRACE_SECONDS` when cancelled or late."""
     _check_stuck(name)
     loop = asyncio.get_running_loop()
     use_daemon_threads(loop)
@@ -99,27 +95,21 @@ async def run_abandonable(
     coroutine.begin()
     async with deadline(seconds, f"{name} did not end", key):
         await coroutine.ended()
-        return coroutine.reply.result()
+        return coroutine.result()
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
     """Call a user's plain function from a thread that may block; raises as `call_user_code`
     does."""
     _check_stuck(name)
-    answer: Future[_T] = Future()
-    call = Call(name)
-
-    def work() -> None:
-        try:
-            answer.set_result(call.run(function))
-        except BaseException as error:
-            answer.set_exception(ordinary_error(error))
-
-    start_in_thread(work)
-    if not wait([answer], seconds).done:
-        call.abandon()
-        raise deadline_error(seconds, f"{name} did not answer")
-    return answer.result()
+    call = Call[_T](name)
+    try:
+        start_in_thread(lambda: fulfil(call, lambda: call.run(function)))
+        if not wait([call], seconds).done:
+            raise deadline_error(seconds, f"{name} did not answer")
+        return call.result()
+    finally:
+        call.cancel()
 
 
 async def import_user_code(
@@ -134,10 +124,8 @@ async def import_user_code(
 
 
 async def describe_user_error(error: Exception) -> str:
-    """Describe an error as `errors.describe_error` does, outside this event loop.
-
-    The error's `__str__` is user code; if it does not answer, only the type's name is returned.
-    """
+    """Describe an error as `errors.describe_error` does, outside this event loop: its `__str__` is
+    user code; if it does not answer, only the type's name is returned."""
     if isinstance(error, TurnwiseError):
         return str(error)
     kind = type(error).__name__
@@ -151,43 +139,34 @@ async def describe_user_error(error: Exception) -> str:
 # The register of calls
 
 
-class Call:
-    """One call of user code, registered from its beginning until it returns."""
+class Call(Future[_T]):
+    """One call of user code, registered as running until it returns.
+
+    One that is cancelled before it begins never does; afterwards it counts as stuck.
+    """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.began = time.monotonic()
         self.thread: int | None = None
         """Identifier of the thread that runs it; None before it begins."""
-        self._abandoned = False
+        _running[self] = None
+        self.add_done_callback(_unregister)
 
-    def run(self, function: Callable[[], _T]) -> _T:
+    def run(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call the function in this thread."""
         self.thread = threading.get_ident()
-        self.register()
-        try:
-            return function()
-        finally:
-            self.returned()
+        return function(*arguments)
 
-    def register(self) -> None:
-        """Register the call as running."""
-        _running[self] = None
-        if self._abandoned:  # before it began
+    def cancel(self) -> bool:
+        """Withdraw the call, or count it as stuck until it returns, if it has not."""
+        withdrawn = super().cancel()
+        if not withdrawn and not self.done():
             _stuck[self] = None
-
-    def returned(self) -> None:
-        """Unregister the call."""
-        _running.pop(self, None)
-        _stuck.pop(self, None)
-
-    def abandon(self) -> None:
-        """Count the call as stuck from its beginning until it returns."""
-        self._abandoned = True
-        if self in _running:
-            _stuck[self] = None
-        if self not in _running:  # it has returned in the meantime
-            _stuck.pop(self, None)
+            if self.done():  # in the meantime
+                _unregister(self)
+        return withdrawn
 
     def where(self) -> str:
         """Return the line of user code that runs now, as `at file:line`; "" if unknown."""
@@ -199,8 +178,13 @@ class Call:
         return f"at {short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-_running: dict[Call, None] = {}  # calls that have not returned
-_stuck: dict[Call, None] = {}  # calls that have not returned and were abandoned
+_running: dict[Call[Foreign], None] = {}  # calls that have not returned
+_stuck: dict[Call[Foreign], None] = {}  # calls that have not returned and were cancelled
+
+
+def _unregister(call: Foreign) -> None:
+    _running.pop(call, None)
+    _stuck.pop(call, None)
 
 
 def _check_stuck(name: str) -> None:
@@ -209,10 +193,8 @@ def _check_stuck(name: str) -> None:
 
 
 def stuck_calls(since: float = 0.0) -> str:
-    """Describe the abandoned calls that have not returned in one clause; "" without any.
-
-    Calls count that began at a time of `time.monotonic` or later.
-    """
+    """Describe the abandoned calls that have not returned, of those that began at a time of
+    `time.monotonic` or later, in one clause; "" without any."""
     return _described([call for call in list(_stuck) if call.began >= since])
 
 
@@ -221,10 +203,10 @@ def unreturned_calls() -> str:
     return _described(list(_running))
 
 
-def _described(calls: list[Call]) -> str:
+def _described(calls: list[Call[Foreign]]) -> str:
     if not calls:
         return ""
-    names: dict[str, list[Call]] = {}
+    names: dict[str, list[Call[Foreign]]] = {}
     for call in calls:
         names.setdefault(call.name, []).append(call)
     parts = []
@@ -244,22 +226,17 @@ _prepared: "WeakSet[asyncio.AbstractEventLoop]" = WeakSet()
 
 
 def use_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Make daemon threads without a limit the default executor of an event loop, once.
-
-    asyncio's own has a few threads. User code that never returns from `asyncio.to_thread` would
-    keep them, so that other calls wait for ever, and so does the end of the program, which joins
-    them.
-    """
+    """Make daemon threads without a limit the default executor of an event loop, once: user code
+    that never returns from `asyncio.to_thread` would keep asyncio's few, which the end of the
+    program joins."""
     if loop not in _prepared:
         _prepared.add(loop)
         loop.set_default_executor(_DaemonThreads())
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """An executor that starts a daemon thread for each call that finds none idle.
-
-    It is a `ThreadPoolExecutor` because event loops accept no other; it has no threads as such.
-    """
+    """An executor that starts a daemon thread for each call that finds none idle; it is a
+    `ThreadPoolExecutor` because event loops accept no other."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
         name = f"a thread of {_caller.get()}"
@@ -267,45 +244,24 @@ class _DaemonThreads(ThreadPoolExecutor):
             # asyncio.to_thread submits the function as an argument of its context's `run`
             called = fn.args[0] if isinstance(fn, functools.partial) and fn.args else fn
             name = f"a thread for {getattr(called, '__qualname__', type(called).__name__)}"
-        call = Call(name)
-        future = _AbandonedFuture[_T](call)
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                value = call.run(functools.partial(fn, *args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-
-        start_in_thread(work)
-        return future
+        call = Call[_T](name)
+        work = functools.partial(call.run, functools.partial(fn, *args, **kwargs))
+        try:
+            start_in_thread(lambda: fulfil(call, work, ordinary=False))
+        except OSError:
+            call.cancel()
+            raise
+        return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Do nothing: threads are daemons, and nothing waits for their calls."""
 
 
-class _AbandonedFuture(Future[_T]):
-    """The future of a call that counts as stuck when it is cancelled while it runs."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self._call = call
-
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        if not cancelled:
-            self._call.abandon()
-        return cancelled
-
-
 # Coroutines, and the event loop on which they run
 
 
-class _Coroutine(Call, Generic[_T]):
-    """A call that is a task on an event loop, its `home`; another loop may wait for its reply."""
+class _Coroutine(Call[_T]):
+    """A call that is a task on an event loop, its `home`; another loop may wait for its end."""
 
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop
@@ -313,42 +269,31 @@ class _Coroutine(Call, Generic[_T]):
         super().__init__(name)
         self._make = make
         self._home = home
-        self.reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._replied = done_event(self)
         self._task: asyncio.Task[_T] | None = None
-        self._cancelled = False
-        self._permit = [None]
-        """Empty once the call has begun or was withdrawn: a list's `pop` is atomic."""
-        self.register()
+        self._ending = False
 
     def begin(self) -> None:
         """Start the task; called on the home loop."""
-        if self._take_permit():
+        if self.set_running_or_notify_cancel():
             self._task = self._home.create_task(self._run(), name=self.name)
             self._task.add_done_callback(self._done)
 
     async def ended(self) -> bool:
-        """Wait for its `reply`, and return True. A call that has not begun within
-        `BLOCKED_SECONDS` is withdrawn, which returns False."""
-        future = self.reply
+        """Wait for its end, and return True. A call that has not begun within `BLOCKED_SECONDS` is
+        withdrawn, which returns False."""
         try:
-            while not (await asyncio.wait([future], timeout=BLOCKED_SECONDS))[0]:
-                if self._take_permit():
-                    self.returned()
+            while not await set_within(self._replied, BLOCKED_SECONDS):
+                if Future.cancel(self):
                     return False
         except asyncio.CancelledError:
-            if self._take_permit():
-                self.returned()
-                raise
-            with contextlib.suppress(RuntimeError):  # its loop has closed
-                self._home.call_soon_threadsafe(self._cancel)
-            try:
-                await asyncio.wait([future], timeout=GRACE_SECONDS)
-            finally:
-                if not future.done():
-                    self.abandon()
-                    future.cancel()
-                elif not future.cancelled():
-                    future.exception()  # or asyncio warns that it was not retrieved
+            if not Future.cancel(self):
+                with contextlib.suppress(RuntimeError):  # its loop has closed
+                    self._home.call_soon_threadsafe(self._end)
+                try:
+                    await set_within(self._replied, GRACE_SECONDS)
+                finally:
+                    self.cancel()
             raise
         return True
 
@@ -356,15 +301,8 @@ class _Coroutine(Call, Generic[_T]):
         """Return the line of user code while the loop runs this call; "" while it is suspended."""
         return super().where() if asyncio.current_task(self._home) is self._task else ""
 
-    def _take_permit(self) -> bool:
-        try:
-            self._permit.pop()
-        except IndexError:
-            return False
-        return True
-
-    def _cancel(self) -> None:
-        self._cancelled = True
+    def _end(self) -> None:
+        self._ending = True
         if self._task is not None:
             self._task.cancel()
 
@@ -376,13 +314,15 @@ class _Coroutine(Call, Generic[_T]):
         except (KeyboardInterrupt, SystemExit) as error:  # would end the loop too
             raise ordinary_error(error) from None
         except asyncio.CancelledError as error:
-            if self._cancelled:
+            if self._ending:
                 raise
             raise ordinary_error(error) from None
 
     def _done(self, task: "asyncio.Task[_T]") -> None:
-        self.returned()
-        settle(self.reply, task.result)
+        try:
+            self.set_result(task.result())
+        except BaseException as error:
+            self.set_exception(ordinary_error(error))
 
 
 class _UserLoop:
@@ -454,4 +394,4 @@ async def _on_user_loop(name: str, make: Callable[[], Awaitable[_T]]) -> _T:
         coroutine = _Coroutine(name, make, user_loop.loop)
         user_loop.begin(coroutine)
         if await coroutine.ended():
-            return coroutine.reply.result()
+            return coroutine.result()

@@ -1,8 +1,7 @@
 """A registry of a run's waits, and a watchdog that lists them when there is no progress.
 
-Every wait is registered for as long as it lasts: `with waiting(who): await ...`. This costs a
-microsecond and sets no timeout; deadlines do that. There is one registry per process, because a
-wait in one part of a run may hold up another.
+Every wait is registered for as long as it lasts: `with waiting(who): await ...`, in one registry
+per process, because a wait in one part of a run may hold up another.
 """
 
 import threading
@@ -13,8 +12,6 @@ from pathlib import Path
 
 _NAMED = 8  # maximum number of kinds of waits that one line lists
 _ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
-
-
 _moved = 0.0  # time of the last progress, on `time.monotonic`'s clock
 _waits: "dict[waiting, None]" = {}
 
@@ -58,15 +55,9 @@ def last_progress() -> float:
 async def watching_progress(
     seconds: float, report: Callable[[str], None], run: Path | None = None
 ) -> AsyncIterator[None]:
-    """Report when there is no progress for `seconds` during an `async with` block.
-
-    A thread does, so it is also noticed when the event loop itself is stuck.
-
-    Args:
-        report: Called with one line once per stall, in that thread.
-        run: The run folder; when another process asks there for the report of `turnwise stuck`, it
-            is written.
-    """
+    """Call `report` with one line once per stall, when there is no progress for `seconds` during an
+    `async with` block, in a thread, which a stuck event loop does not stop; also write the report
+    of `turnwise stuck` when another process asks for it in the run folder."""
     ended = threading.Event()
     longest = seconds if run is None else _ASKED_SECONDS
 

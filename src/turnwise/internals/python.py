@@ -19,11 +19,8 @@ _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
 def knows_fork_server() -> bool:
-    """Return whether a fork server of multiprocessing's has forked this process, and use it then.
-
-    Such a process knows that server's address, but would start another server, which has imported
-    nothing.
-    """
+    """Return whether a fork server of multiprocessing's has forked this process, and use it then,
+    although such a process would start another, which has imported nothing."""
     if _server._forkserver_address is None:
         return False
     _server.ensure_running = lambda: None
@@ -31,8 +28,7 @@ def knows_fork_server() -> bool:
 
 
 def use_fork_server(address: str, alive: int) -> None:
-    """Let multiprocessing's start method `forkserver` fork from a server that runs already, and
-    ends with a pipe."""
+    """Let multiprocessing fork from a server that runs already, and ends with a pipe."""
     _server._forkserver_address, _server._forkserver_alive_fd = address, alive
     _server.ensure_running = lambda: None
 
@@ -46,11 +42,8 @@ def serve_forks(listener: int, alive: int) -> None:
 
 @contextmanager
 def signal_handler_kept(number: int) -> Iterator[None]:
-    """Restore the C handler of a signal after a `with` block, in any thread.
-
-    Ray replaces SIGTERM's by a C++ handler, which prints C++ frames and aborts. Python's `signal`
-    needs the main thread.
-    """
+    """Restore the C handler of a signal after a `with` block, in any thread: Ray replaces SIGTERM's
+    by one which prints C++ frames and aborts."""
     handler = _get_handler(number)
     try:
         yield

@@ -16,11 +16,8 @@ internal(worker, "print_to_stdstream", "data", "ignore_prefix")
 
 @contextmanager
 def lean_ray(client: str | None) -> Iterator[None]:
-    """Make `ray.init` start fewer processes, and workers faster, for a `with` block.
-
-    Ray's dashboard, autoscaler and log collector are not used here, and each of them would import
-    Ray. So does the script with which Ray starts a worker; `client` is one in its place.
-    """
+    """Make `ray.init` start no dashboard, autoscaler and log collector, each of which would import
+    Ray, and workers with `client` instead of a script that does so, for a `with` block."""
 
     def begin(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:
         ray_params.update(no_monitor=True, include_log_monitor=False)  # refuses unknown names
@@ -36,10 +33,8 @@ def lean_ray(client: str | None) -> Iterator[None]:
 
 
 def report_to(log: Callable[[list[str]], None]) -> None:
-    """Give the lines that Ray reports of its processes to a function.
-
-    Ray prints them (and the last lines of the processes' logs) without a logger.
-    """
+    """Give the lines that Ray reports of its processes, and prints without a logger, to a
+    function."""
 
     def report(data: dict[str, list[str]], ignore_prefix: bool) -> None:
         log(data["lines"])

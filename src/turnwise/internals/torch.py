@@ -17,30 +17,27 @@ from turnwise.internals import internal
 _FIRST_GROUP = 1_000_000
 """Number of the first group: torch names groups by counting them, and a name may exist only once
 in a process."""
-_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
+_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+)
 Groups: TypeAlias = c10d._World  # all process groups of a program
 
 
 class OwnGroups(c10d._World):
-    """Process groups separate from those of the rest of the process, in torch's own registry.
+    """Process groups separate from those of the rest of the process, in torch's own registry: a
+    trainer and a vLLM worker that share a process each make their group the default one."""
 
-    torch has one registry for a process. A trainer and a vLLM worker that share a process each make
-    their group the default one.
-    """
-
-    # torch's are properties, which only class attributes can hide.
-    pg_map: _Registry = None
-    pg_names: _Registry = None
-    pg_group_ranks: _Registry = None
-    pg_backend_config: _Registry = None
-    tags_to_pg: _Registry = None
-    pg_to_tag: _Registry = None
     group_count = _FIRST_GROUP
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+        for name in _REGISTRIES:
+            setattr(self, name, {})
 
 
 def groups_now() -> Groups:
@@ -82,10 +79,8 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 
 def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the CUDA IPC handle of a tensor's memory, and its fields.
-
-    `torch.multiprocessing` passes them between processes that it has started only.
-    """
+    """Return the CUDA IPC handle of a tensor's memory, and its fields, which
+    `torch.multiprocessing` passes between processes that it has started only."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return fields
 
@@ -95,16 +90,10 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
-_REGISTRIES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "tags_to_pg",
-    "pg_to_tag",
-)
 for _name in (*_REGISTRIES, "group_count", "default_pg"):
     internal(c10d._World, _name)
+for _name in _REGISTRIES:  # properties, which only class attributes can hide
+    setattr(OwnGroups, _name, None)
 internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)

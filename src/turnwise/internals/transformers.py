@@ -12,10 +12,7 @@ from turnwise.internals import internal
 
 
 def mark_loaded(parameter: Any, loaded: bool) -> None:
-    """Let Transformers leave a parameter as it is, or load it.
-
-    It loads whole models only; a rank loads the parameters that it has.
-    """
+    """Let Transformers leave a parameter as it is, or load it: a rank has not all of them."""
     parameter._is_hf_initialized = loaded
 
 

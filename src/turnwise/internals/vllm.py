@@ -1,9 +1,7 @@
 """vLLM: the names that Turnwise uses, and what it uses or replaces beyond its public interface.
 
-The names of vLLM's HTTP server are in `internals/vllm_server.py`; nothing else imports vLLM, so a
-release that moves its names changes these two files. Checked against vLLM 0.32. Every process of an
-engine imports this file, which applies the patches. The import takes a fifth less time without the
-garbage collector.
+Nothing else but `internals/vllm_server.py` imports vLLM; both are checked against vLLM 0.32. Every
+process of an engine imports this file, which applies the patches.
 """
 
 import gc
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 
 _collecting = gc.isenabled()
-gc.disable()
+gc.disable()  # the import takes a fifth less time
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -108,10 +106,8 @@ PRELOAD_MODULES = (
 
 
 async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
-    """Pause generation without the 20 ms that AsyncLLM.pause_generation sleeps at its end.
-
-    Requests end through their own streams, whose order does not matter here.
-    """
+    """Pause generation without the 20 ms that AsyncLLM.pause_generation sleeps at its end, for an
+    order of streams that does not matter here."""
     if clear_cache:
         await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
@@ -135,10 +131,7 @@ def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
     """Give the outputs and errors of the engine's process to two functions, which may pass them on
-    to vLLM's own `process_outputs` and `propagate_error`, which are returned.
-
-    A request of nothing but token ids needs no detokenizer, and no object for each of its tokens.
-    """
+    to vLLM's own, which are returned: a request of nothing but token ids needs no detokenizer."""
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
     processor.process_outputs, processor.propagate_error = receive, fail
@@ -159,10 +152,8 @@ count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameter
 
 
 def use_process_context(context: BaseContext) -> None:
-    """Make vLLM start the processes of engines and shards from this multiprocessing context.
-
-    vLLM itself chooses between two contexts, of which none imports ahead.
-    """
+    """Make vLLM start the processes of engines and shards from this multiprocessing context; its
+    own import nothing ahead."""
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
@@ -178,10 +169,8 @@ internal(multiproc_executor, "get_mp_context")
 
 
 def adapter_slots(manager: LRUCacheWorkerLoRAManager) -> "LoRAModelManager":
-    """Return the object that holds a worker's adapters.
-
-    vLLM itself loads adapters from folders only, and when a request names them.
-    """
+    """Return the object that holds a worker's adapters; vLLM itself loads adapters from folders
+    only, and when a request names them."""
     return manager._adapter_manager
 
 
@@ -344,11 +333,9 @@ def _gather_both(
     given: dict[int, list[int]],
     sampled: torch.Tensor,
 ) -> LogprobsTensors | None:
-    """Let one step return given tokens to some requests, and the likeliest tokens to others.
-
-    vLLM's sampler returns the log-probs of the given tokens (`logprob_token_ids`) alone, for every
-    request of a step in which one asks for them.
-    """
+    """Let one step return given tokens to some requests, and the likeliest tokens to others; vLLM's
+    sampler returns the given tokens alone, for every request of a step in which one asks for
+    them."""
     own: LogprobsTensors | None = _gather(self, logprobs, given, sampled)
     if own is None or not self.likeliest:
         return own
@@ -373,11 +360,8 @@ _LOOK_MS = 100
 
 
 class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
-    """Wait of an engine's shards for their next step, without computing meanwhile.
-
-    vLLM's own polls shared memory for a second after each step, on the cores that another shard
-    computes on.
-    """
+    """Wait of an engine's shards for their next step; vLLM's own polls shared memory for a second
+    after each step, on the cores that another shard computes on."""
 
     def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
         super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)

@@ -12,11 +12,10 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,6 +29,7 @@ from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.config.data import TEMPLATE_NAMES
+from turnwise.core.aio import call_within
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer
@@ -96,22 +96,20 @@ class Check:
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
     """Run checks in their order; yield each finding as soon as it is known."""
 
-    def run(check: Check, found: list[Finding]) -> None:
+    def run(check: Check) -> list[Finding]:
         try:
             result = check.call()
-            found.extend([result] if isinstance(result, Finding) else result)
+            return [result] if isinstance(result, Finding) else [*result]
         except BaseException as error:  # a library's exit too: a check never ends the command
             why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
-            found.append(Finding(check.name, "broken", why))
+            return [Finding(check.name, "broken", why)]
 
     for check in checks:
-        found: list[Finding] = []
-        name = f"turnwise-doctor-{check.name}"
-        thread = threading.Thread(target=run, args=(check, found), daemon=True, name=name)
-        thread.start()
-        thread.join(check.seconds)
-        late = Finding(check.name, "broken", f"no answer within {check.seconds:g} s", check.late)
-        yield from [late] if thread.is_alive() else found
+        try:
+            yield from call_within(partial(run, check), check.seconds)
+        except TimeoutError:
+            late = f"no answer within {check.seconds:g} s"
+            yield Finding(check.name, "broken", late, check.late)
 
 
 def print_finding(console: Console, finding: Finding) -> None:

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import threading
 import time
 import weakref
@@ -169,7 +170,7 @@ class EnvironmentProcesses:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 with self._starting:
-                    if self._server is None or self._server.ended:
+                    if self._server is None or self._server.process.poll() is not None:
                         self._folder = TemporaryDirectory(prefix="turnwise-environment-")
                         file = Path(self._folder.name) / "environment"
                         file.write_bytes(self._pickled)
@@ -188,7 +189,8 @@ class EnvironmentProcesses:
             code = None
             if self._server is not None and not lacks_resources(error):
                 # A crash closes the connection a moment before the process has ended.
-                code = self._server.exit_code(_ENDING_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    code = self._server.process.wait(_ENDING_SECONDS)
             if isinstance(error, TimeoutError):
                 why = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
             elif code is None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ray.actor import ActorHandle as RayActor
 from turnwise.chat.session_store import Place
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import logs
+from turnwise.core.aio import set_within
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import last_progress
@@ -212,9 +213,7 @@ class FrontProcess:
         """
         for method, arguments in messages:
             getattr(self, method)(*arguments)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_SECONDS):
-                await self.urgent.wait()
+        await set_within(self.urgent, REPORT_SECONDS)
         self.urgent.clear()
         moved, self._moved = self._moved, last_progress()
         events, self._events = self._events, Counter(self.scheduler.events)
