@@ -394,9 +394,8 @@ def args_of(config: Config, own: Args) -> Args:
 
 def role_of(name: str) -> str | None:
     """Return a model's role by its name in `models`; None where no model has such a name."""
-    if name == "reward" or name.endswith("_reward"):
-        return "reward"
-    return name if name == "policy" or name in _FLAT else None
+    role = "reward" if name.endswith("_reward") else name
+    return role if role in _FLAT else None
 
 
 def model_settings(name: str, role: str, path: str | Path) -> Settings:
