@@ -1,14 +1,7 @@
 """Modules for the models beside the policy: reference, value, reward, and the trainer.
 
 Each reads the outputs of a policy's `forward_step` and returns lists with an entry for each of its
-trajectories, under ChatLearn's names. Together they make a training step:
-
-    outputs = policy.forward_step(batch)
-    outputs |= reference.forward_step(outputs)   # ref_logprobs
-    outputs |= value.forward_step(outputs)       # old_values
-    outputs |= reward.forward_step(outputs)      # rewards, which are trained on
-    metrics = trainer.train_step(outputs)
-
+trajectories, under ChatLearn's names, to be put beside them.
 In a step the trainer computes log-probs and values from the same models itself; `ref_logprobs` and
 `old_values` are only for the program. `iteration` is the caller's count, for overrides.
 """
@@ -20,7 +13,6 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs
 from turnwise.pipeline.pipeline import Module
-from turnwise.rollouts import Group
 from turnwise.training.model import ModelName
 from turnwise.trajectory import Trajectory
 
@@ -114,16 +106,16 @@ class RewardModule(Module):
         Raises:
             TrajectoryError: naming the trajectory that has no reward, and why.
         """
+        judged: list[Trajectory]
         if "trajectories" in data:
             judged = list(data["trajectories"])
         elif "groups" in data:
-            groups: Sequence[Group] = data["groups"]
-            judged = [trajectory for group in groups for trajectory in group.trajectories]
+            judged = [trajectory for group in data["groups"] for trajectory in group.trajectories]
         elif "messages" in data:
-            judged = []
-            for number, messages in enumerate(data["messages"]):
-                judged.append(Trajectory(f"{self.name}:{number}", number))
-                judged[-1].messages = list(messages)
+            judged = [
+                Trajectory(f"{self.name}:{number}", number, messages=list(messages))
+                for number, messages in enumerate(data["messages"])
+            ]
         else:
             raise InputError(
                 f"{self.name} needs trajectories, which the forward_step of a policy returns"

@@ -1,18 +1,9 @@
 """A module that samples: a model's prompts, its requests, and the shape of its outputs.
 
-Each method can be overridden alone. The defaults call each other as follows; an override that
-keeps a method's contract does not affect the others. Names, arguments and their order are
-those of ChatLearn's VLLMModule.
-
-    model_provider  the model; called once, before the engines start
-    setup           once, when the pipeline runs; may call load_checkpoint
-    build_dataset   prompts to problems
-    forward_step    problems to outputs: generate_vllm, then decode_internal
-    eval_forward    the same under eval.sampling
-    generate_vllm   problems to vLLM's outputs: _add_request, and a wait with a deadline
-    _add_request    begins the trajectories; _add_request_internal, those of token ids
-
-It does not train: a pipeline trains on the outputs of forward_step.
+Each method can be overridden alone; names, arguments and their order are those of ChatLearn's
+VLLMModule. `forward_step`, and `eval_forward` under eval.sampling, is `generate_vllm` and then
+`decode_internal`; `generate_vllm` is `_add_request`, which begins the trajectories
+(`_add_request_internal`, those of token ids), and a wait with a deadline.
 """
 
 import itertools
@@ -273,9 +264,10 @@ class VLLMModule(Module):
                 f"{self.name} got {len(prompt_list)} texts and token ids of "
                 f"{len(prompt_token_id_list)} prompts"
             )
-        builder, sampling = self._builder(self.name, is_eval), self._sampling(is_eval)
-        problems = builder.build_token_prompts(prompt_list, prompt_token_id_list)
-        return [self.begin(problem, sampling) for problem in problems]
+        ids, text, _ = self._fields
+        pairs = zip(prompt_token_id_list, prompt_list, strict=True)
+        problems = self._builder(self.name, is_eval).build([{ids: i, text: t} for i, t in pairs])
+        return [self.begin(problem, self._sampling(is_eval)) for problem in problems]
 
     def generate_vllm(self, query: Batch, is_eval: bool = False) -> list[RequestOutput]:
         """Answer all problems; return an output for each, in their order.
