@@ -8,7 +8,7 @@ session, and its environment, when the socket closes.
 
 import asyncio
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -126,23 +126,17 @@ class OpenEnv(Environment):
             if error := observation.get("error"):
                 raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
             result = observation.get("result")
-            if not isinstance(result, dict):
-                if isinstance(result, str):
-                    return result
-                return json.dumps(result, ensure_ascii=False)
-            blocks = result.get("content")
+            blocks = result.get("content") if isinstance(result, dict) else None
             lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-            text = "\n".join(lines)
-            if not lines:
-                text = json.dumps(result, ensure_ascii=False, default=str)
-            if result.get("is_error") or result.get("isError"):
+            text = "\n".join(lines) if lines else _plain(result)
+            if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
             return text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
         texts = [value for value in rest.values() if isinstance(value, str)]
         if len(texts) == 1:
             return texts[0]
-        return json.dumps(rest, ensure_ascii=False) if any(rest.values()) else ""
+        return _plain(rest) if any(rest.values()) else ""
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -173,20 +167,20 @@ class OpenEnv(Environment):
         return await self._session.ask("state", None)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        turns = [0.0] * len(trajectory.turns)
-        final = 0.0
+        earned = defaultdict[int, float](float)
         for turn, result in self._results:
-            if turn < 0:
-                final += result.get("reward") or 0.0
-            else:
-                turns[turn] += result.get("reward") or 0.0
-        return Rewards(final, turns)
+            earned[turn] += result.get("reward") or 0.0
+        return Rewards(earned[-1], [earned[turn] for turn in range(len(trajectory.turns))])
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return {"openenv_steps": sum(turn >= 0 for turn, _ in self._results)}
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def at(url: str) -> EnvironmentType:
@@ -246,22 +240,16 @@ _REPLY = TypeAdapter(_Reply)
 _DATA = TypeAdapter(_Data)
 _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
-
-
 Result = tuple[int, _Data]
 """The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
 
 
 class OpenEnvSession:
-    """A socket to an OpenEnv server, which is one environment there.
+    """A socket to an OpenEnv server, `ws://host:port` or http, which is one environment there.
 
     Requests are answered one after the other. If the wait for a reply is cancelled, the reply is
-    read before the next request is sent, so that no answer is taken for another's. A lost
-    connection raises a `TrajectoryError`.
-
-    Args:
-        url: Address of the server: `ws://host:port`, or http.
-        results: Receives every answer to a reset or a step, late ones too.
+    read before the next request is sent, so that no answer is taken for another's; `results`
+    receives every answer to a reset or a step, late ones too.
     """
 
     def __init__(self, url: str, results: list[Result]) -> None:

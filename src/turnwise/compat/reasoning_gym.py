@@ -54,7 +54,7 @@ class ReasoningGym(Environment):
     ) -> None:
         self.entry = row
         """The entry of the dataset."""
-        self._data = _dataset(dataset or self.dataset, curriculum, config)
+        self._data = _dataset(dataset or self.dataset, _keys(curriculum, config))
         self.problem = [{"role": "user", "content": row["question"]}]
         if system_prompt is not None:
             own: Mapping[str, str] = _package().utils.SYSTEM_PROMPTS
@@ -72,13 +72,13 @@ class ReasoningGym(Environment):
         **config: object,
     ) -> Sequence[Row]:
         """Return the dataset's entries; held-out ones have another seed, and no question twice."""
-        name = dataset or cls.dataset
-        trained = list(_dataset(name, curriculum, config))
+        name, keys = dataset or cls.dataset, _keys(curriculum, config)
+        trained = list(_dataset(name, keys))
         if split != "eval":
             return trained
         seen = {entry["question"] for entry in trained}
         rows = list[Row]()
-        for entry in _dataset(name, curriculum, config, HELD_OUT):
+        for entry in _dataset(name, keys, HELD_OUT):
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 rows.append(entry)
@@ -105,20 +105,15 @@ def at(name: str) -> EnvironmentType:
     return partial(ReasoningGym, dataset=name)
 
 
-def _dataset(
-    name: str,
-    curriculum: int | Mapping[str, int] | None,
-    config: Mapping[str, object],
-    seed_offset: int = 0,
-) -> Foreign:
-    levels = {_EVERY: curriculum} if isinstance(curriculum, int) else dict(curriculum or {})
-    return _made(name, json.dumps([levels, config], sort_keys=True), seed_offset)
+def _keys(curriculum: int | Mapping[str, int] | None, config: Mapping[str, object]) -> str:
+    return json.dumps([curriculum, config], sort_keys=True)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, keys: str, seed_offset: int) -> Foreign:
-    """Make a dataset, which all environments with these keys share."""
+def _dataset(name: str, keys: str, seed_offset: int = 0) -> Foreign:
+    """Make a dataset, which all environments with these keys (`_keys`) share."""
     levels, config = json.loads(keys)
+    levels = {_EVERY: levels} if isinstance(levels, int) else levels or {}
     factory = _package().factory
     config["seed"] = config.get("seed", 0) + seed_offset
     try:
