@@ -243,16 +243,10 @@ async def judge_group(
     episodes: Mapping[int, Episode],
 ) -> object:
     """Return what a reward function with TRL's signature returns for the finished trajectories of a
-    group, and keep what it logs.
-
-    A metric that is no finite number is counted as `metrics_error`.
-
-    Args:
-        max_steps: Optimizer steps of the run.
-        files: Files of the run, for `log_extra`; None writes none.
+    group, and keep what it logs; a metric that is no finite number is counted as `metrics_error`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
-    extra: dict[str, list[object]] = {}
+    extra: list[dict[str, object]] = [{} for _ in trajectories]
 
     def log_metric(name: str, value: float) -> None:
         number = finite_number(value)
@@ -267,20 +261,16 @@ async def judge_group(
                 f"log_extra: {column} needs {len(trajectories)} values, one for each "
                 f"completion, not {len(values)}"
             )
-        extra[column] = list(values)
+        for columns, value in zip(extra, values, strict=True):
+            columns[column] = value
 
     def write(files: RunFiles) -> None:
-        lines = [
-            {
-                "problem_id": trajectory.problem_id,
-                "sample_index": trajectory.sample_index,
-                "weight_version": _newest_version(trajectory),
-                **{column: values[index] for column, values in extra.items()},
-            }
-            for index, trajectory in enumerate(trajectories)
-        ]
-        text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
-        files.append("extra.jsonl", text)
+        lines = []
+        for t, columns in zip(trajectories, extra, strict=True):
+            known = {"problem_id": t.problem_id, "sample_index": t.sample_index}
+            known["weight_version"] = _newest_version(t)
+            lines.append(json.dumps(known | columns, default=str))
+        files.append("extra.jsonl", "".join(f"{line}\n" for line in lines))
 
     arguments = _arguments(max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
@@ -288,7 +278,7 @@ async def judge_group(
     for name, numbers in metrics.items():
         for trajectory in trajectories:
             trajectory.metrics[name] = sum(numbers) / len(numbers)
-    if extra and files is not None:
+    if any(extra) and files is not None:
         await call(partial(write, files))
     return values
 

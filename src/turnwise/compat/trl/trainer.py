@@ -26,6 +26,7 @@ from turnwise.tools import ToolFunction
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
 RewardSource = str | Path | RewardFunction
+Rows = Iterable[Mapping[str, Any]]
 
 
 class TrainOutput(NamedTuple):
@@ -79,8 +80,8 @@ class GRPOTrainer:
         model: object,
         reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
         processing_class: object = None,
         reward_processing_classes: object = None,
         callbacks: Sequence[object] | None = None,
@@ -91,15 +92,15 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        unsupported: dict[str, object] = {
+        for name, value in {
             "reward_processing_classes": reward_processing_classes,
             "callbacks": callbacks,
             "optimizers": any(one is not None for one in optimizers),
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
-        }
-        for name in [name for name, value in unsupported.items() if value]:
-            _refuse(name)
+        }.items():
+            if value:
+                _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(
                 "start the script with python, not with torchrun or accelerate launch: the run "
@@ -108,7 +109,7 @@ class GRPOTrainer:
         self.args = _with_folder(args, model)
         self._environments = TrlEnvironments(environment_factory, tools or ())
         rows = self._rows(train_dataset, environment_factory)
-        eval_rows = _listed(eval_dataset, "eval_dataset")
+        eval_rows = None if eval_dataset is None else _listed(eval_dataset, "eval_dataset")
         with_tools = bool(tools) or environment_factory is not None
         values = settings(self.args, None if train_dataset is None else len(rows), tools=with_tools)
         folder = Path(str(self.args.output_dir)).resolve()
@@ -196,24 +197,20 @@ class GRPOTrainer:
             if file.is_file():  # not the state to resume from
                 shutil.copy2(file, folder / file.name)
 
-    def _rows(
-        self, train_dataset: Iterable[Mapping[str, Any]] | None, factory: object
-    ) -> Sequence[JsonObject]:
+    def _rows(self, train_dataset: Rows | None, factory: object) -> Sequence[JsonObject]:
         """Return the training rows; placeholders if the environment has the data."""
         if train_dataset is None:
             if factory is None or isinstance(factory, Mapping):
                 raise InputError("train_dataset is required unless one environment has the data")
             row = {"prompt": [{"role": "user", "content": ""}]}
             return [row] * max(1, self.args.num_generations or 1)
-        train_dataset = given_rows(cast("Iterable[JsonObject]", train_dataset))
+        most = None
         if not isinstance(train_dataset, Sized):
             if self.args.max_steps <= 0:
                 raise InputError("GRPOConfig.max_steps must be set: train_dataset has no length")
-            samples = self.args.per_device_train_batch_size * self.args.max_steps
-            samples *= self.args.gradient_accumulation_steps
-            train_dataset = list(islice(train_dataset, samples))
-        rows = _listed(train_dataset, "train_dataset")
-        assert rows is not None
+            most = self.args.per_device_train_batch_size * self.args.max_steps
+            most *= self.args.gradient_accumulation_steps
+        rows = _listed(train_dataset, "train_dataset", most)
         if factory is None and "prompt" not in rows[0]:
             raise InputError(f'train_dataset has no column "prompt", but {", ".join(rows[0])}')
         return rows
@@ -267,13 +264,12 @@ def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
     return args
 
 
-def _listed(rows: Iterable[Mapping[str, Any]] | None, name: str) -> Sequence[JsonObject] | None:
-    """Return rows as dictionaries."""
-    if rows is None:
-        return None
+def _listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
+    """Return rows, or the first of a stream, as dictionaries."""
     if isinstance(rows, Mapping):
         _refuse(name, "give one dataset, not several by name")
-    listed = [dict(row) for row in given_rows(cast("Iterable[JsonObject]", rows))]
+    given = given_rows(cast("Iterable[JsonObject]", rows))
+    listed = [dict(row) for row in islice(given, most)]
     if not listed:
         raise InputError(f"{name} has no rows")
     for column in ("image", "images"):
