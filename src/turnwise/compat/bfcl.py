@@ -1,7 +1,6 @@
 """The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
 
-Its simulated systems are the tools, its checker the reward. Its folders for results are kept out of
-Python's.
+Its simulated systems are the tools, its checker the reward.
 """
 
 import importlib

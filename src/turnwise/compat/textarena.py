@@ -1,8 +1,7 @@
 """Games of TextArena: of one player, against a scripted opponent, or by self-play.
 
-A row is a seed. The package's games draw from Python's global
-random numbers; here each game has a state of its own, so that a seed gives the same game whatever
-runs beside it.
+The package's games draw from Python's global random numbers; here each game has a state of its own,
+so that a seed gives the same game whatever runs beside it.
 """
 
 import random

@@ -137,11 +137,8 @@ class RequestOutput:
 def request_outputs(
     groups: Sequence[Group], template: ChatTemplate, stop: Sequence[str] = ()
 ) -> list[RequestOutput]:
-    """Return the outputs of groups, in their order and that of their trajectories.
-
-    A group is one output, or several if the environment's problem varies: one for each run of
-    consecutive trajectories with the same prompt.
-    """
+    """Return the outputs of groups, in their order and that of their trajectories: of a group one
+    for each run of trajectories with the same prompt."""
     outputs = []
     for number, group in enumerate(groups):
         done: list[tuple[list[int], CompletionOutput]] = []
@@ -171,11 +168,8 @@ def _by_token(
 
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
-    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`.
-
-    `rewards` is one finite number for each trajectory; for a game, a dictionary with one for each
-    player.
-    """
+    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`: finite
+    numbers, or, for a game, dictionaries with one for each player."""
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
         raise InputError("train takes what forward_step returned: a dictionary with its groups")

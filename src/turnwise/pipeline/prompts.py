@@ -65,13 +65,10 @@ class PromptLoop(SingleTurnLoop):
 
 
 class ProblemBuilder:
-    """Makes problems from the prompts of a batch, and counts those that are cut or left out.
+    """Makes problems, whose names begin with `name`, from the prompts of a batch.
 
-    Every prompt that is empty or cannot be used raises an `InputError` that names it.
-
-    Args:
-        name: Prefix of the problems' names.
-        limit: Maximum number of tokens of a text or of token ids; longer ones are cut at the end.
+    Texts and token ids of more than `limit` tokens are cut at the end, and counted. A prompt that
+    is empty or cannot be used raises an `InputError` that names it.
     """
 
     def __init__(

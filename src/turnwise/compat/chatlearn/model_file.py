@@ -199,12 +199,8 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file and of everything it includes, of which a later one wins.
-
-    Args:
-        kind: Name of such a file in errors: "model file".
-        including: The files that lead to this one.
-    """
+    """Yield the trees of a file, a `kind` of file in errors, and of everything it includes, of which
+    a later one wins; the files `including` lead to this one."""
     where = path.resolve()
     if where in including:
         chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
@@ -262,13 +258,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def read_model(path: str | Path) -> tuple[Settings, Args]:
     """Return the settings of the policy's file with all that it includes, and its flat keys, whose
-    values the settings include.
-
-    Raises:
-        InputError: naming the file that cannot be read or is included by itself, or every key
-            that is unknown (with the nearest known one), that vLLM no longer has, or that is not
-            supported.
-    """
+    values the settings include; InputError names every key that cannot be used."""
     mistakes: list[str] = []
     settings, flat = Settings(), Args()
     for place, tree in with_included(Path(path).expanduser(), "model file"):

@@ -121,9 +121,6 @@ class PipelineFile:
     Args:
         overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
         settings: Values by dotted keys of the configuration, over the file and under overrides.
-
-    Raises:
-        InputError: naming the file and every key that cannot be used, or two files that disagree.
     """
 
     def __init__(

@@ -45,15 +45,9 @@ def load_trl(path: str) -> EnvironmentType:
 
 
 class TrlEnvironments:
-    """An environment type made of an `environment_factory` and tools that need no instance.
-
-    Args:
-        factory: A class or function without arguments, a dictionary of them, or None.
-        tools: Functions that every row offers, before the methods of its instance.
-
-    Raises:
-        InputError: when the factory is something else, or a class without `reset`.
-    """
+    """An environment type made of an `environment_factory` (a class or function without arguments,
+    a dictionary of them, or None) and tools, which every row offers before the methods of its
+    instance."""
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
         self.chooses = isinstance(factory, Mapping)
