@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as conversations: the model reads texts, and its answers are actions."""
+"""Environments of Gymnasium as conversations: the model reads texts, its answers are actions."""
 
 import importlib
 import inspect

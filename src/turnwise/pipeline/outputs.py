@@ -168,7 +168,7 @@ def _by_token(
 
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
-    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`: finite
+    """Return the groups of a `forward_step`'s outputs, whose trajectories get its `rewards`: finite
     numbers, or, for a game, dictionaries with one for each player."""
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):

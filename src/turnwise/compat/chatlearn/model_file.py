@@ -199,8 +199,8 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file, a `kind` of file in errors, and of everything it includes, of which
-    a later one wins; the files `including` lead to this one."""
+    """Yield the trees of a file (in errors a `kind`, such as "model file") and of everything that it
+    includes, of which a later one wins; the files `including` lead to this one."""
     where = path.resolve()
     if where in including:
         chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
