@@ -199,7 +199,7 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file (in errors a `kind`, such as "model file") and of everything that it
+    """Yield the trees of a file (of a `kind` such as "model file" in errors) and of all that it
     includes, of which a later one wins; the files `including` lead to this one."""
     where = path.resolve()
     if where in including:
