@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.compat.agent_task import AgentTask
     from turnwise.compat.bfcl import Bfcl
     from turnwise.compat.gymnasium import Gymnasium
     from turnwise.compat.nemo_gym import NemoGym
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
-    from turnwise.rollouts.environment import Environment, Rewards
+    from turnwise.rollouts.environment import AgentTask, Environment, Rewards
     from turnwise.rollouts.sampler import RolloutSampler
     from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
@@ -77,7 +76,7 @@ _HOMES = {
     # Your own environment and your own loop.
     "Environment": "turnwise.rollouts.environment",
     "Rewards": "turnwise.rollouts.environment",
-    "AgentTask": "turnwise.compat.agent_task",
+    "AgentTask": "turnwise.rollouts.environment",
     "Bfcl": "turnwise.compat.bfcl",
     "Gymnasium": "turnwise.compat.gymnasium",
     "NemoGym": "turnwise.compat.nemo_gym",
