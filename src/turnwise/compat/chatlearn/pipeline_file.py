@@ -234,9 +234,9 @@ class PipelineFile:
                     "(a reward's name ends in _reward)"
                 )
                 continue
-            settings: Settings = {}
+            settings, file = Settings(), str(entry.get("model_config_file"))
             if "model_config_file" in entry:
-                path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
+                path = self._path.parent / Path(file).expanduser()
                 policy = role == "policy"
                 settings = read_model(path)[0] if policy else model_settings(name, role, path)
             number = entry.get("num_gpu") or entry.get("num_device")
@@ -255,11 +255,11 @@ class PipelineFile:
                 without.append(f"models.{name}")
             self._lora(name, entry.get("lora"))
             for key, value in settings.items():
-                self._put(key, value, str(entry["model_config_file"]))
+                self._put(key, value, file)
             if role == "policy" and (replicas := entry.get("num_replica")):
                 self._put("serving.workers", replicas, f"models.{name}")
             elif role == "policy":
-                self._devices = number or self._devices
+                self._devices = number or None
             elif role == "ppo_policy" and number:
                 self._put("training.ranks", number, f"models.{name}")
             for key in ("function", "weight"):
@@ -314,13 +314,11 @@ class PipelineFile:
         if not isinstance(groups, list):
             self._mistakes.append(f"runtime.colocation is a list of names, not {groups!r}")
             return
-        named = []
-        for group in groups:  # a list, or a text with commas
-            parts = group if isinstance(group, list) else str(group).split(",")
-            named.append({str(part).strip() for part in parts if str(part).strip()})
+        lists = (g if isinstance(g, list) else str(g).split(",") for g in groups)
+        named = [{str(part).strip() for part in parts} - {""} for parts in lists]
         if all(len(group) == 1 for group in named):  # one group, a name an entry
-            named = [{name for group in named for name in group}]
-        for name in sorted({name for group in named for name in group} - entries.keys()):
+            named = [set[str]().union(*named)]
+        for name in sorted(set[str]().union(*named) - entries.keys()):
             self._mistakes.append(f"runtime.colocation names {name}, which is not in models")
         together = any({"policy", "ppo_policy"} <= group for group in named)
         self._put("training.colocated", together, "runtime.colocation")

@@ -99,9 +99,8 @@ class TrlEnvironments:
         except IndexError:
             instance = factory()
         if not callable(getattr(instance, "reset", None)):
-            raise InputError(
-                f"{type(instance).__name__} has no reset, which TRL's environments need"
-            )
+            kind = type(instance).__name__
+            raise InputError(f"{kind} has no reset, which TRL's environments need")
         return instance
 
     def give_back(self, name: object, instance: object) -> None:
@@ -130,8 +129,8 @@ class TrlEnvironment(Environment):
         self.instance = given.take(self._name)
         tools = list(given.tools)
         if self.instance is not None:
-            hidden = {"environment"} if given.chooses else set[str]()
-            row = {key: value for key, value in self._row.items() if key not in hidden}
+            hidden = "environment" if given.chooses else None
+            row = {key: value for key, value in self._row.items() if key != hidden}
             self._observe(self.instance.reset(**row))
             tools += [
                 getattr(self.instance, name)
