@@ -26,8 +26,7 @@ from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
 _LONG = "long_context"
-_ALL = "multi_turn"
-"""Name of all multi-turn categories together."""
+_ALL = "multi_turn"  # name of all multi-turn categories together
 
 
 class Bfcl(Environment):

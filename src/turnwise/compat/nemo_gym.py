@@ -32,8 +32,7 @@ CONNECT_SECONDS = 10.0
 """Deadline for opening a connection; the calls have those of environments and tools."""
 _ERROR_CHARS = 500
 _TEXTS = ("input_text", "output_text", "text")
-_METRICS = 100
-"""Maximum number of metrics of a verifier that are kept."""
+_METRICS = 100  # maximum number of metrics of a verifier that are kept
 _NAME_CHARS = 100
 
 

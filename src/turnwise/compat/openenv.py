@@ -36,12 +36,9 @@ from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
-CONNECT_SECONDS = 10.0
-"""Deadline for opening a socket."""
-CAPACITY_SECONDS = 60.0
-"""Time to wait for a place at a server whose sessions are all taken."""
-CLOSE_SECONDS = 5.0
-"""Deadline for saying goodbye; the socket is closed in any case."""
+CONNECT_SECONDS = 10.0  # deadline for opening a socket
+CAPACITY_SECONDS = 60.0  # time to wait for a place at a server whose sessions are all taken
+CLOSE_SECONDS = 5.0  # deadline for saying goodbye; the socket is closed in any case
 _FULL = "CAPACITY_REACHED"
 _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}

@@ -10,8 +10,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.environment import Rewards
 from turnwise.rollouts.problems import Row
 
-HELD_OUT = 1_000_000_000
-"""Distance of the seeds of held-out rows from those of training rows."""
+HELD_OUT = 1_000_000_000  # distance of the seeds of held-out rows from those of training rows
 
 
 def check_name(environment: str, known: Collection[str]) -> None:

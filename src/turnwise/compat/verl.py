@@ -16,8 +16,7 @@ from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
 
-_START_SECONDS = 120.0
-"""Deadline of the work before the engines start: imports and Ray."""
+_START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 
 
 class LLMServerManager:

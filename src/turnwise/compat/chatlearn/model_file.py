@@ -87,8 +87,7 @@ _FLAT: dict[str, Sequence[str]] = {
 }
 """Flat keys of `OURS` in the file of each role."""
 _COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
-_SHARED = ("ignore_eos", "prompt_logprobs")
-"""Flat keys of training and evaluation alike."""
+_SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluation alike
 _READ = _words("stop_token_list prompt_key vllm_input_ids_key vllm_prompt_key")
 """Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
 
@@ -173,8 +172,7 @@ _SECTIONS = {
 """Keys of the configuration by their names in each section."""
 _TRAINER_SECTIONS = ("model.", "training.", "algorithm.")
 """Sections that ppo_policy takes whole from its file; other roles take the keys in `_FLAT`."""
-ROLES = tuple(role for role in _FLAT if role != "policy")
-"""Roles of the models beside the policy."""
+ROLES = tuple(role for role in _FLAT if role != "policy")  # roles of the models beside the policy
 
 
 def _expanded(value: object) -> object:

@@ -49,8 +49,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "algorithm.loss.clip_high": ("ppo", "grpo"),
 }
 """Keys that only some kinds of pipeline have; the others ignore them in the files of models."""
-_KL_COEF = 0.02
-"""Default weight of the KL penalty towards a reference model that the file names."""
+_KL_COEF = 0.02  # default weight of the KL penalty towards a reference model that the file names
 
 _RUNTIME = (
     *("num_episode", "save_episode_interval", "eval_episode_interval", "output_dir", "exp_name"),
