@@ -61,11 +61,12 @@ class TrlEnvironments:
                     "environment_factory must be a class, a function or a dictionary of them, not "
                     f"{one!r:.80}"
                 )
-        self._factories: dict[object, Callable[[], Any] | None] = dict(named)
+        self.factories: dict[object, Callable[[], Any] | None] = dict(named)
         self.tools = tuple(tools)
         self.reward_functions: dict[str, RewardFunction] = {}
         """Reward functions of a program, by their paths in `rollout.rewards`."""
-        self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
+        self.free: dict[object, deque[Any]] = {name: deque() for name in self.factories}
+        """Instances that the next trajectory may have, by their factories' names."""
 
     def __call__(self, row: Row) -> "TrlEnvironment":
         """Return the environment of a row."""
@@ -74,38 +75,26 @@ class TrlEnvironments:
     @property
     def rewards(self) -> bool:
         """Whether an instance has a `get_reward`; makes first instances to see it."""
-        for name in self._factories:
+        for name in self.factories:
             instance = self.take(name)
-            self.give_back(name, instance)
+            self.free[name].append(instance)
             if hasattr(type(instance), "get_reward"):
                 return True
         return False
 
-    def name_for(self, row: Row) -> object:
-        """Return the name of a row's factory."""
-        name = row.get("environment") if self.chooses else None
-        if name not in self._factories:
-            names = ", ".join(map(repr, self._factories))
-            raise InputError(f"environment is {name!r}; the environment factory has {names}")
-        return name
-
     def take(self, name: object) -> Any:
         """Return a free instance, or a new one, by user code; None without a factory."""
-        factory = self._factories[name]
+        factory = self.factories[name]
         if factory is None:
             return None
         try:
-            return self._free[name].pop()
+            return self.free[name].pop()
         except IndexError:
             instance = factory()
         if not callable(getattr(instance, "reset", None)):
             kind = type(instance).__name__
             raise InputError(f"{kind} has no reset, which TRL's environments need")
         return instance
-
-    def give_back(self, name: object, instance: object) -> None:
-        """Let another trajectory have an instance."""
-        self._free[name].append(instance)
 
 
 class TrlEnvironment(Environment):
@@ -114,7 +103,10 @@ class TrlEnvironment(Environment):
     def __init__(self, row: Row, environments: TrlEnvironments) -> None:
         self._row = row
         self._environments = environments
-        self._name = environments.name_for(row)
+        self._name = row.get("environment") if environments.chooses else None
+        if self._name not in environments.factories:
+            names = ", ".join(map(repr, environments.factories))
+            raise InputError(f"environment is {self._name!r}; the environment factory has {names}")
         self._calls: list[object] = []
         """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
@@ -172,7 +164,7 @@ class TrlEnvironment(Environment):
 
     def _group_ended(self) -> None:
         if self.instance is not None and not self._calls:
-            self._environments.give_back(self._name, self.instance)
+            self._environments.free[self._name].append(self.instance)
 
 
 class TextLoop(SingleTurnLoop):
