@@ -204,10 +204,8 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
-        why = "it must be none, tensorboard, wandb, mlflow or trackio"
-        _check(
-            name in ("none", "tensorboard", "wandb", "mlflow", "trackio"), "report_to", name, why
-        )
+        known = ("none", "tensorboard", "wandb", "mlflow", "trackio")
+        _check(name in known, "report_to", name, f"it must be one of {', '.join(known)}")
     values: dict[str, object] = {
         "seed": args.seed,
         "deterministic": args.full_determinism,
