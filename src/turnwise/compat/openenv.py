@@ -30,7 +30,7 @@ from turnwise.core.untrusted import (
     read_body,
 )
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards, read_messages
 from turnwise.rollouts.environment_answers import REPLY
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
@@ -101,10 +101,7 @@ class OpenEnv(Environment):
 
     def problem_of(self, row: Row, observation: str) -> Sequence[Message]:
         """Return the problem of a row, with the text of the first observation at its end."""
-        prompt = row.get("prompt") or []
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        messages: list[Message] = [dict(message) for message in prompt]
+        messages = read_messages(row["prompt"], "prompt") if row.get("prompt") else []
         if observation and messages and messages[-1].get("role") == "user":
             messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
         elif observation:
