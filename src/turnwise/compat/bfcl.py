@@ -9,18 +9,18 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 from uuid import uuid4
 
-from turnwise.compat.package import check_name
+from turnwise.compat.package import adapter
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import required
 from turnwise.errors import InputError
 from turnwise.internals import internal
-from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
@@ -148,10 +148,7 @@ class Bfcl(Environment):
         return Tool(name, what, parameters, call, in_order=True, hidden=request > 0)
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a category: `environment: bfcl:multi_turn_base`."""
-    check_name(f"bfcl:{name}", [*_categories(_ALL), _ALL])
-    return partial(Bfcl, category=name)
+at = adapter("bfcl", Bfcl, "category", lambda: [*_categories(_ALL), _ALL])
 
 
 def _categories(name: str) -> list[str]:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import ClassVar
 
-from turnwise.compat.package import HELD_OUT, check_name
+from turnwise.compat.package import HELD_OUT, adapter
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
-from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
 
@@ -99,10 +99,7 @@ class ReasoningGym(Environment):
         return float(self._data.score_answer(answer, self.entry))
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`."""
-    check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
-    return partial(ReasoningGym, dataset=name)
+at = adapter("reasoning_gym", ReasoningGym, "dataset", lambda: _package().factory.DATASETS)
 
 
 def _keys(curriculum: int | Mapping[str, int] | None, config: Mapping[str, object]) -> str:

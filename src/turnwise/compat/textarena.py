@@ -12,16 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
-from turnwise.compat.package import check_name, seed_rows
+from turnwise.compat.package import adapter, seed_rows
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import (
-    Environment,
-    EnvironmentType,
-    Move,
-    Rewards,
-    load_object,
-)
+from turnwise.rollouts.environment import Environment, Move, Rewards, load_object
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
@@ -183,10 +177,7 @@ class TextArena(Environment):
                 random.setstate(others)
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`."""
-    check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
-    return partial(TextArena, game=name)
+at = adapter("textarena", TextArena, "game", lambda: _package().envs.registration.ENV_REGISTRY)
 
 
 def _name(player: int) -> str:
