@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 from turnwise.compat.chatlearn.model_file import REWARDS, Settings, model_settings
-from turnwise.compat.chatlearn.pipeline_file import (
-    CONVERSATION,
-    PipelineFile,
-    is_pipeline_file,
-)
+from turnwise.compat.chatlearn.pipeline_file import CONVERSATION, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
