@@ -269,10 +269,7 @@ async def judge_group(
 
 
 def _arguments(
-    max_steps: int,
-    trajectories: Sequence[Trajectory],
-    row: Row,
-    episodes: Mapping[int, Episode],
+    max_steps: int, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
 ) -> dict[str, object]:
     """Return the keyword arguments of a reward function."""
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
