@@ -91,28 +91,20 @@ _SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluat
 _READ = _words("stop_token_list prompt_key vllm_input_ids_key vllm_prompt_key")
 """Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
 
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-FixedKeys = dict[str, tuple[Callable[[object], bool], str]]
-"""Keys that accept only some values: a test of the value, and advice for the others."""
+FixedKeys = dict[str, tuple[tuple[object, ...], str]]
+"""Keys that accept only some values, and advice for the others."""
 _FIXED: FixedKeys = {
-    "apply_replica_id_to_seed": (bool, "every engine has its own seed, derived from seed"),
-    "bf16": (_is_bool, "set it to true for model.dtype bfloat16, or to false"),
-    "enable_stage_resume": (lambda value: not value, "set training.checkpoint_every"),
-    "enforce_eager": (_is_bool, "set it to true or false"),
-    "fp16": (lambda value: not value, "model.dtype is bfloat16 or float32"),
+    "apply_replica_id_to_seed": ((True,), "every engine has its own seed, derived from seed"),
+    "bf16": ((True, False), "set it to true for model.dtype bfloat16, or to false"),
+    "enable_stage_resume": ((False,), "set training.checkpoint_every"),
+    "enforce_eager": ((True, False), "set it to true or false"),
+    "fp16": ((False,), "model.dtype is bfloat16 or float32"),
     "include_prompt": (
-        bool,
+        (True,),
         "all_tokens begin with the prompt; cut them at prompt_token_length in decode_internal",
     ),
-    "init_shuffle_prompts": (
-        lambda value: value == 0,
-        "pass the prompts to build_dataset in the desired order",
-    ),
-    "new_token_limit": (_is_bool, "set it to true or false"),
+    "init_shuffle_prompts": ((0,), "pass the prompts to build_dataset in the desired order"),
+    "new_token_limit": ((True, False), "set it to true or false"),
 }
 
 _REFUSED = {
@@ -319,13 +311,13 @@ def _mistakes(args: Args) -> Iterator[str]:
         named = sorted(key for key in keys if args.get(key))
         if named:
             yield f"{', '.join(named)} {what}"
-    for key, (is_meant, instead) in _FIXED.items():
-        if key in args and not is_meant(args[key]):
+    for key, (meant, instead) in _FIXED.items():
+        if key in args and args[key] not in meant:
             yield f"{key} {args[key]!r} is not supported: {instead}"
     for key in _COUNTS:
         if key in args and (not isinstance(args[key], int) or args[key] < 1):
             yield f"{key} must be a whole number of 1 or more, not {args[key]!r}"
-    if args.get("new_token_limit") is False and "seq_length" not in args:
+    if not args.get("new_token_limit", True) and "seq_length" not in args:
         yield "new_token_limit false samples up to seq_length, which is not set"
 
 
@@ -336,7 +328,7 @@ def _meant(args: Args) -> Settings:
     if stop is not None:
         both["stop"] = [t for t in stop.split(";") if t] if isinstance(stop, str) else stop
     settings = Settings()
-    if args.get("new_token_limit") is False:
+    if not args.get("new_token_limit", True):
         if new is not None:
             settings["data.max_prompt_tokens"] = args["seq_length"] - new
         new = args["seq_length"]

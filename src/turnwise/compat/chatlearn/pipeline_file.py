@@ -59,15 +59,9 @@ _RUNTIME = (
 _SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_size")
 _COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
 _FIXED: FixedKeys = {
-    "num_training_epoch": (
-        lambda value: value == 1,
-        "a sample is trained once; set it to 1 and raise num_episode",
-    ),
-    "max_relay_episode": (
-        lambda value: value in (0, 1),
-        "samples of earlier episodes are not trained again; set it to 0",
-    ),
-    "data_ratio": (lambda value: value is None, "mix the data into one file of data_path"),
+    "num_training_epoch": ((1,), "a sample is trained once; set it to 1 and raise num_episode"),
+    "max_relay_episode": ((0, 1), "earlier episodes' samples are not trained again; set it to 0"),
+    "data_ratio": ((None,), "mix the data into one file of data_path"),
 }
 _NO_EFFECT = {
     key: why
@@ -209,8 +203,8 @@ class PipelineFile:
         kept: Tree = {}
         for key, value in values.items():
             if key in _FIXED:
-                is_meant, instead = _FIXED[key]
-                if not is_meant(value):
+                meant, instead = _FIXED[key]
+                if value not in meant:
                     self._mistakes.append(f"{section}.{key} is {value!r}: {instead}")
             elif key in _NO_EFFECT:
                 if value not in (None, False):
