@@ -60,7 +60,7 @@ _SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_si
 _COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
 _FIXED: FixedKeys = {
     "num_training_epoch": ((1,), "a sample is trained once; set it to 1 and raise num_episode"),
-    "max_relay_episode": ((0, 1), "earlier episodes' samples are not trained again; set it to 0"),
+    "max_relay_episode": ((0, 1), "samples of earlier episodes are not trained again; set it to 0"),
     "data_ratio": ((None,), "mix the data into one file of data_path"),
 }
 _NO_EFFECT = {

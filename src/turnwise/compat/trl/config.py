@@ -275,13 +275,8 @@ def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it 
     _refuse(name, value, why + ", ".join(known))
 
 
-def updates_per_step(args: GRPOConfig) -> int:
-    """Return the number of optimizer steps on each batch of completions."""
-    return max(1, _per_generation(args) // args.gradient_accumulation_steps)
-
-
-def _per_generation(args: GRPOConfig) -> int:
-    """Return micro-batches per batch of completions; several such batches may make one update."""
+def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
+    """Return trajectories per group, groups per training step, updates per step, and steps."""
     per_device, given = args.per_device_train_batch_size, args.steps_per_generation
     if args.generation_batch_size is not None:
         _check(given is None, "steps_per_generation", given, "generation_batch_size is set too")
@@ -289,16 +284,11 @@ def _per_generation(args: GRPOConfig) -> int:
         why = f"it is not divisible by per_device_train_batch_size {per_device}"
         _check(rest == 0, "generation_batch_size", args.generation_batch_size, why)
     accumulated = args.gradient_accumulation_steps
+    # Several batches of completions may make one update.
     less, more = sorted((accumulated, accumulated if given is None else given))
     why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
     _check(more % less == 0, "steps_per_generation", given, why)
-    return more
-
-
-def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
-    """Return trajectories per group, groups per training step, updates per step, and steps."""
-    n, updates = args.num_generations or 1, updates_per_step(args)
-    samples = args.per_device_train_batch_size * _per_generation(args)
+    n, samples, updates = args.num_generations or 1, per_device * more, max(1, more // accumulated)
     _check(n > 1, "num_generations", n, "a group needs at least 2")
     groups, rest = divmod(samples, n)
     why = f"a step has {samples} completions, which it does not divide"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
-from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings, updates_per_step
+from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
@@ -130,10 +130,11 @@ class GRPOTrainer:
         values.setdefault("model.max_length", _context(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
-        self._updates = updates_per_step(self.args)
         self._console = Console(quiet=bool(self.args.disable_tqdm))
         self._inputs = ProgramInputs(self._environments, rows, eval_rows)
-        self.state = TrainState(max_steps=self._config.training.steps * self._updates)
+        training = self._config.training
+        self._updates = training.updates_per_step
+        self.state = TrainState(max_steps=training.steps * self._updates)
         self._result: TrainingResult | None = None
 
     @property
