@@ -360,10 +360,8 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
         _check(key in (*_SAMPLING, *values), "generation_kwargs", {key: value}, why)
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
-    sections = {"sampling": values, "eval.sampling": evaluation}
-    return {
-        f"{name}.{key}": value for name, each in sections.items() for key, value in each.items()
-    }
+    own = {f"sampling.{key}": value for key, value in values.items()}
+    return own | {f"eval.sampling.{key}": value for key, value in evaluation.items()}
 
 
 def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
