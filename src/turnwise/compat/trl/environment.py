@@ -302,8 +302,7 @@ def _arguments(
         **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
         "trainer_state": state,
     }
-    environments = [episode.environment for episode in played]
-    theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+    theirs = [e.environment for e in played if isinstance(e.environment, TrlEnvironment)]
     instances = [each.instance for each in theirs]
     if len(theirs) == len(played) and any(each is not None for each in instances):
         arguments["environments"] = instances
