@@ -92,15 +92,15 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        for name, value in {
+        unsupported: dict[str, object] = {
             "reward_processing_classes": reward_processing_classes,
             "callbacks": callbacks,
             "optimizers": any(one is not None for one in optimizers),
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
-        }.items():
-            if value:
-                _refuse(name)
+        }
+        for name in filter(unsupported.get, unsupported):
+            _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(
                 "start the script with python, not with torchrun or accelerate launch: the run "
@@ -133,8 +133,7 @@ class GRPOTrainer:
         self._console = Console(quiet=bool(self.args.disable_tqdm))
         self._inputs = ProgramInputs(self._environments, rows, eval_rows)
         training = self._config.training
-        self._updates = training.updates_per_step
-        self.state = TrainState(max_steps=training.steps * self._updates)
+        self.state = TrainState(max_steps=training.steps * training.updates_per_step)
         self._result: TrainingResult | None = None
 
     @property
@@ -148,6 +147,7 @@ class GRPOTrainer:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
         config = self._config
+        updates = config.training.updates_per_step
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config)
@@ -165,12 +165,12 @@ class GRPOTrainer:
             {  # under the names of TRL's log, with our own beside them
                 **record,
                 **{f"rewards/{name}/mean": mean for name, mean in record["reward_parts"].items()},
-                "step": record["step"] * self._updates,
+                "step": record["step"] * updates,
                 "reward": record["reward_mean"],
             }
             for record in trained
         ]
-        self.state.global_step = trained[-1]["step"] * self._updates if trained else 0
+        self.state.global_step = trained[-1]["step"] * updates if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss = sum(losses) / len(losses) if losses else 0.0
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
