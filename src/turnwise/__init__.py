@@ -25,7 +25,6 @@ from turnwise.errors import (
 )
 
 if TYPE_CHECKING:
-    from turnwise.compat.agent_task import AgentTask
     from turnwise.compat.bfcl import Bfcl
     from turnwise.compat.gymnasium import Gymnasium
     from turnwise.compat.nemo_gym import NemoGym
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
-    from turnwise.rollouts.environment import Environment, Rewards
+    from turnwise.rollouts.environment import AgentTask, Environment, Rewards
     from turnwise.rollouts.sampler import RolloutSampler
     from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
@@ -69,8 +68,7 @@ _PUBLIC = {
     "run.commands": ("TrainingResult",),
     "config": ("Config", "load_config"),
     # Your own environment and your own loop.
-    "rollouts.environment": ("Environment", "Rewards"),
-    "compat.agent_task": ("AgentTask",),
+    "rollouts.environment": ("Environment", "Rewards", "AgentTask"),
     "compat.bfcl": ("Bfcl",),
     "compat.gymnasium": ("Gymnasium",),
     "compat.nemo_gym": ("NemoGym",),
@@ -83,8 +81,10 @@ _PUBLIC = {
     "tools.mcp": ("MCPServer",),
     "rollouts.agent_loop": ("AgentLoop", "RolloutContext"),
     # Your own training program.
-    "pipeline": ("Pipeline", "VLLMModule"),
-    "pipeline.companions": ("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
+    "pipeline": (
+        *("Pipeline", "VLLMModule"),
+        *("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
+    ),
     # Engines without training, and exact tokens.
     "serving.chat_scheduler": ("ChatCompletionScheduler",),
     "compat.verl": ("LLMServerManager",),

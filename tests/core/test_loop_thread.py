@@ -124,6 +124,21 @@ def test_all_callers_get_the_cause_then_and_later() -> None:
     assert time.monotonic() - started < 300
 
 
+def test_a_with_block_leaves_the_thread_which_runs_only_once() -> None:
+    thread = EventLoopThread(open_room, "the room")
+    with pytest.raises(InputError, match="the room does not run: use it inside its with block"):
+        thread.submit(answer)
+    with thread:
+        room = thread.start(SECONDS)
+        assert thread.opened is room
+    assert room.left
+    assert not thread.is_open
+    with pytest.raises(InputError, match="the room does not run"):
+        _ = thread.opened
+    with pytest.raises(InputError, match="the room can run only once"), thread:
+        pass
+
+
 def test_what_cannot_be_opened_raises_its_own_error() -> None:
     @asynccontextmanager
     async def closed() -> AsyncIterator[None]:

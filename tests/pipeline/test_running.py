@@ -32,7 +32,7 @@ async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
 
     step: Any = SimpleNamespace(make_samples=made, learn=nothing, update_weights=nothing)
     pipeline = Pipeline(config)
-    pipeline._opened = (None, None, step)  # type: ignore[assignment]
+    pipeline._thread = SimpleNamespace(opened=(None, None, step))  # type: ignore[assignment]
     group = Group("rows:1", [Trajectory("rows:1", n, reward=1.0) for n in range(2)])
     with caplog.at_level(logging.WARNING):
         for _ in range(5):

@@ -1,7 +1,6 @@
 """The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
 
-Its simulated systems are the tools, its checker the reward. Its folders for results are kept out of
-Python's.
+Its simulated systems are the tools, its checker the reward.
 """
 
 import importlib
@@ -10,25 +9,24 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 from uuid import uuid4
 
-from turnwise.compat.package import check_name
+from turnwise.compat.package import adapter
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import required
 from turnwise.errors import InputError
 from turnwise.internals import internal
-from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
 _LONG = "long_context"
-_ALL = "multi_turn"
-"""Name of all multi-turn categories together."""
+_ALL = "multi_turn"  # name of all multi-turn categories together
 
 
 class Bfcl(Environment):
@@ -150,10 +148,7 @@ class Bfcl(Environment):
         return Tool(name, what, parameters, call, in_order=True, hidden=request > 0)
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a category: `environment: bfcl:multi_turn_base`."""
-    check_name(f"bfcl:{name}", [*_categories(_ALL), _ALL])
-    return partial(Bfcl, category=name)
+at = adapter("bfcl", Bfcl, "category", lambda: [*_categories(_ALL), _ALL])
 
 
 def _categories(name: str) -> list[str]:

@@ -1,7 +1,4 @@
-"""Environments of Gymnasium as conversations: the model reads texts, and its answers are actions.
-
-A row is a seed.
-"""
+"""Environments of Gymnasium as conversations: the model reads texts, its answers are actions."""
 
 import importlib
 import inspect
@@ -173,10 +170,8 @@ class Gymnasium(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a name: `environment: gymnasium:FrozenLake-v1`.
-
-    `gymnasium:my_module:MyGame-v0` imports the module, which registers the environment.
-    """
+    """Return the environment of a name, `FrozenLake-v1`, or `my_module:MyGame-v0`, where the module
+    registers it."""
     module, _, id = name.rpartition(":")
     gym = _package()
     try:
@@ -190,11 +185,7 @@ def at(name: str) -> EnvironmentType:
 
 def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
     """Return the action in an answer: the last one in brackets, or else the whole text or the last
-    number; None if there is none.
-
-    Args:
-        names: Names of discrete actions, whose words are understood where they are unique.
-    """
+    number, or the words of one of `names`; None if there is none."""
     bracketed = _IN_BRACKETS.findall(text)
     for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
         meant = [number for number, name in names.items() if _words(said) in _words(name)]

@@ -2,10 +2,8 @@
 
 A row of NeMo-Gym's data has `responses_create_params` (input and tools, as OpenAI's Responses API
 takes them) and whatever the server's verifier needs. The server keeps a session by a cookie:
-
-    setup       POST /seed_session, with the row
-    tools       POST /NAME, with the arguments
-    reward      POST /verify, with the row and the conversation as a response
+POST /seed_session with the row, /NAME of a tool with its arguments, and /verify with the row and
+the conversation as a response.
 """
 
 import json
@@ -33,8 +31,7 @@ CONNECT_SECONDS = 10.0
 """Deadline for opening a connection; the calls have those of environments and tools."""
 _ERROR_CHARS = 500
 _TEXTS = ("input_text", "output_text", "text")
-_METRICS = 100
-"""Maximum number of metrics of a verifier that are kept."""
+_METRICS = 100  # maximum number of metrics of a verifier that are kept
 _NAME_CHARS = 100
 
 
@@ -184,13 +181,8 @@ def to_response(messages: Sequence[Message], parameters: Mapping[str, object]) -
     for number, message in enumerate(messages):
         text = str(message.get("content") or "")
         if message["role"] == "tool":
-            output.append(
-                {
-                    "type": "function_call_output",
-                    "call_id": message.get("tool_call_id"),
-                    "output": text,
-                }
-            )
+            answered = {"type": "function_call_output", "call_id": message.get("tool_call_id")}
+            output.append({**answered, "output": text})
         elif message["role"] == "assistant":
             if text:
                 content = [{"type": "output_text", "text": text, "annotations": []}]

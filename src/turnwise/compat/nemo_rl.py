@@ -12,7 +12,7 @@ import torch
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Rendezvous, Request, generate
+from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from turnwise.trajectory import ChatTemplate
 
 _Row = TypeVar("_Row")
-
-
 _Stops = Sequence[Sequence[str] | None]
 """Stop strings of each prompt, in addition to the configuration's."""
 
@@ -89,27 +87,24 @@ class VllmAsyncGenerationWorker(EngineWorker):
     ) -> dict[str, torch.Tensor]:
         total = width + sampling.max_tokens
         room = self._config.model.max_length - len(prompt)
-        output_ids_1W = torch.zeros(1, total, dtype=torch.long)
-        output_ids_1W[0, : len(prompt)] = torch.tensor(prompt)
-        logprobs_1W = torch.zeros(1, total)
-        versions_1W = torch.full((1, total), -1, dtype=torch.long)
-        start = end = len(prompt)
-        truncated = True
+        completion = Completion([], [], [], "length")
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
             completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
-            end += len(completion.token_ids)
-            output_ids_1W[0, start:end] = torch.tensor(completion.token_ids, dtype=torch.long)
-            logprobs_1W[0, start:end] = torch.tensor(completion.logprobs)
-            versions_1W[0, start:end] = torch.tensor(completion.weight_versions, dtype=torch.long)
-            truncated = completion.finish_reason != "stop"
+        start, end = len(prompt), len(prompt) + len(completion.token_ids)
+
+        def padded_1W(values: Sequence[float], fill: float) -> torch.Tensor:
+            return torch.tensor([[*[fill] * start, *values, *[fill] * (total - end)]])
+
+        output_ids_1W = padded_1W(completion.token_ids, 0)
+        output_ids_1W[0, :start] = torch.tensor(prompt)
         return {
             "output_ids": output_ids_1W,
-            "logprobs": logprobs_1W,
-            "weight_versions": versions_1W,
+            "logprobs": padded_1W(completion.logprobs, 0.0),
+            "weight_versions": padded_1W(completion.weight_versions, -1),
             "generation_lengths": torch.tensor([end - start]),
             "unpadded_sequence_lengths": torch.tensor([end]),
-            "truncated": torch.tensor([truncated]),
+            "truncated": torch.tensor([completion.finish_reason != "stop"]),
         }
 
     async def generate_text_async(

@@ -8,7 +8,7 @@ session, and its environment, when the socket closes.
 
 import asyncio
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,17 +30,20 @@ from turnwise.core.untrusted import (
     read_body,
 )
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import REPLY, Environment, EnvironmentType, Rewards
+from turnwise.rollouts.environment import (
+    REPLY,
+    Environment,
+    EnvironmentType,
+    Rewards,
+    read_messages,
+)
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
-CONNECT_SECONDS = 10.0
-"""Deadline for opening a socket."""
-CAPACITY_SECONDS = 60.0
-"""Time to wait for a place at a server whose sessions are all taken."""
-CLOSE_SECONDS = 5.0
-"""Deadline for saying goodbye; the socket is closed in any case."""
+CONNECT_SECONDS = 10.0  # deadline for opening a socket
+CAPACITY_SECONDS = 60.0  # time to wait for a place at a server whose sessions are all taken
+CLOSE_SECONDS = 5.0  # deadline for saying goodbye; the socket is closed in any case
 _FULL = "CAPACITY_REACHED"
 _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
@@ -103,10 +106,7 @@ class OpenEnv(Environment):
 
     def problem_of(self, row: Row, observation: str) -> Sequence[Message]:
         """Return the problem of a row, with the text of the first observation at its end."""
-        prompt = row.get("prompt") or []
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        messages: list[Message] = [dict(message) for message in prompt]
+        messages = read_messages(row["prompt"], "prompt") if row.get("prompt") else []
         if observation and messages and messages[-1].get("role") == "user":
             messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
         elif observation:
@@ -125,23 +125,17 @@ class OpenEnv(Environment):
             if error := observation.get("error"):
                 raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
             result = observation.get("result")
-            if not isinstance(result, dict):
-                if isinstance(result, str):
-                    return result
-                return json.dumps(result, ensure_ascii=False)
-            blocks = result.get("content")
+            blocks = result.get("content") if isinstance(result, dict) else None
             lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-            text = "\n".join(lines)
-            if not lines:
-                text = json.dumps(result, ensure_ascii=False, default=str)
-            if result.get("is_error") or result.get("isError"):
+            text = "\n".join(lines) if lines else _plain(result)
+            if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
             return text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
         texts = [value for value in rest.values() if isinstance(value, str)]
         if len(texts) == 1:
             return texts[0]
-        return json.dumps(rest, ensure_ascii=False) if any(rest.values()) else ""
+        return _plain(rest) if any(rest.values()) else ""
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -172,20 +166,20 @@ class OpenEnv(Environment):
         return await self._session.ask("state", None)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        turns = [0.0] * len(trajectory.turns)
-        final = 0.0
+        earned = defaultdict[int, float](float)
         for turn, result in self._results:
-            if turn < 0:
-                final += result.get("reward") or 0.0
-            else:
-                turns[turn] += result.get("reward") or 0.0
-        return Rewards(final, turns)
+            earned[turn] += result.get("reward") or 0.0
+        return Rewards(earned[-1], [earned[turn] for turn in range(len(trajectory.turns))])
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return {"openenv_steps": sum(turn >= 0 for turn, _ in self._results)}
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def at(url: str) -> EnvironmentType:
@@ -245,22 +239,16 @@ _REPLY = TypeAdapter(_Reply)
 _DATA = TypeAdapter(_Data)
 _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
-
-
 Result = tuple[int, _Data]
 """The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
 
 
 class OpenEnvSession:
-    """A socket to an OpenEnv server, which is one environment there.
+    """A socket to an OpenEnv server, `ws://host:port` or http, which is one environment there.
 
     Requests are answered one after the other. If the wait for a reply is cancelled, the reply is
-    read before the next request is sent, so that no answer is taken for another's. A lost
-    connection raises a `TrajectoryError`.
-
-    Args:
-        url: Address of the server: `ws://host:port`, or http.
-        results: Receives every answer to a reset or a step, late ones too.
+    read before the next request is sent, so that no answer is taken for another's; `results`
+    receives every answer to a reset or a step, late ones too.
     """
 
     def __init__(self, url: str, results: list[Result]) -> None:

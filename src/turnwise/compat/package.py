@@ -4,14 +4,14 @@ A package is imported when it is first used; docs/how-to/public-environments.md 
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import Rewards
+from turnwise.rollouts.environment import EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 
-HELD_OUT = 1_000_000_000
-"""Distance of the seeds of held-out rows from those of training rows."""
+HELD_OUT = 1_000_000_000  # distance of the seeds of held-out rows from those of training rows
 
 
 def check_name(environment: str, known: Collection[str]) -> None:
@@ -22,6 +22,19 @@ def check_name(environment: str, known: Collection[str]) -> None:
         close = difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"; did you mean {package}:{close[0]}?" if close else ""
         raise InputError(f"environment: {package} has no {name!r}{hint}")
+
+
+def adapter(
+    package: str, kind: EnvironmentType, argument: str, known: Callable[[], Collection[str]]
+) -> Callable[[str], EnvironmentType]:
+    """Return the function that makes `environment: PACKAGE:NAME` if the package knows the name,
+    which is an argument of the class."""
+
+    def at(name: str) -> EnvironmentType:
+        check_name(f"{package}:{name}", known())
+        return partial(kind, **{argument: name})
+
+    return at
 
 
 def seed_rows(split: str, count: int) -> list[Row]:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import ClassVar
 
-from turnwise.compat.package import HELD_OUT, check_name
+from turnwise.compat.package import HELD_OUT, adapter
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
-from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
 
@@ -54,7 +54,7 @@ class ReasoningGym(Environment):
     ) -> None:
         self.entry = row
         """The entry of the dataset."""
-        self._data = _dataset(dataset or self.dataset, curriculum, config)
+        self._data = _dataset(dataset or self.dataset, _keys(curriculum, config))
         self.problem = [{"role": "user", "content": row["question"]}]
         if system_prompt is not None:
             own: Mapping[str, str] = _package().utils.SYSTEM_PROMPTS
@@ -72,13 +72,13 @@ class ReasoningGym(Environment):
         **config: object,
     ) -> Sequence[Row]:
         """Return the dataset's entries; held-out ones have another seed, and no question twice."""
-        name = dataset or cls.dataset
-        trained = list(_dataset(name, curriculum, config))
+        name, keys = dataset or cls.dataset, _keys(curriculum, config)
+        trained = list(_dataset(name, keys))
         if split != "eval":
             return trained
         seen = {entry["question"] for entry in trained}
         rows = list[Row]()
-        for entry in _dataset(name, curriculum, config, HELD_OUT):
+        for entry in _dataset(name, keys, HELD_OUT):
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 rows.append(entry)
@@ -99,26 +99,18 @@ class ReasoningGym(Environment):
         return float(self._data.score_answer(answer, self.entry))
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`."""
-    check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
-    return partial(ReasoningGym, dataset=name)
+at = adapter("reasoning_gym", ReasoningGym, "dataset", lambda: _package().factory.DATASETS)
 
 
-def _dataset(
-    name: str,
-    curriculum: int | Mapping[str, int] | None,
-    config: Mapping[str, object],
-    seed_offset: int = 0,
-) -> Foreign:
-    levels = {_EVERY: curriculum} if isinstance(curriculum, int) else dict(curriculum or {})
-    return _made(name, json.dumps([levels, config], sort_keys=True), seed_offset)
+def _keys(curriculum: int | Mapping[str, int] | None, config: Mapping[str, object]) -> str:
+    return json.dumps([curriculum, config], sort_keys=True)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, keys: str, seed_offset: int) -> Foreign:
-    """Make a dataset, which all environments with these keys share."""
+def _dataset(name: str, keys: str, seed_offset: int = 0) -> Foreign:
+    """Make a dataset, which all environments with these keys (`_keys`) share."""
     levels, config = json.loads(keys)
+    levels = {_EVERY: levels} if isinstance(levels, int) else levels or {}
     factory = _package().factory
     config["seed"] = config.get("seed", 0) + seed_offset
     try:

@@ -8,16 +8,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, get_args
 
-from turnwise.compat.package import check_name, turn_rewards
+from turnwise.compat.package import adapter, turn_rewards
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import (
-    Environment,
-    EnvironmentType,
-    Rewards,
-    finite_number,
-    is_list,
-)
+from turnwise.rollouts.environment import Environment, Rewards, finite_number, is_list
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
@@ -100,7 +94,4 @@ class SkyRLGym(Environment):
             self.env.close()
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a name: `environment: skyrl_gym:gsm8k`."""
-    check_name(f"skyrl_gym:{name}", _package().registry)
-    return partial(SkyRLGym, name=name)
+at = adapter("skyrl_gym", SkyRLGym, "name", lambda: _package().registry)

@@ -1,8 +1,7 @@
 """Games of TextArena: of one player, against a scripted opponent, or by self-play.
 
-A row is a seed. The package's games draw from Python's global
-random numbers; here each game has a state of its own, so that a seed gives the same game whatever
-runs beside it.
+The package's games draw from Python's global random numbers; here each game has a state of its own,
+so that a seed gives the same game whatever runs beside it.
 """
 
 import random
@@ -13,16 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
-from turnwise.compat.package import check_name, seed_rows
+from turnwise.compat.package import adapter, seed_rows
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import (
-    Environment,
-    EnvironmentType,
-    Move,
-    Rewards,
-    load_object,
-)
+from turnwise.rollouts.environment import Environment, Move, Rewards, load_object
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
@@ -184,10 +177,7 @@ class TextArena(Environment):
                 random.setstate(others)
 
 
-def at(name: str) -> EnvironmentType:
-    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`."""
-    check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
-    return partial(TextArena, game=name)
+at = adapter("textarena", TextArena, "game", lambda: _package().envs.registration.ENV_REGISTRY)
 
 
 def _name(player: int) -> str:

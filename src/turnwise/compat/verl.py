@@ -1,25 +1,22 @@
 """verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
-from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
+from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import Message
 
-_Result = TypeVar("_Result")
-_Opened = tuple[AsyncLLMServerManager, ChatBackend]
-_START_SECONDS = 120.0
-"""Deadline of the work before the engines start: imports and Ray."""
-_STOP_SECONDS = 60.0
+_START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 
 
 class LLMServerManager:
@@ -41,37 +38,30 @@ class LLMServerManager:
         if not isinstance(config, Config):
             config = load_config(config, overrides, optional=("environment", "data.path"))
         self.config = config
-        self._thread: EventLoopThread[_Opened] | None = None
-        self._opened: _Opened | None = None
+        self._thread = EventLoopThread(lambda: open_manager(self.config), "the manager")
         self._asleep = False
 
     def __enter__(self) -> Self:
         """Start all engines in parallel."""
-        if self._thread is not None:
-            raise InputError("a manager can run only once: create another")
-        self._thread = EventLoopThread(lambda: open_manager(self.config), "the manager")
-        try:
-            self._opened = self._thread.start(self.config.engine.start_timeout + _START_SECONDS)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(self._thread)
+            self._thread.start(self.config.engine.start_timeout + _START_SECONDS)
+            stack.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        assert self._thread is not None
-        self._opened = None
-        self._thread.leave(_STOP_SECONDS, error)
+        self._thread.__exit__(kind, error, traceback)
 
     @property
     def chat_scheduler(self) -> ChatCompletionScheduler:
         """The scheduler of chats; its methods may be awaited on any event loop, as callbacks do."""
-        chats = self._running[1]
+        chats = self._thread.opened[1]
         return chats.scheduler(chats)
 
     @property
     def server_addresses(self) -> list[str]:
         """Base URLs of the workers' own OpenAI servers (`serving.worker_servers`)."""
-        return list(self._running[0].base_urls.values())
+        return list(self._thread.opened[0].base_urls.values())
 
     def submit_chat_completions(
         self,
@@ -93,40 +83,22 @@ class LLMServerManager:
     ) -> DataProto:
         """Hold conversations in parallel; see `ChatBackend.generate_sequences`."""
         self._check_awake()
-        return self._call(
-            lambda _, chats: chats.generate_sequences(prompts, **sampling_params),
-            NO_DEADLINE,  # each conversation has its own
-            "the conversations",
-        )
+        work = partial(self._thread.opened[1].generate_sequences, prompts, **sampling_params)
+        # Each conversation has its own deadline.
+        return self._thread.call(work, NO_DEADLINE, "the conversations")
 
     def sleep(self) -> None:
         """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
-        seconds = self.config.engine.request_timeout
-        self._call(lambda manager, _: manager.sleep(), seconds, "the engines to sleep")
+        work, seconds = self._thread.opened[0].sleep, self.config.engine.request_timeout
+        self._thread.call(work, seconds, "the engines to sleep")
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes all of it."""
-        seconds = self.config.engine.request_timeout
-        self._call(lambda manager, _: manager.wake_up(tags), seconds, "the engines to wake up")
+        work = partial(self._thread.opened[0].wake_up, tags)
+        self._thread.call(work, self.config.engine.request_timeout, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
 
     def _check_awake(self) -> None:
         if self._asleep:
             raise InputError("the engines sleep: call wake_up first")
-
-    @property
-    def _running(self) -> _Opened:
-        if self._opened is None:
-            raise InputError("the manager does not run: use it inside its with block")
-        return self._opened
-
-    def _call(
-        self,
-        work: Callable[[AsyncLLMServerManager, ChatBackend], Coroutine[object, None, _Result]],
-        seconds: float,
-        who: str,
-    ) -> _Result:
-        opened, thread = self._running, self._thread
-        assert thread is not None
-        return thread.call(lambda: work(*opened), seconds, who)

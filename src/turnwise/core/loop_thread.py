@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.user_code import unreturned_calls, use_daemon_threads
-from turnwise.errors import DeadlineError, TurnwiseError
+from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ _Result = TypeVar("_Result")
 Work = Callable[[], Coroutine[Any, Any, _Result]]
 _GRACE_SECONDS = 10.0
 """Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
+_STOP_SECONDS = 60.0  # for the context manager to close at the end of a program's `with` block
 _LEFT_SECONDS = 5.0
 """Time for the tasks that are left in the event loop to end once the context manager has closed."""
 _LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context manager has closed
@@ -46,6 +47,8 @@ class EventLoopThread(Generic[_Opened]):
         self._ended: Future[None] = Future()
         self._calls: set[asyncio.Task[object]] = set()
         self._leaving = False
+        self.is_open = False
+        """Whether it has been started, and not left."""
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
         )
@@ -54,10 +57,29 @@ class EventLoopThread(Generic[_Opened]):
         """Open the context manager within `seconds`, and return its value; raises its error."""
         self._thread.start()
         self._began.wait()
-        return self._result(self._opened, seconds, f"{self._name} to start")
+        opened = self._result(self._opened, seconds, f"{self._name} to start")
+        self.is_open = True
+        return opened
+
+    def __enter__(self) -> Self:
+        """Begin a `with` block, which calls `start`; at its end the thread is left."""
+        if self._thread.ident is not None:
+            raise InputError(f"{self._name} can run only once: create another")
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.leave(_STOP_SECONDS, error)
+
+    @property
+    def opened(self) -> _Opened:
+        """The context manager's value, until the thread is left; InputError before and after."""
+        if not self.is_open:
+            raise InputError(f"{self._name} does not run: use it inside its with block")
+        return self._opened.result()
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
         """Start the coroutine that `work` makes, and return its future."""
+        _ = self.opened
         self._raise_if_ended()
         coroutine = self._tracked(work)
         try:
@@ -117,6 +139,7 @@ class EventLoopThread(Generic[_Opened]):
     def leave(self, seconds: float, error: BaseException | None) -> None:
         """Stop at the end of a `with` block, after its error, if any, which no failure to stop
         hides. What does not end in time is only logged: the block's results are there."""
+        self.is_open = False
         try:
             self.stop(seconds)
         except TurnwiseError as failure:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from turnwise.compat.verl import LLMServerManager
-    from turnwise.pipeline.companions import (
+    from turnwise.pipeline.module import (
         ReferenceModule,
         RewardModule,
         TrainerModule,
         ValueModule,
+        VLLMModule,
     )
-    from turnwise.pipeline.module import VLLMModule
     from turnwise.pipeline.outputs import CompletionOutput, RequestOutput
     from turnwise.pipeline.pipeline import Pipeline
 
@@ -37,7 +37,6 @@ _PLACES = {
     "LLMServerManager": "turnwise.compat.verl",
     "Pipeline": "turnwise.pipeline.pipeline",
     "RequestOutput": "turnwise.pipeline.outputs",
-    "VLLMModule": "turnwise.pipeline.module",
 }
 
 
@@ -45,6 +44,5 @@ def __getattr__(name: str) -> object:
     """Import a class at its first use: a pipeline's imports take seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    place = _PLACES.get(name, "turnwise.pipeline.companions")
-    found: object = getattr(import_module(place), name)
+    found: object = getattr(import_module(_PLACES.get(name, "turnwise.pipeline.module")), name)
     return found

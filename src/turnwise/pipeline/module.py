@@ -1,18 +1,10 @@
-"""A module that samples: a model's prompts, its requests, and the shape of its outputs.
+"""Modules: the policy, which samples, and beside it reference, value, reward and trainer.
 
-Each method can be overridden alone. The defaults call each other as follows; an override that
-keeps a method's contract does not affect the others. Names, arguments and their order are
-those of ChatLearn's VLLMModule.
-
-    model_provider  the model; called once, before the engines start
-    setup           once, when the pipeline runs; may call load_checkpoint
-    build_dataset   prompts to problems
-    forward_step    problems to outputs: generate_vllm, then decode_internal
-    eval_forward    the same under eval.sampling
-    generate_vllm   problems to vLLM's outputs: _add_request, and a wait with a deadline
-    _add_request    begins the trajectories; _add_request_internal, those of token ids
-
-It does not train: a pipeline trains on the outputs of forward_step.
+Each method can be overridden alone; names, arguments and their order are those of ChatLearn's
+modules. The policy's `forward_step`, and `eval_forward` under eval.sampling, is `generate_vllm` and
+then `decode_internal`; `generate_vllm` is `_add_request`, which begins the trajectories
+(`_add_request_internal`, those of token ids), and a wait with a deadline. The other modules read
+the policy's outputs, and return lists with an entry for each of its trajectories.
 """
 
 import itertools
@@ -22,14 +14,15 @@ from concurrent.futures import Future
 from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.outputs import Outputs, RequestOutput, request_outputs
+from turnwise.pipeline.outputs import Data, Outputs, RequestOutput, request_outputs
 from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.prompts import (
     Conversation,
@@ -41,7 +34,8 @@ from turnwise.pipeline.prompts import (
 )
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
-from turnwise.trajectory import ChatTemplate
+from turnwise.training.model import ModelName
+from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
 """Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
@@ -273,9 +267,10 @@ class VLLMModule(Module):
                 f"{self.name} got {len(prompt_list)} texts and token ids of "
                 f"{len(prompt_token_id_list)} prompts"
             )
-        builder, sampling = self._builder(self.name, is_eval), self._sampling(is_eval)
-        problems = builder.build_token_prompts(prompt_list, prompt_token_id_list)
-        return [self.begin(problem, sampling) for problem in problems]
+        ids, text, _ = self._fields
+        pairs = zip(prompt_token_id_list, prompt_list, strict=True)
+        problems = self._builder(self.name, is_eval).build([{ids: i, text: t} for i, t in pairs])
+        return [self.begin(problem, self._sampling(is_eval)) for problem in problems]
 
     def generate_vllm(self, query: Batch, is_eval: bool = False) -> list[RequestOutput]:
         """Answer all problems; return an output for each, in their order.
@@ -364,3 +359,128 @@ class VLLMModule(Module):
     def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
         limit = self.longest_prompt(is_eval)
         return ProblemBuilder(name, self.config, self.template, self._fields, limit)
+
+
+class _TokenModule(Module):
+    """A model in the trainer's processes that scores tokens, with which a step computes the same
+    values itself: the outputs are only for the program."""
+
+    _model: ClassVar[ModelName]
+    _output: ClassVar[str]
+
+    def setup(self) -> None:
+        """Check that the trainer has such a model."""
+        self.pipeline.check_model(self._model)
+
+    def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
+        """Score sequences of tokens.
+
+        Args:
+            data: `all_tokens`, for each sequence its T ids; and `loss_mask`, for each T times 1
+                (a token to be scored) or 0; without it all but the first tokens are scored.
+
+        Returns:
+            A list with T floats for each sequence, 0.0 where a token is not scored.
+        """
+        if data.get("all_tokens") is None:
+            raise InputError(
+                f"{self.name} needs all_tokens, which the forward_step of a policy returns"
+            )
+        tokens = [list(map(int, ids)) for ids in data["all_tokens"]]
+        masks = data.get("loss_mask")
+        if masks is None:
+            masks = [[int(place > 0) for place in range(len(ids))] for ids in tokens]
+        masks = [list(map(int, mask)) for mask in masks]
+        if list(map(len, masks)) != list(map(len, tokens)):
+            raise InputError(f"{self.name}: loss_mask must have a number for each of all_tokens")
+        return {self._output: self.pipeline.score(self._model, tokens, masks)}
+
+
+class ReferenceModule(_TokenModule):
+    """The frozen model that the KL penalty and dpo compare with: `algorithm.kl.model`.
+
+    `forward_step` returns `ref_logprobs`: for each sequence T log-probs under `sampling`.
+
+    Example:
+        reference = ReferenceModule("reference", "reference.yaml")
+        with Pipeline("config.yaml", policy, reference) as pipeline:
+            logprobs = reference.forward_step(policy.forward_step(problems))["ref_logprobs"]
+    """
+
+    role = "reference"
+    _model = "reference"
+    _output = "ref_logprobs"
+
+
+class ValueModule(_TokenModule):
+    """PPO's value model: `algorithm.advantage.model`.
+
+    `forward_step` returns `old_values`: for each sequence T returns, as the model expects them
+    before each token.
+
+    Example:
+        value = ValueModule("value", "value.yaml")
+        with Pipeline("ppo.yaml", policy, value) as pipeline:
+            values = value.forward_step(policy.forward_step(problems))["old_values"]
+    """
+
+    role = "value"
+    _model = "value"
+    _output = "old_values"
+
+
+class RewardModule(Module):
+    """A reward model or function: the entry of `rollout.rewards` with this module's name.
+
+    Example:
+        reward = RewardModule("reward", "reward.yaml")
+        with Pipeline("config.yaml", policy, reward) as pipeline:
+            outputs = policy.forward_step(problems)
+            pipeline.train(outputs | reward.forward_step(outputs))
+    """
+
+    role = "reward"
+
+    def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
+        """Return `rewards`, a float for each trajectory, without their weight.
+
+        Args:
+            data: The outputs of a policy's `forward_step` (`trajectories`, or `groups` of them), or
+                `messages`, the messages of each trajectory, which only reward models accept.
+
+        Raises:
+            TrajectoryError: naming the trajectory that has no reward, and why.
+        """
+        judged: list[Trajectory]
+        if "trajectories" in data:
+            judged = list(data["trajectories"])
+        elif "groups" in data:
+            judged = [trajectory for group in data["groups"] for trajectory in group.trajectories]
+        elif "messages" in data:
+            judged = [
+                Trajectory(f"{self.name}:{number}", number, messages=list(messages))
+                for number, messages in enumerate(data["messages"])
+            ]
+        else:
+            raise InputError(
+                f"{self.name} needs trajectories, which the forward_step of a policy returns"
+            )
+        return {"rewards": self.pipeline.judge(self.name, judged)}
+
+
+class TrainerModule(Module):
+    """The trainer of the policy, and of PPO's value model.
+
+    Example:
+        trainer = TrainerModule("ppo_policy", "ppo_policy.yaml")
+        with Pipeline("config.yaml", policy, trainer) as pipeline:
+            for iteration in range(100):
+                metrics = trainer.train_step(policy.forward_step(problems), iteration)
+    """
+
+    role = "ppo_policy"
+
+    def train_step(self, data: Data | Sequence[Data], iteration: int = 0) -> JsonObject:
+        """Train on one dictionary of a policy's outputs or several; see `Pipeline.train`."""
+        each = [data] if isinstance(data, Mapping) else list(data)
+        return self.pipeline.train(*(dict(outputs) for outputs in each))

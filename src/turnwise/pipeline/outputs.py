@@ -6,15 +6,15 @@ tools' answers and templates included, so that prompt and completion together ar
 sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled, as in vLLM.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group
+from turnwise.rollouts.environment import read_reward
 from turnwise.trajectory import MAX_REWARD, Branch, ChatTemplate, Trajectory
 
 Outputs = dict[str, Any]
@@ -137,11 +137,8 @@ class RequestOutput:
 def request_outputs(
     groups: Sequence[Group], template: ChatTemplate, stop: Sequence[str] = ()
 ) -> list[RequestOutput]:
-    """Return the outputs of groups, in their order and that of their trajectories.
-
-    A group is one output, or several if the environment's problem varies: one for each run of
-    consecutive trajectories with the same prompt.
-    """
+    """Return the outputs of groups, in their order and that of their trajectories: of a group one
+    for each run of trajectories with the same prompt."""
     outputs = []
     for number, group in enumerate(groups):
         done: list[tuple[list[int], CompletionOutput]] = []
@@ -171,53 +168,42 @@ def _by_token(
 
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
-    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`.
-
-    `rewards` is one finite number for each trajectory; for a game, a dictionary with one for each
-    player.
-    """
+    """Return the groups of a `forward_step`'s outputs, whose trajectories get its `rewards`: finite
+    numbers, or, for a game, dictionaries with one for each player."""
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
         raise InputError("train takes what forward_step returned: a dictionary with its groups")
-    trajectories = [t for group in groups for t in group.trajectories]
     rewards = outputs.get("rewards")
     if rewards is None:
         return list(groups)
     if not isinstance(rewards, Iterable):
         raise InputError(f"rewards must be a list of numbers, not {rewards!r}")
-    given = list(rewards)
-    if len(given) != len(trajectories) or not all(map(_is_reward, trajectories, given)):
+    given, trajectories = list(rewards), [t for group in groups for t in group.trajectories]
+    read = [_numbers(t, reward) for t, reward in zip(trajectories, given, strict=False)]
+    if len(given) != len(trajectories) or not all(read):
         raise InputError(
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
             f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
         )
-    for trajectory, reward in zip(trajectories, given, strict=True):
-        players = trajectory.player_rewards
-        if isinstance(reward, Mapping):
-            trajectory.player_rewards = {player: _number(reward[player]) for player in players}
-            reward = sum(trajectory.player_rewards.values()) / len(players)
-        elif players and _number(reward) != trajectory.reward:
-            names = ", ".join(players)
+    for trajectory, given_one, numbers in zip(trajectories, given, read, strict=True):
+        players, reward = trajectory.player_rewards, sum(numbers.values()) / len(numbers)
+        if isinstance(given_one, Mapping):
+            trajectory.player_rewards = {player: numbers[player] for player in players}
+        elif players and reward != trajectory.reward:
             raise InputError(
                 f"rewards: {reward!r} is one number for a game, whose players are compared each "
-                f"with itself: give a dictionary with a number for each of {names}"
+                f"with itself: give a dictionary with a number for each of {', '.join(players)}"
             )
-        trajectory.reward = _number(reward)
+        trajectory.reward = reward
     return list(groups)
 
 
-def _is_reward(trajectory: Trajectory, reward: object) -> bool:
-    """Return whether a reward is a number within the limit, or one for each player."""
-    if not isinstance(reward, Mapping):
-        return abs(_number(reward)) <= MAX_REWARD
-    if not trajectory.player_rewards or reward.keys() != trajectory.player_rewards.keys():
-        return False
-    return all(abs(_number(value)) <= MAX_REWARD for value in reward.values())
-
-
-def _number(value: object) -> float:
-    """Return a reward as a float, NaN where it is not a number."""
+def _numbers(trajectory: Trajectory, reward: object) -> dict[str, float]:
+    """Return a reward, or one for each player, as numbers; {} if they cannot be used."""
+    named = reward if isinstance(reward, Mapping) else {"": reward}
+    if isinstance(reward, Mapping) and reward.keys() != trajectory.player_rewards.keys():
+        return {}
     try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
+        return {name: read_reward(value, "the program") for name, value in named.items()}
+    except TrajectoryError:
+        return {}

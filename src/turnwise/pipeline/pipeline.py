@@ -10,16 +10,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 from turnwise.compat.chatlearn.model_file import REWARDS, Settings, model_settings
-from turnwise.compat.chatlearn.pipeline_file import (
-    CONVERSATION,
-    PipelineFile,
-    is_pipeline_file,
-)
+from turnwise.compat.chatlearn.pipeline_file import CONVERSATION, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
@@ -43,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
-_STOP_SECONDS = 60.0
 _DEFAULTS: Settings = {"environment": CONVERSATION}
 _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
@@ -134,8 +129,7 @@ class Pipeline:
         self._overrides = list(overrides)
         self._resume = None if resume is None else _whole(resume)
         self._modules = list(modules)
-        self._thread: EventLoopThread[_Parts] | None = None
-        self._opened: _Parts | None = None
+        self._thread = EventLoopThread(self._open, "the pipeline")
         self.iteration = 0
         """Number of calls of `train` so far, including those before a resumed checkpoint."""
         self.exactness = ExactnessReport()
@@ -152,7 +146,7 @@ class Pipeline:
                 running pipeline, changes anything.
         """
         modules = [*self._modules, module]
-        if self._opened is None:
+        if not self._thread.is_open:
             self.config = self._shared(modules)
         elif self._resolved(_settings_of(modules)) != self.config:
             raise InputError(
@@ -160,7 +154,7 @@ class Pipeline:
                 "runs already: give the module to Pipeline(...)"
             )
         self._modules = modules
-        if self._opened is not None:
+        if self._thread.is_open:
             module.join(self)
             module.setup()
 
@@ -191,34 +185,29 @@ class Pipeline:
 
     def __enter__(self) -> Self:
         """Start the engines and the trainer, send its weights, and set up the modules."""
-        if self._thread is not None:
-            raise InputError("a pipeline can run only once: create another")
-        config, folder = self.config, Path(self.config.output_dir, self.config.name)
+        config = self.config
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            Path(config.output_dir, config.name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
-        self._thread = EventLoopThread(lambda: self._open(folder), "the pipeline")
-        try:
-            self._opened = self._thread.start(
+        with ExitStack() as stack:
+            stack.enter_context(self._thread)
+            self._thread.start(
                 config.engine.start_timeout + config.training.step_timeout + self._update_seconds
             )
             for module in self._modules:
                 module.join(self)
                 module.setup()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        assert self._thread is not None
-        self._opened = None
-        self._thread.leave(_STOP_SECONDS, error)
+        self._thread.__exit__(kind, error, traceback)
 
     @asynccontextmanager
-    async def _open(self, folder: Path) -> AsyncIterator[_Parts]:
+    async def _open(self) -> AsyncIterator[_Parts]:
         """Start the engines and the trainer, and bring its weights to the engines."""
+        folder = Path(self.config.output_dir, self.config.name)
         # Modules check theirs when they build them.
         async with open_runtime(self.config, None, folder=folder) as runtime:
             trainer = runtime.policy
@@ -258,7 +247,7 @@ class Pipeline:
         return self._call(lambda: self._train(groups), seconds, "the training step")
 
     async def _train(self, groups: Sequence[Group]) -> JsonObject:
-        _, _, step = self._running
+        _, _, step = self._thread.opened
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         made = await step.make_samples(groups)
         self.exactness += made.report
@@ -298,7 +287,9 @@ class Pipeline:
         self.check_model(name)
         seconds = self.config.training.step_timeout
         return self._call(
-            lambda: self._running[2].score(name, token_ids, masks), seconds, f"the {name} model"
+            lambda: self._thread.opened[2].score(name, token_ids, masks),
+            seconds,
+            f"the {name} model",
         )
 
     def check_model(self, name: ModelName) -> None:
@@ -332,7 +323,7 @@ class Pipeline:
         """
         place = _whole(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
-        _, trainer, step = self._running
+        _, trainer, step = self._thread.opened
         return self._call(
             lambda: self._restore(place, trainer, step), seconds, f"{place} to be loaded"
         )
@@ -365,7 +356,7 @@ class Pipeline:
         taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
         if taken and (flaw := checkpoint.incomplete_reason(place)):
             raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
-        _, trainer, step = self._running
+        _, trainer, step = self._thread.opened
 
         async def save() -> None:
             loop = {
@@ -386,21 +377,21 @@ class Pipeline:
     @property
     def generator(self) -> Generator:
         """The scheduler of all engines."""
-        return self._running[0].generator
+        return self._thread.opened[0].generator
 
     @property
     def runner(self) -> Runner:
         """Makes the groups of the configured environment."""
-        return self._running[0].runner
+        return self._thread.opened[0].runner
 
     @property
     def weight_version(self) -> int:
         """The trainer's weight version, which the engines serve."""
-        return self._running[1].version
+        return self._thread.opened[1].version
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
         """Call a coroutine function in the pipeline's thread; returns its future."""
-        return self._running_thread.submit(work)
+        return self._thread.submit(work)
 
     def wait(
         self, requests: "Sequence[Future[_Result]]", seconds: float, who: str
@@ -417,18 +408,6 @@ class Pipeline:
                 request.cancel()
 
     @property
-    def _running(self) -> _Parts:
-        if self._opened is None:
-            raise InputError("the pipeline does not run: use it inside its with block")
-        return self._opened
-
-    @property
-    def _running_thread(self) -> EventLoopThread[_Parts]:
-        _ = self._running
-        assert self._thread is not None
-        return self._thread
-
-    @property
     def _update_seconds(self) -> float:
         """Deadline of a weight update, including time for a worker to restart."""
         return 2 * self.config.weights.update_timeout + self.config.engine.start_timeout
@@ -438,7 +417,7 @@ class Pipeline:
             async with watching_progress(self.config.watchdog_seconds, logger.warning):
                 return await work()
 
-        return self._running_thread.call(watched, seconds, who)
+        return self._thread.call(watched, seconds, who)
 
 
 def _settings_of(modules: Sequence[Module]) -> Settings:

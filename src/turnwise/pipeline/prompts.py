@@ -65,13 +65,10 @@ class PromptLoop(SingleTurnLoop):
 
 
 class ProblemBuilder:
-    """Makes problems from the prompts of a batch, and counts those that are cut or left out.
+    """Makes problems, whose names begin with `name`, from the prompts of a batch.
 
-    Every prompt that is empty or cannot be used raises an `InputError` that names it.
-
-    Args:
-        name: Prefix of the problems' names.
-        limit: Maximum number of tokens of a text or of token ids; longer ones are cut at the end.
+    Texts and token ids of more than `limit` tokens are cut at the end, and counted. A prompt that
+    is empty or cannot be used raises an `InputError` that names it.
     """
 
     def __init__(
@@ -83,35 +80,18 @@ class ProblemBuilder:
         self._fields = fields
         self._limit = limit
         self._cut = 0
-        self._left_out = 0
 
     def build(self, prompts: Sequence[Prompt]) -> list[Problem]:
         """Make problems from prompts of any kind; leave out messages that are too long."""
         made = [self._problem(f"{self._name}:{n}", prompt) for n, prompt in enumerate(prompts, 1)]
-        self._warn(len(made))
-        return [problem for problem in made if problem is not None]
-
-    def build_token_prompts(
-        self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]]
-    ) -> list[Problem]:
-        """Make problems from token ids with a text each; None means the decoded ids."""
-        pairs = enumerate(zip(texts, token_ids, strict=True), 1)
-        made = [self._tokens(f"{self._name}:{n}", {}, text, ids) for n, (text, ids) in pairs]
-        self._warn(len(made))
-        return made
-
-    def _warn(self, total: int) -> None:
-        """Log how many of all prompts were cut or left out."""
-        if self._cut:
-            logger.warning(
-                "%d of %d prompts of %s are cut to %d tokens",
-                *(self._cut, total, self._name, self._limit),
-            )
-        if self._left_out:
-            logger.warning(
-                "%d of %d prompts of %s are longer than data.max_prompt_tokens and left out",
-                *(self._left_out, total, self._name),
-            )
+        kept = [problem for problem in made if problem is not None]
+        for count, what in (
+            (self._cut, f"cut to {self._limit} tokens"),
+            (len(made) - len(kept), "longer than data.max_prompt_tokens and left out"),
+        ):
+            if count:
+                logger.warning("%d of %d prompts of %s are %s", count, len(made), self._name, what)
+        return kept
 
     def _problem(self, name: str, prompt: object) -> Problem | None:
         """Return the problem of one prompt; None if it is left out."""
@@ -136,7 +116,6 @@ class ProblemBuilder:
         token_ids = self._render(name, messages)
         longest, room = self._config.data.max_prompt_tokens, self._config.model.max_length
         if longest is not None and len(token_ids) > longest:
-            self._left_out += 1
             return None
         if len(token_ids) >= room:
             raise InputError(

@@ -177,6 +177,27 @@ class Environment:
         """For adapters: take back what trajectories share; called once the group is rewarded."""
 
 
+class AgentTask(Environment):
+    """A row that means something to the agent only, such as the number of a task it holds.
+
+    The reward is the one that the agent reports, so `rollout.agent_rewards` must be true. A field
+    `prompt` of the row, if there is one, is the problem in logs and pictures.
+
+    Example:
+        environment: turnwise:AgentTask
+        rollout: {loop: agent, agent: "http://127.0.0.1:9000/run", agent_rewards: true}
+    """
+
+    def __init__(self, row: Row) -> None:
+        self.problem = row.get("prompt") or "The task is the agent's."
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """Fail: this runs only if the agent reported no reward."""
+        raise TrajectoryError(
+            "reward_error", "the agent reported no reward, or rollout.agent_rewards is false"
+        )
+
+
 EnvironmentType = Callable[[Row], Foreign]
 """An environment class, or a function that makes an environment from a row."""
 

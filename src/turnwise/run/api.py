@@ -38,7 +38,6 @@ Source = str | Path | Sequence[JsonObject] | None
 ConfigSource = str | Path | Mapping[str, object] | Config | None
 _START_SECONDS = 120.0
 """Time allowed for the steps before the engines start: imports, Ray."""
-_STOP_SECONDS = 60.0
 _SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
 
 
@@ -203,7 +202,7 @@ def serve(
     resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
-    with _left(thread):
+    with thread:
         yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
 
 
@@ -212,21 +211,9 @@ def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: st
     started.
     """
     thread = EventLoopThread(nullcontext[None], name)
-    with exit_on_sigterm():
+    with exit_on_sigterm(), thread:
         thread.start(_START_SECONDS)
-        with _left(thread):
-            return thread.call(work, NO_DEADLINE, name)
-
-
-@contextmanager
-def _left(thread: "EventLoopThread[_Result]") -> Iterator[None]:
-    """Leave a thread's event loop after a `with` block."""
-    try:
-        yield
-    except BaseException as error:
-        thread.leave(_STOP_SECONDS, error)
-        raise
-    thread.leave(_STOP_SECONDS, None)
+        return thread.call(work, NO_DEADLINE, name)
 
 
 def _prepare(

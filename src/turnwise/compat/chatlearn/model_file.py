@@ -35,58 +35,77 @@ REWARDS = "rollout.rewards"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::(.*))?\}")
 _BOTH = ("sampling", "eval.sampling")
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    **{name: (f"sampling.{name}",) for name in ("temperature", "top_k", "top_p")},
-    **{f"eval_{name}": (f"eval.sampling.{name}",) for name in SamplingConfig.model_fields},
-    **{name: tuple(f"{s}.{name}" for s in _BOTH) for name in ("ignore_eos", "prompt_logprobs")},
-    "block_size": ("engine.vllm_args.block_size",),
-    "dtype": ("model.dtype",),
-    "enable_thinking": ("model.template_args.enable_thinking",),
-    "generation_batch_size": ("engine.max_num_seqs",),
-    "gpu_memory_utilization": ("engine.vllm_args.gpu_memory_utilization",),
-    "load": ("model.path",),
-    "max_num_batched_tokens": ("engine.max_num_batched_tokens",),
-    "max_num_seqs": ("engine.max_num_seqs",),
-    "pipeline_model_parallel_size": ("engine.pipeline_parallel_size",),
-    "seed": ("seed",),
-    "seq_length": ("model.max_length",),
-    "tensor_model_parallel_size": ("engine.tensor_parallel_size",),
-    "tokenizer": ("model.tokenizer",),
-    "trust_remote_code": ("model.trust_remote_code",),
+
+def _by_ends(keys: str) -> dict[str, str]:
+    """Return keys of the configuration by their last parts."""
+    return {key.rpartition(".")[2]: key for key in keys.split()}
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_EVAL = {f"eval_{name}": f"eval.sampling.{name}" for name in SamplingConfig.model_fields}
+OURS = {
+    **ALIASES,
+    **_by_ends(
+        """
+        algorithm.advantage.gamma algorithm.advantage.lam engine.max_num_batched_tokens
+        engine.max_num_seqs engine.vllm_args.block_size engine.vllm_args.gpu_memory_utilization
+        model.dtype model.template_args.enable_thinking model.tokenizer model.trust_remote_code
+        output_dir sampling.temperature sampling.top_k sampling.top_p seed training.weight_decay
+        """
+    ),
+    **_EVAL,
+    "bf16": "model.dtype",
+    "dpo_weight": "algorithm.loss.beta",
+    "lr_decay_style": "training.lr_schedule",
+    "lr_warmup_iters": "training.warmup_steps",
+    "recompute_activations": "training.activation_checkpointing",
 }
-"""Flat keys that stand for one key of the configuration, or for several."""
+"""Keys of the configuration by ChatLearn's names."""
+_COMPANION = ("load", "bf16", "dtype")
+_FLAT: dict[str, Sequence[str]] = {
+    "policy": _words(
+        """
+        block_size dtype enable_thinking generation_batch_size gpu_memory_utilization load
+        max_num_batched_tokens max_num_seqs pipeline_model_parallel_size seed seq_length
+        temperature tensor_model_parallel_size tokenizer top_k top_p trust_remote_code
+        """
+    )
+    + list(_EVAL),
+    "ppo_policy": _words(
+        """
+        load bf16 dtype clip_grad cliprange dpo_weight gamma init_kl_coef lam lr lr_decay_style
+        lr_warmup_iters recompute_activations seed seq_length weight_decay
+        """
+    ),
+    "ppo_value": (*_COMPANION, "cliprange_value", "gamma", "lam", "lr"),
+    "reference": _COMPANION,
+    "reward": _COMPANION,
+    "value": _COMPANION,
+}
+"""Flat keys of `OURS` in the file of each role."""
 _COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
-_READ = (*_COUNTS, "stop_token_list", "prompt_key", "vllm_input_ids_key", "vllm_prompt_key")
-"""Further flat keys, which `_meant` and modules read."""
+_SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluation alike
+_READ = _words("stop_token_list prompt_key vllm_input_ids_key vllm_prompt_key")
+"""Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
 
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-FixedKeys = dict[str, tuple[Callable[[object], bool], str]]
-"""Keys that accept only some values: a test of the value, and advice for the others."""
+FixedKeys = dict[str, tuple[tuple[object, ...], str]]
+"""Keys that accept only some values, and advice for the others."""
 _FIXED: FixedKeys = {
-    "apply_replica_id_to_seed": (bool, "every engine has its own seed, derived from seed"),
-    "bf16": (_is_bool, "set it to true for model.dtype bfloat16, or to false"),
-    "enable_stage_resume": (lambda value: not value, "set training.checkpoint_every"),
-    "enforce_eager": (_is_bool, "set it to true or false"),
-    "fp16": (lambda value: not value, "model.dtype is bfloat16 or float32"),
+    "apply_replica_id_to_seed": ((True,), "every engine has its own seed, derived from seed"),
+    "bf16": ((True, False), "set it to true for model.dtype bfloat16, or to false"),
+    "enable_stage_resume": ((False,), "set training.checkpoint_every"),
+    "enforce_eager": ((True, False), "set it to true or false"),
+    "fp16": ((False,), "model.dtype is bfloat16 or float32"),
     "include_prompt": (
-        bool,
+        (True,),
         "all_tokens begin with the prompt; cut them at prompt_token_length in decode_internal",
     ),
-    "init_shuffle_prompts": (
-        lambda value: value == 0,
-        "pass the prompts to build_dataset in the desired order",
-    ),
-    "new_token_limit": (_is_bool, "set it to true or false"),
+    "init_shuffle_prompts": ((0,), "pass the prompts to build_dataset in the desired order"),
+    "new_token_limit": ((True, False), "set it to true or false"),
 }
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 _REFUSED = {
     "describe a model and its checkpoint to Megatron; here the folder of load (model.path), in "
@@ -117,83 +136,35 @@ _REFUSED = {
     ),
 }
 """Flat keys that are accepted only without a value, by what is said about the others."""
-_KNOWN = frozenset({*_KEYS, *_READ, *_FIXED}.union(*_REFUSED.values()))
+_KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED]).union(
+    *_REFUSED.values()
+)
 
 _RENAMED = {
     "tokenizer": {
         "path": "model.tokenizer",
-        "tool_parser": "rollout.tool_parser",
-        "reasoning_parser": "serving.reasoning_parser",
-        "template_args": "model.template_args",
+        **_by_ends("rollout.tool_parser serving.reasoning_parser model.template_args"),
         "trust_remote_code": "model.trust_remote_code",
     },
-    "scheduler": {
-        "max_num_seqs": "engine.max_num_seqs",
-        "max_num_batched_tokens": "engine.max_num_batched_tokens",
-    },
-    "cache": {
-        "kv_cache_gib": "engine.kv_cache_gib",
-        "prefix_caching": "engine.prefix_caching",
-        "block_size": "engine.vllm_args.block_size",
-        "gpu_memory_utilization": "engine.vllm_args.gpu_memory_utilization",
-    },
+    "scheduler": _by_ends("engine.max_num_seqs engine.max_num_batched_tokens"),
+    "cache": _by_ends(
+        "engine.kv_cache_gib engine.prefix_caching engine.vllm_args.block_size "
+        "engine.vllm_args.gpu_memory_utilization"
+    ),
 }
-
-
-def _section(prefix: str) -> dict[str, str]:
-    """Return every key of a section of the configuration that has no name elsewhere."""
-    taken = {key for keys in _RENAMED.values() for key in keys.values()}
-    own = (key for key in known_keys() if key.startswith(prefix) and key not in taken)
-    return {key.removeprefix(prefix): key for key in own}
-
-
+_ELSEWHERE = {key for keys in _RENAMED.values() for key in keys.values()}
 _SECTIONS = {
-    "model": _section("model."),
-    "tokenizer": _RENAMED["tokenizer"],
-    "sampling": _section("sampling."),
-    "eval_sampling": _section("eval.sampling."),
-    "scheduler": _RENAMED["scheduler"],
-    "cache": _RENAMED["cache"],
-    "engine": _section("engine."),
-}
+    prefix.replace(".", "_"): {
+        key.removeprefix(f"{prefix}."): key
+        for key in known_keys()
+        if key.startswith(f"{prefix}.") and key not in _ELSEWHERE
+    }
+    for prefix in ("model", "sampling", "eval.sampling", "engine")
+} | _RENAMED
 """Keys of the configuration by their names in each section."""
-
-_COMPANION = {"load": "model.path", "bf16": "model.dtype", "dtype": "model.dtype"}
-_VALUE_TRAINER = {
-    **_COMPANION,
-    "cliprange_value": "algorithm.advantage.clip",
-    "gamma": "algorithm.advantage.gamma",
-    "lam": "algorithm.advantage.lam",
-    "lr": "training.learning_rate",
-}
-_FLAT = {
-    "ppo_policy": {
-        **_COMPANION,
-        "clip_grad": "training.max_grad_norm",
-        "cliprange": "algorithm.loss.clip_low",
-        "dpo_weight": "algorithm.loss.beta",
-        "gamma": "algorithm.advantage.gamma",
-        "init_kl_coef": "algorithm.kl.coef",
-        "lam": "algorithm.advantage.lam",
-        "lr": "training.learning_rate",
-        "lr_decay_style": "training.lr_schedule",
-        "lr_warmup_iters": "training.warmup_steps",
-        "recompute_activations": "training.activation_checkpointing",
-        "seed": "seed",
-        "seq_length": "model.max_length",
-        "weight_decay": "training.weight_decay",
-    },
-    "ppo_value": _VALUE_TRAINER,
-    "reference": _COMPANION,
-    "reward": _COMPANION,
-    "value": _COMPANION,
-}
-"""ChatLearn's flat keys in the file of each role, and the keys that they stand for."""
-_TRAINER_SECTIONS = ("model.", "training.", "algorithm.", "seed")
-"""Beginnings of the keys that ppo_policy takes from its file; other roles take those in `_FLAT`."""
-
-ROLES = tuple(_FLAT)
-"""Roles of the models beside the policy."""
+_TRAINER_SECTIONS = ("model.", "training.", "algorithm.")
+"""Sections that ppo_policy takes whole from its file; other roles take the keys in `_FLAT`."""
+ROLES = tuple(role for role in _FLAT if role != "policy")  # roles of the models beside the policy
 
 
 def _expanded(value: object) -> object:
@@ -218,12 +189,8 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file and of everything it includes, of which a later one wins.
-
-    Args:
-        kind: Name of such a file in errors: "model file".
-        including: The files that lead to this one.
-    """
+    """Yield the trees of a file (of a `kind` such as "model file" in errors) and of all that it
+    includes, of which a later one wins; the files `including` lead to this one."""
     where = path.resolve()
     if where in including:
         chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
@@ -281,40 +248,20 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def read_model(path: str | Path) -> tuple[Settings, Args]:
     """Return the settings of the policy's file with all that it includes, and its flat keys, whose
-    values the settings include.
-
-    Raises:
-        InputError: naming the file that cannot be read or is included by itself, or every key
-            that is unknown (with the nearest known one), that vLLM no longer has, or that is not
-            supported.
-    """
+    values the settings include; InputError names every key that cannot be used."""
     mistakes: list[str] = []
-    settings: Settings = {}
-    flat: Args = {}
+    settings, flat = Settings(), Args()
     for place, tree in with_included(Path(path).expanduser(), "model file"):
-        own = {
-            str(key): None if value == "None" else value
-            for key, value in tree.items()
-            if key not in _SECTIONS or (key in _KNOWN and isinstance(value, str))
-        }
-        for key in sorted(own.keys() - _KNOWN):
-            if key not in REPLACED_KEYS or not asks_for_nothing(key, own.pop(key)):
-                mistakes.append(f"{place}: {_unknown('', key)}")
-        flat |= own
-        for section, values in tree.items():
-            if section not in _SECTIONS or section in own:
-                continue
-            if values is not None and not isinstance(values, dict):
-                mistakes.append(f"{place}: {section} must hold keys and values, not {values!r}")
-                continue
-            for name, value in (values or {}).items():
-                if name in _SECTIONS[section]:
+        for section, name, value in _entries(place, tree, mistakes):
+            if name in (_SECTIONS[section] if section else _KNOWN):
+                if section:
                     settings |= _leaves(_SECTIONS[section][name], value)
-                elif name not in REPLACED_KEYS or not asks_for_nothing(name, value):
-                    mistakes.append(f"{place}: {_unknown(section, str(name))}")
-    flat = {key: value for key, value in flat.items() if value is not None}
-    if not mistakes:
-        mistakes = [f"{path}: {mistake}" for mistake in _mistakes(flat)]
+                else:
+                    flat[name] = value
+            elif name not in REPLACED_KEYS or not asks_for_nothing(name, value):
+                mistakes.append(f"{place}: {_unknown(section, name)}")
+    flat = {key: value for key, value in flat.items() if value not in (None, "None")}
+    mistakes = mistakes or [f"{path}: {mistake}" for mistake in _mistakes(flat)]
     if mistakes:
         raise InputError("; ".join(mistakes))
     meant = _meant(flat)
@@ -325,6 +272,17 @@ def read_model(path: str | Path) -> tuple[Settings, Args]:
                 "of ChatLearn's; keep one"
             )
     return settings | meant, flat
+
+
+def _entries(place: Path, tree: Tree, mistakes: list[str]) -> Iterator[tuple[str, str, object]]:
+    """Yield the section, "" for a flat key, the name and the value of each key of a file."""
+    for key, value in tree.items():
+        if key not in _SECTIONS or (key in _KNOWN and isinstance(value, str)):
+            yield "", str(key), value
+        elif value is None or isinstance(value, dict):
+            yield from ((key, str(name), below) for name, below in (value or {}).items())
+        else:
+            mistakes.append(f"{place}: {key} must hold keys and values, not {value!r}")
 
 
 def _unknown(section: str, name: str) -> str:
@@ -350,22 +308,34 @@ def _unknown(section: str, name: str) -> str:
 def _mistakes(args: Args) -> Iterator[str]:
     """Yield a sentence for each flat key, or group of keys, whose value has no meaning here."""
     for what, keys in _REFUSED.items():
-        named = sorted(key for key in keys & args.keys() if args[key])
+        named = sorted(key for key in keys if args.get(key))
         if named:
             yield f"{', '.join(named)} {what}"
-    for key, (is_meant, instead) in _FIXED.items():
-        if key in args and not is_meant(args[key]):
+    for key, (meant, instead) in _FIXED.items():
+        if key in args and args[key] not in meant:
             yield f"{key} {args[key]!r} is not supported: {instead}"
     for key in _COUNTS:
         if key in args and (not isinstance(args[key], int) or args[key] < 1):
             yield f"{key} must be a whole number of 1 or more, not {args[key]!r}"
-    if args.get("new_token_limit") is False and "seq_length" not in args:
+    if not args.get("new_token_limit", True) and "seq_length" not in args:
         yield "new_token_limit false samples up to seq_length, which is not set"
 
 
 def _meant(args: Args) -> Settings:
     """Return the settings of flat keys without mistakes."""
-    settings = {key: value for name, value in args.items() for key in _KEYS.get(name, ())}
+    both = {key: args[key] for key in _SHARED if key in args}
+    stop, new = args.get("stop_token_list"), args.get("max_new_tokens")
+    if stop is not None:
+        both["stop"] = [t for t in stop.split(";") if t] if isinstance(stop, str) else stop
+    settings = Settings()
+    if not args.get("new_token_limit", True):
+        if new is not None:
+            settings["data.max_prompt_tokens"] = args["seq_length"] - new
+        new = args["seq_length"]
+    if new is not None:
+        both["max_tokens"] = new
+    settings |= {f"{section}.{key}": v for section in _BOTH for key, v in both.items()}
+    settings |= {OURS[name]: value for name, value in args.items() if name in _FLAT["policy"]}
     if settings.get("engine.max_num_seqs") == -1:
         del settings["engine.max_num_seqs"]
     if "n" in args or "num_inference_per_prompt" in args:
@@ -373,17 +343,6 @@ def _meant(args: Args) -> Settings:
         settings["sampling.n"] = n * args.get("num_inference_per_prompt", 1)
         if "n" in args:
             settings["eval.sampling.n"] = n
-    if "stop_token_list" in args:
-        stop = args["stop_token_list"]
-        stop = [text for text in stop.split(";") if text] if isinstance(stop, str) else stop
-        settings |= {f"{sampling}.stop": stop for sampling in _BOTH}
-    new = args.get("max_new_tokens")
-    if args.get("new_token_limit") is False:
-        if new is not None:
-            settings["data.max_prompt_tokens"] = args["seq_length"] - new
-        new = args["seq_length"]
-    if new is not None:
-        settings |= {f"{sampling}.max_tokens": new for sampling in _BOTH}
     if args.get("bf16"):
         settings["model.dtype"] = "bfloat16"
     if args.get("enforce_eager"):
@@ -415,39 +374,35 @@ def args_of(config: Config, own: Args) -> Args:
 
 def role_of(name: str) -> str | None:
     """Return a model's role by its name in `models`; None where no model has such a name."""
-    if name == "reward" or name.endswith("_reward"):
-        return "reward"
-    return name if name == "policy" or name in _FLAT else None
+    role = "reward" if name.endswith("_reward") else name
+    return role if role in _FLAT else None
 
 
 def model_settings(name: str, role: str, path: str | Path) -> Settings:
     """Return the values that the file of a model beside the policy sets, named as in `models`."""
-    flat = _FLAT[role]
-    taken = _TRAINER_SECTIONS if role == "ppo_policy" else tuple(flat.values())
+    flat, trains = {key: OURS[key] for key in _FLAT[role]}, role == "ppo_policy"
     settings = Settings()
     mistakes: list[str] = []
     for key, value in load_merged(Path(path).expanduser()).items():
-        if value is None:
-            continue
-        if key in flat:
+        if key in flat and value is not None:
             if key == "bf16":
                 value = "bfloat16" if value else "float32"
             settings[flat[key]] = value
-            if key == "cliprange":
-                settings["algorithm.loss.clip_high"] = value
+            if key == "cliprange":  # its alias is clip_high
+                settings["algorithm.loss.clip_low"] = value
         elif isinstance(value, dict) and key in (*_SECTIONS, "training", "algorithm"):
             for full, leaf in _leaves(str(key), value):
-                if any(full.startswith(one) if one[-1] == "." else full == one for one in taken):
+                if full in flat.values() or (trains and full.startswith(_TRAINER_SECTIONS)):
                     bare = full in PARTS and isinstance(leaf, str)
                     settings[f"{full}.name" if bare else full] = leaf
                 elif mistake := _misplaced(full, role):
                     mistakes.append(mistake)
-        else:
+        elif value is not None:
             names = [*flat, *_SECTIONS, "training", "algorithm"]
             mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
     if mistakes:
         raise InputError(f"{path}: {'; '.join(mistakes)}")
-    if role == "ppo_policy":
+    if trains:
         return settings
     if role == "reward":
         keys = {"model.path": "model", "model.dtype": "dtype"}
@@ -464,8 +419,7 @@ def _misplaced(key: str, role: str) -> str:
     """Return the mistake in a key that a role does not read; "" where it is another model's."""
     known = known_keys()
     section, leaf, *_ = [*key.split("."), ""]
-    is_known = key in known or any(key.startswith(f"{name}.") for name in known)
-    if section not in _SECTIONS and is_known:
+    if section not in _SECTIONS and any(f"{key}.".startswith(f"{name}.") for name in known):
         return f"{key} is no key of a {role}'s file: it goes into ppo_policy's"
     if section not in _SECTIONS or (section == "model" and leaf not in ModelConfig.model_fields):
         return f"there is no key {key}{nearest(key, [*known])}"

@@ -1,16 +1,16 @@
 """The file of a pipeline: several models, each with its own file, and how they are trained.
 
-The names are ChatLearn's; docs/how-to/pipelines.md lists them. All of it becomes one `Config`: the
-models' files and `runtime` are translated to keys of the configuration; sections of the
-configuration in the same file win over them, and overrides win over everything.
+The names are ChatLearn's; docs/how-to/pipelines.md lists them. All of it becomes one `Config`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from turnwise.compat.chatlearn.model_file import (
+    OURS,
     REWARDS,
     ROLES,
     FixedKeys,
@@ -24,6 +24,7 @@ from turnwise.compat.chatlearn.model_file import (
 )
 from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
+from turnwise.config.load import value_of
 from turnwise.errors import InputError
 
 CONVERSATION = "turnwise.pipeline.prompts:Conversation"
@@ -48,33 +49,19 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "algorithm.loss.clip_high": ("ppo", "grpo"),
 }
 """Keys that only some kinds of pipeline have; the others ignore them in the files of models."""
-_KL_COEF = 0.02
-"""Default weight of the KL penalty towards a reference model that the file names."""
+_KL_COEF = 0.02  # default weight of the KL penalty towards a reference model that the file names
 
-_RUNTIME = {
-    "num_episode": "training.steps",
-    "save_episode_interval": "training.checkpoint_every",
-    "eval_episode_interval": "eval.every",
-    "data_path": "data.path",
-    "eval_data_path": "data.eval_path",
-    "training_data_num_limit": "data.limit",
-    "eval_data_num_limit": "data.eval_limit",
-    "output_dir": "output_dir",
-    "exp_name": "name",
-}
+_RUNTIME = (
+    *("num_episode", "save_episode_interval", "eval_episode_interval", "output_dir", "exp_name"),
+    *("data_path", "eval_data_path", "training_data_num_limit", "eval_data_num_limit"),
+)
 """Keys of `runtime` that stand for one key of the configuration."""
 _SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_size")
 _COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
 _FIXED: FixedKeys = {
-    "num_training_epoch": (
-        lambda value: value == 1,
-        "a sample is trained once; set it to 1 and raise num_episode",
-    ),
-    "max_relay_episode": (
-        lambda value: value in (0, 1),
-        "samples of earlier episodes are not trained again; set it to 0",
-    ),
-    "data_ratio": (lambda value: value is None, "mix the data into one file of data_path"),
+    "num_training_epoch": ((1,), "a sample is trained once; set it to 1 and raise num_episode"),
+    "max_relay_episode": ((0, 1), "samples of earlier episodes are not trained again; set it to 0"),
+    "data_ratio": ((None,), "mix the data into one file of data_path"),
 }
 _NO_EFFECT = {
     key: why
@@ -127,9 +114,6 @@ class PipelineFile:
     Args:
         overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
         settings: Values by dotted keys of the configuration, over the file and under overrides.
-
-    Raises:
-        InputError: naming the file and every key that cannot be used, or two files that disagree.
     """
 
     def __init__(
@@ -147,15 +131,15 @@ class PipelineFile:
             else:
                 self._overrides.append(override)
         self._over = settings or {}
-        self._settings: Settings = {}
+        self._settings = Settings()
         self._devices: int | None = None
         """Devices of the policy's engines, where the file gives their number."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
         self._without_effect: dict[str, list[str]] = {}
-        self.resumes = True
-        """Whether a run that already exists is resumed."""
         self.config = self._read()
+        self.resumes = bool(self._section("runtime").get("enable_resume_training", True))
+        """Whether a run that already exists is resumed."""
         self.notes = [
             f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
         ]
@@ -163,9 +147,8 @@ class PipelineFile:
 
     def _read(self) -> Config:
         models, runtime = self._section("models"), self._section("runtime")
-        unknown = self._tree.keys() - {*_OWN_SECTIONS, *Config.model_fields}
-        for name in sorted(map(str, unknown)):
-            known = [*_OWN_SECTIONS, *Config.model_fields]
+        known = [*_OWN_SECTIONS, *Config.model_fields]
+        for name in sorted(map(str, self._tree.keys() - {*known})):
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
         entries: dict[str, Tree] = {}
         for name, entry in models.items():
@@ -207,11 +190,10 @@ class PipelineFile:
                     raise InputError(
                         f"{self._path}: pipeline {kind} needs {key} {value}, not {found}"
                     )
-        self.resumes = bool(runtime.get("enable_resume_training", True))
         return config
 
     def _section(self, name: str) -> Tree:
-        section = self._tree.get(name) or {}
+        section: Tree = self._tree.get(name) or {}
         if not isinstance(section, dict):
             raise InputError(f"{self._path}: {name} must hold keys and values, not {section!r}")
         return section
@@ -221,8 +203,8 @@ class PipelineFile:
         kept: Tree = {}
         for key, value in values.items():
             if key in _FIXED:
-                is_meant, instead = _FIXED[key]
-                if not is_meant(value):
+                meant, instead = _FIXED[key]
+                if value not in meant:
                     self._mistakes.append(f"{section}.{key} is {value!r}: {instead}")
             elif key in _NO_EFFECT:
                 if value not in (None, False):
@@ -245,9 +227,9 @@ class PipelineFile:
                     "(a reward's name ends in _reward)"
                 )
                 continue
-            settings: Settings = {}
+            settings, file = Settings(), str(entry.get("model_config_file"))
             if "model_config_file" in entry:
-                path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
+                path = self._path.parent / Path(file).expanduser()
                 policy = role == "policy"
                 settings = read_model(path)[0] if policy else model_settings(name, role, path)
             number = entry.get("num_gpu") or entry.get("num_device")
@@ -266,11 +248,11 @@ class PipelineFile:
                 without.append(f"models.{name}")
             self._lora(name, entry.get("lora"))
             for key, value in settings.items():
-                self._put(key, value, str(entry["model_config_file"]))
+                self._put(key, value, file)
             if role == "policy" and (replicas := entry.get("num_replica")):
                 self._put("serving.workers", replicas, f"models.{name}")
             elif role == "policy":
-                self._devices = number or self._devices
+                self._devices = number or None
             elif role == "ppo_policy" and number:
                 self._put("training.ranks", number, f"models.{name}")
             for key in ("function", "weight"):
@@ -281,19 +263,12 @@ class PipelineFile:
 
     def _lora(self, name: str, section: object) -> None:
         """Take the settings of a model's `lora`."""
-        if section is None:
-            return
         where = f"models.{name}.lora"
-        if not isinstance(section, dict):
+        if section is not None and not isinstance(section, dict):
             self._mistakes.append(f"{where} must hold keys and values")
+        if not isinstance(section, dict) or not section.get("enable_lora"):
             return
-        if not section.get("enable_lora"):
-            return
-        given: Tree = {
-            key: value
-            for key, value in section.items()
-            if value is not None and value is not False and value != ""
-        }
+        given = {k: v for k, v in section.items() if v not in (None, "") and v is not False}
         rank = given.get("lora_dim", _LORA_DIM)
         if unknown := sorted(given.keys() - {*_LORA_KEYS}):
             self._mistakes.append(f"{where}.{unknown[0]} is not supported: remove it")
@@ -306,9 +281,8 @@ class PipelineFile:
                 f"{where}.lora_dim is 0: set enable_lora to false to train no adapter"
             )
         else:
-            alpha = float(given.get("lora_scaling", _LORA_SCALING))
             self._put("model.lora.rank", rank, where)
-            self._put("model.lora.alpha", alpha, where)
+            self._put("model.lora.alpha", float(given.get("lora_scaling", _LORA_SCALING)), where)
 
     def _put(self, key: str, value: object, source: str) -> None:
         """Set a key of the configuration, on which all sources must agree."""
@@ -323,7 +297,7 @@ class PipelineFile:
     def _runtime(self, runtime: Tree, entries: Mapping[str, Tree]) -> None:
         for key, value in self._known("runtime", runtime, (*_RUNTIME, *_COMPUTED)).items():
             if key in _RUNTIME and not (key.endswith("_num_limit") and value == -1):
-                self._put(_RUNTIME[key], value, "runtime")
+                self._put(OURS[key], value, "runtime")
         if runtime.get("debug"):
             self._put("log_level", "debug", "runtime")
         groups = runtime.get("colocation")
@@ -333,13 +307,11 @@ class PipelineFile:
         if not isinstance(groups, list):
             self._mistakes.append(f"runtime.colocation is a list of names, not {groups!r}")
             return
-        named = []
-        for group in groups:  # a list, or a text with commas
-            parts = group if isinstance(group, list) else str(group).split(",")
-            named.append({str(part).strip() for part in parts if str(part).strip()})
+        lists = (g if isinstance(g, list) else str(g).split(",") for g in groups)
+        named = [{str(part).strip() for part in parts} - {""} for parts in lists]
         if all(len(group) == 1 for group in named):  # one group, a name an entry
-            named = [{name for group in named for name in group}]
-        for name in sorted({name for group in named for name in group} - entries.keys()):
+            named = [set[str]().union(*named)]
+        for name in sorted(set[str]().union(*named) - entries.keys()):
             self._mistakes.append(f"runtime.colocation names {name}, which is not in models")
         together = any({"policy", "ppo_policy"} <= group for group in named)
         self._put("training.colocated", together, "runtime.colocation")
@@ -353,14 +325,10 @@ class PipelineFile:
             set_key(tree, key, value)
         for override in self._overrides:
             apply_override(tree, override)
-        engine, each = tree.get("engine"), 1
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = engine.get(name, 1) if isinstance(engine, dict) else 1
-            each *= size if isinstance(size, int) and size > 0 else 1  # others: an error elsewhere
-        what = (
-            f"the {each} devices of an engine (engine.tensor_parallel_size * "
-            "pipeline_parallel_size)"
-        )
+        given = (value_of(tree, f"engine.{kind}_parallel_size") for kind in ("tensor", "pipeline"))
+        each = math.prod(n for n in given if isinstance(n, int) and n > 0)  # others: an error later
+        sizes = "engine.tensor_parallel_size * pipeline_parallel_size"
+        what = f"the {each} devices of an engine ({sizes})"
         count = self._quotient("models.policy.num_gpu", self._devices, each, what)
         return {"serving.workers": count}
 

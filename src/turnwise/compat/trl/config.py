@@ -9,7 +9,7 @@ mapped raise an `InputError` that names the field.
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from turnwise.core.gguf import resolve_model
@@ -183,12 +183,11 @@ _CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_ti
 _SAMPLING = ("ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids")
 _UNLIMITED = 1_000_000
 
-_LORA = {"r", "lora_alpha", "target_modules", "use_rslora"}
-_LORA_ANY = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version",
-    "revision", "task_type",
+_LORA = {
+    "r", "lora_alpha", "target_modules", "use_rslora", "auto_mapping", "base_model_name_or_path",
+    "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-"""Fields of a `LoraConfig` about the file and the library."""
+"""Fields of a `LoraConfig` that may have any value; those from the fifth on are about the file."""
 
 
 def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, object]:
@@ -196,7 +195,6 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
 
     Args:
         rows: Rows of the training data; None if their number is unknown.
-        tools: Whether the model has tools.
     """
     _refuse_unsupported(args)
     n, groups, updates, steps = _sizes(args, rows)
@@ -206,8 +204,8 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
-        if name not in ("none", "tensorboard", "wandb", "mlflow", "trackio"):
-            _refuse("report_to", name, "it must be none, tensorboard, wandb, mlflow or trackio")
+        known = ("none", "tensorboard", "wandb", "mlflow", "trackio")
+        _check(name in known, "report_to", name, f"it must be one of {', '.join(known)}")
     values: dict[str, object] = {
         "seed": args.seed,
         "deterministic": args.full_determinism,
@@ -246,10 +244,8 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
     if args.loss_type == "cispo":
         without |= {"epsilon", "delta"}
     unused = []
-    for item in fields(GRPOConfig):
-        made = item.default_factory
-        default = item.default if made is MISSING else made()
-        value, name = getattr(args, item.name), item.name
+    for name, default in vars(GRPOConfig()).items():
+        value = getattr(args, name)
         if value == default or (name == "adam_beta2" and value == _ADAM_BETA2):
             continue
         if name in without or name in WITHOUT_EFFECT:
@@ -265,6 +261,11 @@ def _refuse(name: str, value: object, why: str) -> NoReturn:
     raise InputError(f"GRPOConfig.{name}={value!r} is not supported: {why}")
 
 
+def _check(honoured: bool, name: str, value: object, why: str) -> None:
+    if not honoured:
+        _refuse(name, value, why)
+
+
 def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
     """Return the text of a field that accepts only some, also as an enumeration of Transformers."""
     value = getattr(args, name)
@@ -274,44 +275,29 @@ def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it 
     _refuse(name, value, why + ", ".join(known))
 
 
-def updates_per_step(args: GRPOConfig) -> int:
-    """Return the number of optimizer steps on each batch of completions."""
-    return max(1, _per_generation(args) // args.gradient_accumulation_steps)
-
-
-def _per_generation(args: GRPOConfig) -> int:
-    """Return micro-batches per batch of completions; several such batches may make one update."""
-    per_device, given = args.per_device_train_batch_size, args.steps_per_generation
-    if args.generation_batch_size is not None:
-        if given is not None:
-            _refuse("steps_per_generation", given, "generation_batch_size is set too")
-        if args.generation_batch_size % per_device:
-            why = f"it is not divisible by per_device_train_batch_size {per_device}"
-            _refuse("generation_batch_size", args.generation_batch_size, why)
-        given = args.generation_batch_size // per_device
-    accumulated = args.gradient_accumulation_steps
-    batches = accumulated if given is None else given
-    if max(batches, accumulated) % min(batches, accumulated):
-        why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
-        _refuse("steps_per_generation", batches, why)
-    return max(batches, accumulated)
-
-
 def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
     """Return trajectories per group, groups per training step, updates per step, and steps."""
-    n, updates = args.num_generations or 1, updates_per_step(args)
-    samples = args.per_device_train_batch_size * _per_generation(args)
-    if n < 2:
-        _refuse("num_generations", n, "a group needs at least 2")
-    if samples % n:
-        why = f"a step has {samples} completions, which it does not divide"
-        _refuse("num_generations", n, why)
-    groups = samples // n
+    per_device, given = args.per_device_train_batch_size, args.steps_per_generation
+    if args.generation_batch_size is not None:
+        _check(given is None, "steps_per_generation", given, "generation_batch_size is set too")
+        given, rest = divmod(args.generation_batch_size, per_device)
+        why = f"it is not divisible by per_device_train_batch_size {per_device}"
+        _check(rest == 0, "generation_batch_size", args.generation_batch_size, why)
+    accumulated = args.gradient_accumulation_steps
+    # Several batches of completions may make one update.
+    less, more = sorted((accumulated, accumulated if given is None else given))
+    why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
+    _check(more % less == 0, "steps_per_generation", given, why)
+    n, samples, updates = args.num_generations or 1, per_device * more, max(1, more // accumulated)
+    _check(n > 1, "num_generations", n, "a group needs at least 2")
+    groups, rest = divmod(samples, n)
+    why = f"a step has {samples} completions, which it does not divide"
+    _check(rest == 0, "num_generations", n, why)
     if args.max_steps > 0:
-        if args.max_steps % updates:
-            why = f"each batch of completions is for {updates} optimizer steps"
-            _refuse("max_steps", args.max_steps, why)
-        return n, groups, updates, args.max_steps // updates
+        steps, rest = divmod(args.max_steps, updates)
+        why = f"each batch of completions is for {updates} optimizer steps"
+        _check(rest == 0, "max_steps", args.max_steps, why)
+        return n, groups, updates, steps
     if rows is None:
         _refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
     if rows < groups:
@@ -337,8 +323,7 @@ def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int)
 
 def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
     value = getattr(args, name)
-    if value is not None and not isinstance(value, Mapping):
-        _refuse(name, value, "it must be a dictionary")
+    _check(isinstance(value, Mapping | None), name, value, "it must be a dictionary")
     return dict(value or {})
 
 
@@ -348,10 +333,9 @@ def _model(args: GRPOConfig) -> dict[str, object]:
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
-    if given:
-        _refuse("model_init_kwargs", given, "only dtype and attn_implementation can be set")
-    if dtype not in ("None", "auto", "float32", "bfloat16"):
-        _refuse("model_init_kwargs", {"dtype": dtype}, "dtype must be float32 or bfloat16")
+    _check(not given, "model_init_kwargs", given, "only dtype and attn_implementation can be set")
+    known, why = ("None", "auto", "float32", "bfloat16"), "dtype must be float32 or bfloat16"
+    _check(dtype in known, "model_init_kwargs", {"dtype": dtype}, why)
     values: dict[str, object] = {
         "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
         "training.attention": "auto" if attention in (None, "sdpa") else attention,
@@ -367,39 +351,33 @@ def _model(args: GRPOConfig) -> dict[str, object]:
 
 
 def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
-    values: dict[str, object] = {
-        name: getattr(args, name) for name in ("temperature", "top_p", "top_k")
-    }
-    values["n"] = n
+    values: dict[str, object] = {"n": n, "top_k": args.top_k, "top_p": args.top_p}
+    values["temperature"] = args.temperature
     if args.max_completion_length is not None:
         values["max_tokens"] = args.max_completion_length
     for key, value in _dictionary(args, "generation_kwargs").items():
-        if key not in (*_SAMPLING, *values):
-            _refuse("generation_kwargs", {key: value}, f"it takes {', '.join(_SAMPLING)}")
+        why = f"it takes {', '.join(_SAMPLING)}"
+        _check(key in (*_SAMPLING, *values), "generation_kwargs", {key: value}, why)
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
-    sections = {"sampling": values, "eval.sampling": evaluation}
-    return {
-        f"{name}.{key}": value for name, each in sections.items() for key, value in each.items()
-    }
+    own = {f"sampling.{key}": value for key, value in values.items()}
+    return own | {f"eval.sampling.{key}": value for key, value in evaluation.items()}
 
 
 def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
     scale = args.scale_rewards
     if isinstance(scale, bool):
         scale = "group" if scale else "none"
-    if scale not in ("group", "none"):
-        _refuse("scale_rewards", scale, "it must be group or none")
+    _check(scale in ("group", "none"), "scale_rewards", scale, "it must be group or none")
     name, level = args.loss_type, args.importance_sampling_level
-    if level not in ("token", "sequence"):
-        _refuse("importance_sampling_level", level, "it must be token or sequence")
+    why = "it must be token or sequence"
+    _check(level in ("token", "sequence"), "importance_sampling_level", level, why)
     if name == "bnpo" and args.gradient_accumulation_steps == 1:
         name = "dapo"  # one micro-batch is the whole batch
-    if name != "cispo" and name not in _REDUCTIONS:
-        _refuse("loss_type", name, f"it must be cispo, {', '.join(_REDUCTIONS)}")
-    if name == "dr_grpo" and tools:
-        why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
-        _refuse("loss_type", name, why)
+    why = f"it must be cispo, {', '.join(_REDUCTIONS)}"
+    _check(name == "cispo" or name in _REDUCTIONS, "loss_type", name, why)
+    why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
+    _check(not (name == "dr_grpo" and tools), "loss_type", name, why)
     # No correction for the mismatch of engine and trainer by default: ratios are those to the
     # engine's own log-probs. TRL's default mode has no equal here, so it is not refused, unless its
     # bounds are set.
@@ -429,19 +407,18 @@ def _loss(args: GRPOConfig, name: str, level: str) -> dict[str, object]:
     """Return CISPO's loss, PPO's or GSPO's."""
     high, delta = args.epsilon if args.epsilon_high is None else args.epsilon_high, args.delta
     if name == "cispo":
-        if level == "sequence":
-            _refuse("importance_sampling_level", level, "cispo clips the weight of each token")
-        if high <= 1:
-            _refuse("epsilon_high", high, "cispo clips the weight itself there; set it above 1")
+        why = "cispo clips the weight of each token"
+        _check(level == "token", "importance_sampling_level", level, why)
+        why = "cispo clips the weight itself there; set it above 1"
+        _check(high > 1, "epsilon_high", high, why)
         return {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}
     bounds: dict[str, object] = {"clip_low": args.epsilon, "clip_high": high}
     if level == "sequence":
-        if delta is not None:
-            _refuse("delta", delta, "importance_sampling_level sequence has no second bound")
+        why = "importance_sampling_level sequence has no second bound"
+        _check(delta is None, "delta", delta, why)
         return {"name": "gspo", **bounds}
     if delta is not None:
-        if delta <= 1:
-            _refuse("delta", delta, "it must be above 1")
+        _check(delta > 1, "delta", delta, "it must be above 1")
         bounds["dual_clip"] = max(delta, 1 + high)
         if delta < 1 + high:  # the lower bound counts where the advantage is positive
             bounds["clip_high"] = delta - 1
@@ -449,17 +426,14 @@ def _loss(args: GRPOConfig, name: str, level: str) -> dict[str, object]:
 
 
 def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
-    """Return values of `model.lora` for a `LoraConfig` of PEFT.
-
-    Args:
-        model: The model's folder or name: without `target_modules`, PEFT chooses by its kind.
-    """
+    """Return values of `model.lora` for a `LoraConfig` of PEFT, which chooses the target modules by
+    the kind of the model, if they are not given."""
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):
         _refuse_lora("", peft_config, "it must be a peft.LoraConfig")
     given, defaults = peft_config.to_dict(), peft.LoraConfig().to_dict()
     for name, value in given.items():
-        if name in _LORA | _LORA_ANY or value == defaults.get(name):
+        if name in _LORA or value == defaults.get(name):
             continue
         if name != "lora_dropout":  # with it, the trainer would not compute what the engine does
             _refuse_lora(f".{name}", value, f"PEFT's default is {defaults.get(name)!r}")

@@ -45,15 +45,9 @@ def load_trl(path: str) -> EnvironmentType:
 
 
 class TrlEnvironments:
-    """An environment type made of an `environment_factory` and tools that need no instance.
-
-    Args:
-        factory: A class or function without arguments, a dictionary of them, or None.
-        tools: Functions that every row offers, before the methods of its instance.
-
-    Raises:
-        InputError: when the factory is something else, or a class without `reset`.
-    """
+    """An environment type made of an `environment_factory` (a class or function without arguments,
+    a dictionary of them, or None) and tools, which every row offers before the methods of its
+    instance."""
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
         self.chooses = isinstance(factory, Mapping)
@@ -67,11 +61,12 @@ class TrlEnvironments:
                     "environment_factory must be a class, a function or a dictionary of them, not "
                     f"{one!r:.80}"
                 )
-        self._factories: dict[object, Callable[[], Any] | None] = dict(named)
+        self.factories: dict[object, Callable[[], Any] | None] = dict(named)
         self.tools = tuple(tools)
         self.reward_functions: dict[str, RewardFunction] = {}
         """Reward functions of a program, by their paths in `rollout.rewards`."""
-        self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
+        self.free: dict[object, deque[Any]] = {name: deque() for name in self.factories}
+        """Instances that the next trajectory may have, by their factories' names."""
 
     def __call__(self, row: Row) -> "TrlEnvironment":
         """Return the environment of a row."""
@@ -80,39 +75,26 @@ class TrlEnvironments:
     @property
     def rewards(self) -> bool:
         """Whether an instance has a `get_reward`; makes first instances to see it."""
-        for name in self._factories:
+        for name in self.factories:
             instance = self.take(name)
-            self.give_back(name, instance)
+            self.free[name].append(instance)
             if hasattr(type(instance), "get_reward"):
                 return True
         return False
 
-    def name_for(self, row: Row) -> object:
-        """Return the name of a row's factory."""
-        name = row.get("environment") if self.chooses else None
-        if name not in self._factories:
-            names = ", ".join(map(repr, self._factories))
-            raise InputError(f"environment is {name!r}; the environment factory has {names}")
-        return name
-
     def take(self, name: object) -> Any:
         """Return a free instance, or a new one, by user code; None without a factory."""
-        factory = self._factories[name]
+        factory = self.factories[name]
         if factory is None:
             return None
         try:
-            return self._free[name].pop()
+            return self.free[name].pop()
         except IndexError:
             instance = factory()
         if not callable(getattr(instance, "reset", None)):
-            raise InputError(
-                f"{type(instance).__name__} has no reset, which TRL's environments need"
-            )
+            kind = type(instance).__name__
+            raise InputError(f"{kind} has no reset, which TRL's environments need")
         return instance
-
-    def give_back(self, name: object, instance: object) -> None:
-        """Let another trajectory have an instance."""
-        self._free[name].append(instance)
 
 
 class TrlEnvironment(Environment):
@@ -121,7 +103,10 @@ class TrlEnvironment(Environment):
     def __init__(self, row: Row, environments: TrlEnvironments) -> None:
         self._row = row
         self._environments = environments
-        self._name = environments.name_for(row)
+        self._name = row.get("environment") if environments.chooses else None
+        if self._name not in environments.factories:
+            names = ", ".join(map(repr, environments.factories))
+            raise InputError(f"environment is {self._name!r}; the environment factory has {names}")
         self._calls: list[object] = []
         """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
@@ -136,8 +121,8 @@ class TrlEnvironment(Environment):
         self.instance = given.take(self._name)
         tools = list(given.tools)
         if self.instance is not None:
-            hidden = {"environment"} if given.chooses else set[str]()
-            row = {key: value for key, value in self._row.items() if key not in hidden}
+            hidden = "environment" if given.chooses else None
+            row = {key: value for key, value in self._row.items() if key != hidden}
             self._observe(self.instance.reset(**row))
             tools += [
                 getattr(self.instance, name)
@@ -179,7 +164,7 @@ class TrlEnvironment(Environment):
 
     def _group_ended(self) -> None:
         if self.instance is not None and not self._calls:
-            self._environments.give_back(self._name, self.instance)
+            self._environments.free[self._name].append(self.instance)
 
 
 class TextLoop(SingleTurnLoop):
@@ -243,16 +228,10 @@ async def judge_group(
     episodes: Mapping[int, Episode],
 ) -> object:
     """Return what a reward function with TRL's signature returns for the finished trajectories of a
-    group, and keep what it logs.
-
-    A metric that is no finite number is counted as `metrics_error`.
-
-    Args:
-        max_steps: Optimizer steps of the run.
-        files: Files of the run, for `log_extra`; None writes none.
+    group, and keep what it logs; a metric that is no finite number is counted as `metrics_error`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
-    extra: dict[str, list[object]] = {}
+    extra: list[dict[str, object]] = [{} for _ in trajectories]
 
     def log_metric(name: str, value: float) -> None:
         number = finite_number(value)
@@ -267,20 +246,16 @@ async def judge_group(
                 f"log_extra: {column} needs {len(trajectories)} values, one for each "
                 f"completion, not {len(values)}"
             )
-        extra[column] = list(values)
+        for columns, value in zip(extra, values, strict=True):
+            columns[column] = value
 
     def write(files: RunFiles) -> None:
-        lines = [
-            {
-                "problem_id": trajectory.problem_id,
-                "sample_index": trajectory.sample_index,
-                "weight_version": _newest_version(trajectory),
-                **{column: values[index] for column, values in extra.items()},
-            }
-            for index, trajectory in enumerate(trajectories)
-        ]
-        text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
-        files.append("extra.jsonl", text)
+        lines = []
+        for t, columns in zip(trajectories, extra, strict=True):
+            known = {"problem_id": t.problem_id, "sample_index": t.sample_index}
+            known["weight_version"] = _newest_version(t)
+            lines.append(json.dumps(known | columns, default=str))
+        files.append("extra.jsonl", "".join(f"{line}\n" for line in lines))
 
     arguments = _arguments(max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
@@ -288,16 +263,13 @@ async def judge_group(
     for name, numbers in metrics.items():
         for trajectory in trajectories:
             trajectory.metrics[name] = sum(numbers) / len(numbers)
-    if extra and files is not None:
+    if any(extra) and files is not None:
         await call(partial(write, files))
     return values
 
 
 def _arguments(
-    max_steps: int,
-    trajectories: Sequence[Trajectory],
-    row: Row,
-    episodes: Mapping[int, Episode],
+    max_steps: int, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
 ) -> dict[str, object]:
     """Return the keyword arguments of a reward function."""
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
@@ -330,8 +302,7 @@ def _arguments(
         **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
         "trainer_state": state,
     }
-    environments = [episode.environment for episode in played]
-    theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+    theirs = [e.environment for e in played if isinstance(e.environment, TrlEnvironment)]
     instances = [each.instance for each in theirs]
     if len(theirs) == len(played) and any(each is not None for each in instances):
         arguments["environments"] = instances

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
-from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings, updates_per_step
+from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
@@ -26,6 +26,7 @@ from turnwise.tools import ToolFunction
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
 RewardSource = str | Path | RewardFunction
+Rows = Iterable[Mapping[str, Any]]
 
 
 class TrainOutput(NamedTuple):
@@ -79,8 +80,8 @@ class GRPOTrainer:
         model: object,
         reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
         processing_class: object = None,
         reward_processing_classes: object = None,
         callbacks: Sequence[object] | None = None,
@@ -98,7 +99,7 @@ class GRPOTrainer:
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
         }
-        for name in [name for name, value in unsupported.items() if value]:
+        for name in filter(unsupported.get, unsupported):
             _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(
@@ -108,7 +109,7 @@ class GRPOTrainer:
         self.args = _with_folder(args, model)
         self._environments = TrlEnvironments(environment_factory, tools or ())
         rows = self._rows(train_dataset, environment_factory)
-        eval_rows = _listed(eval_dataset, "eval_dataset")
+        eval_rows = None if eval_dataset is None else _listed(eval_dataset, "eval_dataset")
         with_tools = bool(tools) or environment_factory is not None
         values = settings(self.args, None if train_dataset is None else len(rows), tools=with_tools)
         folder = Path(str(self.args.output_dir)).resolve()
@@ -129,10 +130,10 @@ class GRPOTrainer:
         values.setdefault("model.max_length", _context(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
-        self._updates = updates_per_step(self.args)
         self._console = Console(quiet=bool(self.args.disable_tqdm))
         self._inputs = ProgramInputs(self._environments, rows, eval_rows)
-        self.state = TrainState(max_steps=self._config.training.steps * self._updates)
+        training = self._config.training
+        self.state = TrainState(max_steps=training.steps * training.updates_per_step)
         self._result: TrainingResult | None = None
 
     @property
@@ -146,6 +147,7 @@ class GRPOTrainer:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
         config = self._config
+        updates = config.training.updates_per_step
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config)
@@ -163,12 +165,12 @@ class GRPOTrainer:
             {  # under the names of TRL's log, with our own beside them
                 **record,
                 **{f"rewards/{name}/mean": mean for name, mean in record["reward_parts"].items()},
-                "step": record["step"] * self._updates,
+                "step": record["step"] * updates,
                 "reward": record["reward_mean"],
             }
             for record in trained
         ]
-        self.state.global_step = trained[-1]["step"] * self._updates if trained else 0
+        self.state.global_step = trained[-1]["step"] * updates if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss = sum(losses) / len(losses) if losses else 0.0
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
@@ -196,24 +198,20 @@ class GRPOTrainer:
             if file.is_file():  # not the state to resume from
                 shutil.copy2(file, folder / file.name)
 
-    def _rows(
-        self, train_dataset: Iterable[Mapping[str, Any]] | None, factory: object
-    ) -> Sequence[JsonObject]:
+    def _rows(self, train_dataset: Rows | None, factory: object) -> Sequence[JsonObject]:
         """Return the training rows; placeholders if the environment has the data."""
         if train_dataset is None:
             if factory is None or isinstance(factory, Mapping):
                 raise InputError("train_dataset is required unless one environment has the data")
             row = {"prompt": [{"role": "user", "content": ""}]}
             return [row] * max(1, self.args.num_generations or 1)
-        train_dataset = given_rows(cast("Iterable[JsonObject]", train_dataset))
+        most = None
         if not isinstance(train_dataset, Sized):
             if self.args.max_steps <= 0:
                 raise InputError("GRPOConfig.max_steps must be set: train_dataset has no length")
-            samples = self.args.per_device_train_batch_size * self.args.max_steps
-            samples *= self.args.gradient_accumulation_steps
-            train_dataset = list(islice(train_dataset, samples))
-        rows = _listed(train_dataset, "train_dataset")
-        assert rows is not None
+            most = self.args.per_device_train_batch_size * self.args.max_steps
+            most *= self.args.gradient_accumulation_steps
+        rows = _listed(train_dataset, "train_dataset", most)
         if factory is None and "prompt" not in rows[0]:
             raise InputError(f'train_dataset has no column "prompt", but {", ".join(rows[0])}')
         return rows
@@ -267,13 +265,12 @@ def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
     return args
 
 
-def _listed(rows: Iterable[Mapping[str, Any]] | None, name: str) -> Sequence[JsonObject] | None:
-    """Return rows as dictionaries."""
-    if rows is None:
-        return None
+def _listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
+    """Return rows, or the first of a stream, as dictionaries."""
     if isinstance(rows, Mapping):
         _refuse(name, "give one dataset, not several by name")
-    listed = [dict(row) for row in given_rows(cast("Iterable[JsonObject]", rows))]
+    given = given_rows(cast("Iterable[JsonObject]", rows))
+    listed = [dict(row) for row in islice(given, most)]
     if not listed:
         raise InputError(f"{name} has no rows")
     for column in ("image", "images"):
