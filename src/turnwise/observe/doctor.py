@@ -9,16 +9,15 @@ import platform
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -30,10 +29,12 @@ from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.config.data import TEMPLATE_NAMES
+from turnwise.core.aio import call_within
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError, TurnwiseError, describe_error, visible
+from turnwise.observe.conversations import Overview
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 
@@ -96,22 +97,20 @@ class Check:
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
     """Run checks in their order; yield each finding as soon as it is known."""
 
-    def run(check: Check, found: list[Finding]) -> None:
+    def run(check: Check) -> Sequence[Finding]:
         try:
-            result = check.call()
-            found.extend([result] if isinstance(result, Finding) else result)
+            found = check.call()
+            return [found] if isinstance(found, Finding) else found
         except BaseException as error:  # a library's exit too: a check never ends the command
             why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
-            found.append(Finding(check.name, "broken", why))
+            return [Finding(check.name, "broken", why)]
 
     for check in checks:
-        found: list[Finding] = []
-        name = f"turnwise-doctor-{check.name}"
-        thread = threading.Thread(target=run, args=(check, found), daemon=True, name=name)
-        thread.start()
-        thread.join(check.seconds)
-        late = Finding(check.name, "broken", f"no answer within {check.seconds:g} s", check.late)
-        yield from [late] if thread.is_alive() else found
+        try:
+            yield from call_within(partial(run, check), check.seconds)
+        except TimeoutError:
+            late = f"no answer within {check.seconds:g} s"
+            yield Finding(check.name, "broken", late, check.late)
 
 
 def print_finding(console: Console, finding: Finding) -> None:
@@ -475,17 +474,14 @@ class ConfigChecks:
 
 def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
     """Describe the rewards of some groups, and failures by reason: mean, spread within groups."""
-    groups: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
+    overview = Overview.of(trajectories)
     failed = f"; failed: {dict(dropped)}" if dropped else ""
-    if not groups:
+    if not overview.rewards:
         return Finding("rollout", "broken", f"no trajectory{failed}", "see errors.log")
-    mean = statistics.fmean(reward for group in groups.values() for reward in group)
-    within = statistics.fmean(statistics.pstdev(group) for group in groups.values())
+    within = fmean(overview.spreads or [0.0])
     said = (
-        f"{len(trajectories)} trajectories of {len(groups)} problems, reward {mean:.3g}, spread "
-        f"within a problem {within:.3g}{failed}"
+        f"{len(trajectories)} trajectories of {overview.problems} problems, reward "
+        f"{fmean(overview.rewards):.3g}, spread within a problem {within:.3g}{failed}"
     )
     if within == 0:
         mend = "change the problems or the reward: equal rewards within a group train nothing"
