@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnwise.core.files import number_of, numbered
-from turnwise.errors import InputError, visible
+from turnwise.errors import InputError, TrajectoryError, visible
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
@@ -24,6 +24,8 @@ _MOST = 20
 """Trajectories shown at once."""
 _TOOL = "tool_"
 """Beginning of the events that are outcomes of tool calls."""
+NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a line that is no trajectory."""
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
@@ -67,7 +69,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         for trajectory in read_jsonl(path):
             yield trajectory
             line += 1
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except NO_TRAJECTORY as error:
         raise InputError(f"{path}, line {line} is no trajectory: {error}") from error
 
 

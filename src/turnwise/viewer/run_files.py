@@ -8,7 +8,6 @@ that the viewer reads, and the tokenizer.
 
 import hashlib
 import json
-import mmap
 import re
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -28,9 +28,9 @@ from turnwise.config import masked_value
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
-from turnwise.observe.conversations import said
+from turnwise.observe.conversations import NO_TRAJECTORY, said
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
@@ -58,8 +58,7 @@ _BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
 """GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileIndex:
+class FileIndex(NamedTuple):
     """The lines of one file of trajectories."""
 
     version: tuple[int, int]
@@ -68,21 +67,6 @@ class FileIndex:
     """Start and length of each line, in bytes."""
     summaries: list[JsonObject]
     """One for each line: what lists and filters show."""
-
-    @classmethod
-    def scan(cls, path: Path, version: tuple[int, int]) -> "FileIndex":
-        ranges, summaries, start = [], [], 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break  # still written
-                try:
-                    summaries.append(summarise(parse(line)))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
-                ranges.append((start, len(line)))
-                start += len(line)
-        return cls(version, ranges, summaries)
 
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
@@ -110,10 +94,8 @@ def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
 
 
 def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -> JsonObject:
-    """Return `[text, bytes as hex, whether the token is an added one]` by id, as JSON has it.
-
-    Bytes that are no whole character are shown as `\\xNN`. Unknown ids are left out.
-    """
+    """Return `[text, bytes as hex, whether the token is an added one]` of each known id; bytes that
+    are no whole character are shown as `\\xNN`."""
     known = ((token, *vocabulary[token]) for token in sorted(ids) if token in vocabulary)
     return {
         str(token): [text.decode("utf-8", "backslashreplace"), text.hex(" "), added]
@@ -123,11 +105,8 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
 
 @dataclass
 class RunFiles:
-    """Reads one run folder; safe to use from several threads.
-
-    A file, line or turn that is not there is a LookupError, and one that cannot be read an
-    InputError.
-    """
+    """Reads one run folder, in any thread; a file, line or turn that is not there is a LookupError,
+    one that cannot be read an InputError."""
 
     path: Path
     name: str
@@ -144,12 +123,8 @@ class RunFiles:
         return {"name": self.name, "path": str(self.path), "files": files}
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the whole lines of metrics.jsonl after a place ("": all lines), and the place
-        after them.
-
-        If the bytes before the place are no longer those that were read, a resumed run has written
-        the file again: all its lines are returned, with `reset` true.
-        """
+        """Return the whole lines of metrics.jsonl after a place ("": all), and the place after
+        them; all, with `reset`, if a resumed run has written other bytes before the place."""
         if not _OFFSET.fullmatch(after):
             raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
@@ -210,7 +185,15 @@ class RunFiles:
         with self._lock:
             kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = FileIndex.scan(path, version)
+                kept, start = FileIndex(version, [], []), 0
+                for number, line in enumerate(_whole_lines(path), start=1):
+                    try:
+                        kept.summaries.append(summarise(parse(line)))
+                    except NO_TRAJECTORY as error:
+                        why = f"{path}, line {number} is no trajectory: {error}"
+                        raise InputError(why) from error
+                    kept.ranges.append((start, len(line)))
+                    start += len(line)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
@@ -219,15 +202,11 @@ class RunFiles:
     def files_with(self, problem: str) -> list[str]:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        found = []
-        for name, path in self.files().items():
-            with path.open("rb") as file:
-                if not path.stat().st_size:  # an empty file cannot be mapped
-                    continue
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                    if view.find(start) >= 0:
-                        found.append(name)
-        return found
+        return [
+            name
+            for name, path in self.files().items()
+            if any(line.startswith(start) for line in _whole_lines(path))
+        ]
 
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line."""
@@ -259,7 +238,7 @@ class RunFiles:
         line = self.line(name, index)
         try:
             return Trajectory.from_json(line.decode())
-        except (TrajectoryError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except NO_TRAJECTORY as error:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def token_values(self, name: str, index: int) -> JsonObject:
@@ -368,6 +347,11 @@ def parse(line: bytes) -> JsonObject:
     return tree
 
 
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))  # the last may still be written
+
+
 def _read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
@@ -375,7 +359,6 @@ def _read_range(path: Path, start: int, length: int) -> bytes:
 
 
 def _place(data: bytes, offset: int) -> str:
-    """Return a place in a file as a text that names the bytes before it too."""
     before = data[max(0, offset - _PLACE_BYTES) : offset]
     return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
 
@@ -386,10 +369,8 @@ def _is_own(path: Path) -> bool:
 
 
 def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
-    """Return for each tool the number of its answers, and of those that are errors.
-
-    An error begins with "Error", as a `Toolbox` writes it; a call without a name was unreadable.
-    """
+    """Return for each tool the number of its answers, and of those that are errors: they begin with
+    "Error", as a `Toolbox` writes it, or have no name because the call was unreadable."""
     counts: dict[str, list[int]] = {}
     names: dict[object, str] = {}
     for message in messages:
@@ -412,11 +393,8 @@ def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
-    """Return the `tokenizer.json` of a run, or None if it is gone.
-
-    Looks in the run's checkpoints, at `model.tokenizer` and `model.path` (from the working
-    directory, and from the folder above `runs`), and in the cache of the Hugging Face Hub.
-    """
+    """Return the `tokenizer.json` of a run, of its checkpoints, `model.tokenizer` or `model.path`
+    (here, above `runs`, or in the cache of the Hugging Face Hub), or None if it is gone."""
     folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:

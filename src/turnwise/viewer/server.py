@@ -12,9 +12,8 @@ import hmac
 import json
 import re
 import secrets
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
@@ -32,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
+from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
@@ -182,26 +182,21 @@ def static_files() -> dict[str, str]:
 async def view(
     folders: Sequence[Path], port: int, announce: Callable[[str], None], *, demo: bool = False
 ) -> None:
-    """Serve runs on this machine until cancelled; port 0 takes a free one.
-
-    `announce` is called with the address, which contains the token, once the server listens.
-    """
+    """Serve runs on this machine until cancelled; port 0 takes a free one. `announce` gets the
+    address, which contains the token, once the server listens."""
     with ExitStack() as stack:
         recorded = stack.enter_context(demo_runs()) if demo else []
         runs = open_runs([*folders, *recorded])
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((_HOST, port))
-        except OSError as error:
-            listening.close()
-            raise InputError(f"--port {port}: {error.strerror}; choose another") from error
+            listening = listen(_HOST, port)
+        except InputError as error:
+            raise InputError(f"--port {port}: {error.__cause__}; choose another") from error
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         app = make_app(runs, token, port)
-        server = _Server(
+        server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", access_log=False, ws="none", lifespan="off")
         )
-        listening.listen()
+        vars(server)["capture_signals"] = nullcontext  # the command line handles them
         announce(f"http://{_HOST}:{port}/?token={token}")
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
@@ -209,14 +204,6 @@ async def view(
         finally:
             server.should_exit = server.force_exit = True
             await serving
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without handling of signals, which the command line does."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def write_page(
