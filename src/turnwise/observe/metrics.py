@@ -267,11 +267,8 @@ def _speeds(groups: Sequence["Group"]) -> dict[str, float]:
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each number by its name, over the rows that have it."""
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            values.setdefault(name, []).append(value)
-    return {name: mean(of_name) for name, of_name in sorted(values.items())}
+    names = sorted({name for row in rows for name in row})
+    return {name: mean([row[name] for row in rows if name in row]) for name in names}
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,7 @@ _COLUMNS = ["problem", "reward", "status", "conversation"]
 
 
 class Tracker(NamedTuple):
-    """Receives a step's numbers, by names of letters, digits and `_-./`, and conversations; may
-    raise anything."""
+    """Receives a step's numbers and conversations; may raise anything."""
 
     write: Callable[[int, dict[str, float]], None]
     write_samples: Callable[[int, list[JsonObject]], None]
@@ -51,12 +49,8 @@ class Tracker(NamedTuple):
 
 
 class Trackers:
-    """One run's metrics, written one step at a time; trackers get the configuration without its API
-    key.
-
-    Later metrics than `after_step`, from which a run is resumed, are removed, or hidden where a
-    tracker cannot delete.
-    """
+    """One run's metrics, written one step at a time; later ones than `after_step`, from which a run
+    is resumed, are removed, or hidden where a tracker cannot delete."""
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
         for name in config.trackers:
@@ -83,15 +77,12 @@ class Trackers:
                 raise InputError(f"trackers: {name} does not start: {text_of(error)}") from error
 
     def write(self, metrics: JsonObject) -> None:
-        """Write one step's metrics, which include `step`.
-
-        A nested dictionary is written as `key/name`. Values that are not numbers (None, a text) go
-        only to metrics.jsonl, where NaN and infinity become null.
-        """
-        metrics = {name: _finite(value) for name, value in metrics.items()}
+        """Write one step's metrics; those that are no numbers go only to metrics.jsonl, where NaN
+        and infinity become null, and nested ones to trackers as `key/name`."""
+        metrics = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+            file.write(json.dumps(metrics) + "\n")
         values = dict(_numbers(metrics))
         step = int(values.pop("step"))
         self._each(lambda tracker: tracker.write(step, values))
@@ -232,15 +223,6 @@ def _cut(path: Path, after_step: int) -> list[JsonObject]:
     except OSError as error:
         raise InputError(f"{path} cannot be resumed from: {error.strerror}") from error
     return rows
-
-
-def _finite(value: object) -> object:
-    """Return the same tree with None for each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float]]:
