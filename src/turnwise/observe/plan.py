@@ -6,7 +6,8 @@ context of a GPU's driver (about half a GiB) and fragmentation.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -31,8 +32,7 @@ from turnwise.weights.transport import BUFFER_BYTES
 _PASSING = "activations and gathered layers"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """The devices of a run."""
 
     gpus: int
@@ -47,15 +47,18 @@ class Machine:
         return cls(0, psutil.virtual_memory().total)
 
 
-@dataclass(slots=True)
-class Holding:
+class Holding(NamedTuple):
     """Bytes that one process holds at the worst, by part."""
 
-    parts: dict[str, int] = field(default_factory=dict)
-    lasting: frozenset[str] = frozenset()
+    parts: dict[str, int]
+    lasting: frozenset[str]
     """Parts that stay between steps; of the others, only the largest is there at a time."""
-    expected: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, int]
     """Parts that are expected to be smaller."""
+
+    @property
+    def between(self) -> int:
+        return sum(self.parts[part] for part in self.lasting)
 
     @property
     def peak(self) -> int:
@@ -66,16 +69,10 @@ class Holding:
         return self._peak(self.parts | self.expected)
 
     def _peak(self, parts: dict[str, int]) -> int:
-        passing = [size for part, size in parts.items() if part not in self.lasting]
-        return self.between + max(passing, default=0)
-
-    @property
-    def between(self) -> int:
-        return sum(size for part, size in self.parts.items() if part in self.lasting)
+        return self.between + max((parts[part] for part in parts.keys() - self.lasting), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Bytes that one device holds at the same time."""
 
     device: str
@@ -103,8 +100,7 @@ class Ask:
     resources: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     rank: Holding
     engine: Holding
     """One device of an engine."""
@@ -202,7 +198,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     training, model = config.training, config.model
-    ranks, width = training.ranks, _width(config)
+    ranks, width = training.ranks, dtype_of(config).itemsize
     beside = models_beside(config)
     roles = shared_roles(config, beside)
     size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
@@ -242,15 +238,10 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     return Holding(parts, frozenset(held), {_PASSING: min(expected, parts[_PASSING])})
 
 
-def _width(config: Config) -> int:
-    """Return the bytes of a number in forward passes."""
-    return dtype_of(config).itemsize
-
-
 def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
     """Return what one device of an engine holds without its KV cache, and the bytes of one token in
     that cache."""
-    text, engine, width = shape.get_text_config(), config.engine, _width(config)
+    text, engine, width = shape.get_text_config(), config.engine, dtype_of(config).itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -270,7 +261,7 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
         heads = math.ceil(heads / engine.tensor_parallel_size)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         numbers = 2 * heads * size
-    return Holding(parts, frozenset(parts)), int(layers * numbers * width)
+    return Holding(parts, frozenset(parts), {}), int(layers * numbers * width)
 
 
 def _loads(
@@ -286,7 +277,7 @@ def _loads(
     if not machine.gpus:
         beside = config.serving.workers * config.engine.devices * engine.peak
         if config.weights.transport == "shm":
-            beside += 2 * model_size(config).parameters * _width(config)
+            beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
         yield load("memory of the machine", training.ranks, beside)
     elif training.colocated:
         ranks = round(1 / share)
