@@ -12,7 +12,7 @@ used directly; the run folder's config.yaml then has no path for rows, and the n
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -203,30 +203,18 @@ def serve(
     resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
-    with _left(thread):
+    with ExitStack() as stack:
+        stack.push(lambda kind, error, trace: thread.leave(_STOP_SECONDS, error))
         yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
 
 
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
-    """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
-    started.
-    """
+    """Run a coroutine in a separate thread and wait; Ctrl-C and SIGTERM end all that it started."""
     thread = EventLoopThread(nullcontext[None], name)
-    with exit_on_sigterm():
+    with exit_on_sigterm(), ExitStack() as stack:
         thread.start(_START_SECONDS)
-        with _left(thread):
-            return thread.call(work, NO_DEADLINE, name)
-
-
-@contextmanager
-def _left(thread: "EventLoopThread[_Result]") -> Iterator[None]:
-    """Leave a thread's event loop after a `with` block."""
-    try:
-        yield
-    except BaseException as error:
-        thread.leave(_STOP_SECONDS, error)
-        raise
-    thread.leave(_STOP_SECONDS, None)
+        stack.push(lambda kind, error, trace: thread.leave(_STOP_SECONDS, error))
+        return thread.call(work, NO_DEADLINE, name)
 
 
 def _prepare(
@@ -240,11 +228,8 @@ def _prepare(
     optional: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> tuple[Config, ProgramInputs]:
-    """Return the configuration with the given values, and the objects for the run.
-
-    Values by dotted key take precedence over `keys`, which may be nested; None leaves them to the
-    configuration. Keys that an object replaces need no value.
-    """
+    """Return the configuration with the given values by dotted key, which count more than `keys`
+    (None leaves them to these), and the objects for the run."""
 
     def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
         for key, value in values.items():
