@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from turnwise.config import describe_keys  # noqa: E402
+from turnwise.config.explain import describe_keys  # noqa: E402
 from turnwise.config.resume import RULES  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)

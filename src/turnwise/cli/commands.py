@@ -15,7 +15,8 @@ from rich.console import Console
 
 from turnwise import __version__
 from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
-from turnwise.config import Config, explain_config, known_keys, load_config
+from turnwise.config import Config, known_keys, load_config
+from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline

@@ -5,35 +5,16 @@ config` prints, and a test checks that the code reads it. This package imports n
 nor Ray, and only `errors` from the rest of turnwise.
 """
 
-from turnwise.config.algorithm import (
-    PARTS,
-    AlgorithmConfig,
-    Cispo,
-    CorrectionConfig,
-    Dpo,
-    DrGrpo,
-    Gae,
-    Grpo,
-    Gspo,
-    MtGrpo,
-    OwnAdvantage,
-    OwnLoss,
-    PpoClip,
-    ReinforcePP,
-    Rloo,
-    TurnReturns,
-)
+from turnwise.config.algorithm import PARTS, AlgorithmConfig, OwnAdvantage, OwnLoss
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
-from turnwise.config.explain import describe_keys, explain_config, known_keys
+from turnwise.config.explain import known_keys
 from turnwise.config.load import (
     apply_override,
     dump_config,
     load_config,
     make_config,
-    masked,
-    masked_value,
     parse_config,
     set_key,
 )
@@ -56,43 +37,27 @@ __all__ = [
     "PARTS",
     "REPLACED_KEYS",
     "AlgorithmConfig",
-    "Cispo",
     "Config",
-    "CorrectionConfig",
-    "Dpo",
-    "DrGrpo",
     "EngineConfig",
-    "Gae",
-    "Grpo",
-    "Gspo",
     "LoraConfig",
     "McpConfig",
     "ModelConfig",
-    "MtGrpo",
     "OtherModel",
     "OwnAdvantage",
     "OwnLoss",
-    "PpoClip",
-    "ReinforcePP",
     "RewardConfig",
-    "Rloo",
     "RolloutConfig",
     "SamplingConfig",
     "ServingConfig",
     "ToolConfig",
     "TrainingConfig",
-    "TurnReturns",
     "WeightsConfig",
     "apply_override",
     "asks_for_nothing",
-    "describe_keys",
     "dump_config",
-    "explain_config",
     "known_keys",
     "load_config",
     "make_config",
-    "masked",
-    "masked_value",
     "parse_config",
     "set_key",
 ]

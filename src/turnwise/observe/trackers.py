@@ -22,7 +22,8 @@ try:
 except ImportError:  # an extra
     SummaryWriter = None
 
-from turnwise.config import Config, masked
+from turnwise.config import Config
+from turnwise.config.load import masked
 from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_and_wait

@@ -103,10 +103,8 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
 
 class GroupLog:
-    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them.
-
-    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
-    """
+    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them;
+    replaces files that exist. `times` is that of the turns' times."""
 
     def __init__(self, path: Path, times: Path | None = None) -> None:
         self.trajectories = TrajectoryLog(path)
@@ -137,10 +135,7 @@ class GroupLog:
 
 class RunDir:
     """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
-    overwritten.
-
-    Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
-    """
+    overwritten; a TurnwiseError when a file cannot be written, such as on a full disk."""
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:
         self.path = Path(config.output_dir) / config.name
@@ -156,39 +151,31 @@ class RunDir:
             write_file(self.path / "config.yaml", dump_config(config), private=private)
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
-        self._keep_last = config.training.keep_last
-        self._keep_steps = config.trajectories.keep
-        self._success_reward = config.eval.success_reward
+        self._config = config
         self.metrics = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        folder = self.path / "trajectories"
-        write_jsonl(folder / f"step-{step:04d}.jsonl", trajectories)
-        self._prune(folder, "step", ".jsonl")
+        write_jsonl(self._place("trajectories", "step", step), trajectories)
 
     def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        write_times(self.path / TIMELINE / f"step-{step:04d}.jsonl", calls)
-        self._prune(self.path / TIMELINE, "step", ".jsonl")
+        write_times(self._place(TIMELINE, "step", step), calls)
 
     def group_log(self, kind: str, step: int) -> GroupLog:
         """Return the files to which the groups of an evaluation are appended as they come."""
-        name = f"{kind}-{step:04d}.jsonl"
-        folders = self.path / "trajectories", self.path / TIMELINE
-        for folder in folders:
-            self._prune(folder, kind, ".jsonl", room=1)
-        return GroupLog(*(folder / name for folder in folders))
+        return GroupLog(*(self._place(name, kind, step) for name in ("trajectories", TIMELINE)))
 
     def write_token_values(self, step: int, columns: Columns) -> None:
-        folder = self.path / "training"
-        write_columns(folder / f"step-{step:04d}.safetensors", columns)
-        self._prune(folder, "step", ".safetensors")
+        write_columns(self._place("training", "step", step, ".safetensors"), columns)
 
-    def _prune(self, folder: Path, kind: str, suffix: str, room: int = 0) -> None:
-        """Remove the files of the oldest steps, if only some are kept; `room` are still to come."""
-        if self._keep_steps is not None:
-            files = numbered(folder, kind, suffix)
-            for path in files[: max(0, len(files) + room - self._keep_steps)]:
-                path.unlink(missing_ok=True)
+    def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Path:
+        """Return the path of a step's file; remove the oldest of the others, if only some are
+        kept."""
+        folder, keep = self.path / name, self._config.trajectories.keep
+        path = folder / f"{kind}-{step:04d}{suffix}"
+        others = [each for each in numbered(folder, kind, suffix) if each != path]
+        for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
+            old.unlink(missing_ok=True)
+        return path
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"
@@ -211,14 +198,14 @@ class RunDir:
             if row["accuracy_heldout"] is not None and row["step"] in saved
         ]
         best = max(measured)[1] if measured else None  # the newest if tied
-        checkpoint.prune(folder.parent, self._keep_last, best, step)
+        checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 
     def draw(self) -> None:
         """Draw reward, and held-out accuracy where it was measured, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return
-        figure = make_figure(self.path.name, self.metrics.rows, self._success_reward)
+        figure = make_figure(self.path.name, self.metrics.rows, self._config.eval.success_reward)
         picture = self.path / "reward.png"
         with translate_unwritable(picture):
             figure.savefig(picture, dpi=120)

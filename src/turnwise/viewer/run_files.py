@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
-from turnwise.config import masked_value
+from turnwise.config.load import masked_value
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
