@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
+from turnwise.config.aliases import asks_for_nothing
 
 Tree = dict[str, Any]
 """Keys and plain values, as loaded from a YAML file."""
@@ -68,7 +68,7 @@ class Section(BaseModel):
         def is_set(key: str, value: object) -> bool:
             field = cls.model_fields.get(key)
             if field is None:
-                return key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+                return not asks_for_nothing(key, value)
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}

@@ -4,8 +4,6 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
-
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
@@ -13,16 +11,6 @@ from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
-
-
-def _plain_names(environments: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    for name in environments:
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ValueError(
-                f"the name {name!r} must have letters, digits, _ and - only: problems, metrics "
-                "and files are named by it"
-            )
-    return environments
 
 
 class Config(Section):
@@ -57,7 +45,7 @@ class Config(Section):
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     environment_args: Tree = {}
     """Keyword arguments with which the environment is made, such as {size: 1000}."""
-    environments: Annotated[dict[str, EnvironmentConfig], AfterValidator(_plain_names)] = {}
+    environments: dict[str, EnvironmentConfig] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
     each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
     groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
@@ -151,6 +139,11 @@ class Config(Section):
                 "move it into an entry of environments, or remove environments"
             )
         for name, entry in self.environments.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                yield (
+                    f"environments: the name {name!r} must have letters, digits, _ and - only: "
+                    "problems, metrics and files are named by it"
+                )
             if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
                 yield (
                     f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
