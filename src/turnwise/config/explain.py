@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import annotated_types
 import yaml
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from turnwise.config.base import NEEDED, NO_DEADLINE, Section, Tree, sections
@@ -22,6 +23,7 @@ _BOUNDS = (
     (annotated_types.Le, "le", "≤"),
 )
 Kinds = list[type[Section]]
+_ANY = TypeAdapter(object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +52,37 @@ def explain_config(config: Config | None = None) -> str:
     """Return a configuration as YAML, with a comment above each key that explains it; None prints
     the defaults, with required keys marked and left empty."""
     lines: list[str] = []
-    _describe(Config, config, "", config is None, lines)
+    for key, field, value, parts in _walk(Config, config, chosen=True):
+        indent, name, meaning = "  " * key.count("."), key.rpartition(".")[2], _meaning(field)
+        if parts:
+            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
+            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
+            lines += [f"{indent}{name}:"]
+            continue
+        required = config is None and _is_needed(field)
+        lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
+        lines += [f"{indent}{name}: {'' if required else _as_yaml(value)}".rstrip()]
     return "\n".join(lines) + "\n"
 
 
 def _walk(
-    kind: type[Section], section: Section | None, prefix: str = ""
+    kind: type[Section], section: Section | None, prefix: str = "", *, chosen: bool = False
 ) -> Iterator[tuple[str, FieldInfo, object, Kinds]]:
     """Yield every key of a class of sections, with its field, its value in `section` or its
-    default, and its possible kinds of section; but none below several kinds."""
+    default, and its possible kinds of section; of those below several kinds, none or the chosen
+    one's."""
     for name, field in kind.model_fields.items():
         value = field.default if section is None else getattr(section, name)
         if value == NO_DEADLINE or (section is None and field.is_required()):
             value = None
         parts = sections(field.annotation)
         yield prefix + name, field, value, parts
-        if len(parts) == 1:
+        if len(parts) == 1 or (parts and chosen):
             below = value if isinstance(value, Section) else None
-            yield from _walk(parts[0], below, f"{prefix}{name}.")
+            of = parts[0] if below is None else type(below)
+            yield from _walk(of, below, f"{prefix}{name}.", chosen=chosen)
+    for name, value in (section.model_extra or {}).items() if section else ():
+        yield prefix + name, FieldInfo(), value, []  # an argument of a user-defined class
 
 
 def describe_keys(
@@ -154,41 +169,8 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    value = _plain(value)
+    value = _ANY.dump_python(value)  # sections in lists and mappings too
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("...").strip()
-
-
-def _plain(value: object) -> object:
-    """Return a value with sections as mappings, also those in lists and mappings."""
-    if isinstance(value, Section):
-        return value.model_dump()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _describe(
-    kind: type[Section], section: Section | None, prefix: str, marks: bool, lines: list[str]
-) -> None:
-    """Add a section's lines, with the values of `section` or the defaults of its class."""
-    for key, field, value, parts in _walk(kind, section, prefix):
-        indent, meaning = "  " * key.count("."), _meaning(field)
-        name = key.rpartition(".")[2]
-        if parts:
-            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
-            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
-            lines += [f"{indent}{name}:"]
-            if len(parts) > 1:
-                assert isinstance(value, Section)
-                _describe(type(value), value, f"{key}.", marks, lines)
-            continue
-        required = marks and _is_needed(field)
-        lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
-        text = "" if required else _as_yaml(value)
-        lines += [f"{indent}{name}: {text}".rstrip()]
-    for name, value in (section.model_extra or {}).items() if section else ():
-        indent = "  " * prefix.count(".")
-        lines += [f"{indent}{name}: {_as_yaml(value)}"]  # an argument of a user-defined class
