@@ -37,8 +37,7 @@ _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _FILE_CLOCK_SECONDS = 0.05
 """Largest lag of the clock of files' times, which ticks, behind `time.time`."""
-_END_SECONDS = 10.0
-"""Deadline for closing the event loop when user code has not returned."""
+_END_SECONDS = 10.0  # deadline for closing the event loop when user code has not returned
 _EXIT_SECONDS = 30.0
 """Deadline for the end of the interpreter, which joins threads of user code and of libraries."""
 
@@ -48,8 +47,7 @@ class Command:
     """One command in progress; reports the error that ends it."""
 
     debug: bool
-    folder: Path | None = None
-    """The run folder; None until the configuration is read."""
+    folder: Path | None = None  # the run folder; None until the configuration is read
     _began: float = field(default_factory=lambda: time.time() - _FILE_CLOCK_SECONDS)
 
     def of(self, config: Config) -> Config:

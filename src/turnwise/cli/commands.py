@@ -58,8 +58,7 @@ _NO_SIGNAL = (
 )
 _ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
-_NEEDLESS = ("environment", "data.path")
-"""Keys that commands without rollouts do not need."""
+_NEEDLESS = ("environment", "data.path")  # keys that commands without rollouts do not need
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
 

@@ -114,8 +114,7 @@ class Dpo(Section):
     """Strength of the pull towards the reference model."""
 
 
-OWN_CLASS = "package.module:Class"
-"""Form of a name that refers to a user-defined class."""
+OWN_CLASS = "package.module:Class"  # form of a name that refers to a user-defined class
 
 
 class OwnAdvantage(Section):
@@ -132,8 +131,7 @@ class OwnLoss(Section):
     name: str = OWN_CLASS
 
 
-PARTS = ("algorithm.advantage", "algorithm.loss")
-"""Sections that may be a bare name."""
+PARTS = ("algorithm.advantage", "algorithm.loss")  # sections that may be a bare name
 
 
 def _kind_of(part: object) -> str | None:

@@ -16,8 +16,7 @@ from pydantic import (
 
 from turnwise.config.aliases import asks_for_nothing
 
-Tree = dict[str, Any]
-"""Keys and plain values, as loaded from a YAML file."""
+Tree = dict[str, Any]  # keys and plain values, as loaded from a YAML file
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -21,16 +21,14 @@ from turnwise.config.explain import CHOICES, NEEDED_KEYS, known_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
-_OUT_OF_FILES = {"serving": {"api_key"}}
-"""Keys that are not written."""
+_OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written
 MASK = "***"
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
 )
 _SECRET_SECTIONS = ("env", "headers")
 """Mappings whose values may all be secrets: of an MCP server, and of a tool's or engine's own."""
-_USER = re.compile(r"(?<=://)[^/@\s]+@")
-"""User and password in a URL."""
+_USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 _REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")
 """A value that names a variable of the environment, and is no secret itself."""
 

@@ -18,8 +18,7 @@ from turnwise.config.base import (
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
 """Names of the built-in weight transports, which `weights.transport` implements."""
-CPU_KV_CACHE_GIB = 0.5
-"""Default of `engine.kv_cache_gib` on a CPU."""
+CPU_KV_CACHE_GIB = 0.5  # default of `engine.kv_cache_gib` on a CPU
 
 
 def _pattern(pattern: str) -> str:

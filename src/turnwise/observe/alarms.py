@@ -15,8 +15,7 @@ from pathlib import Path
 from turnwise.config import Config, load_config
 from turnwise.core.json_types import JsonObject
 
-_NEGLIGIBLE_DIFF = 1e-3
-"""Log-prob difference below which growth does not matter."""
+_NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
 _Share = tuple[float, float | None, str]
 """A share of one step, its limit, and the sentence, with {} in the place of the mean of steps."""
 
@@ -25,11 +24,9 @@ _Share = tuple[float, float | None, str]
 class Alarm:
     """A threshold that was passed."""
 
-    name: str
-    """Key of the threshold in the section `alarms`."""
+    name: str  # key of the threshold in the section `alarms`
     step: int
-    message: str
-    """One sentence: the figures, and what helps."""
+    message: str  # one sentence: the figures, and what helps
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:

@@ -20,10 +20,8 @@ from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_MOST = 20
-"""Trajectories shown at once."""
-_TOOL = "tool_"
-"""Beginning of the events that are outcomes of tool calls."""
+_MOST = 20  # trajectories shown at once
+_TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a line that is no trajectory."""
 
@@ -148,10 +146,8 @@ class Overview:
     """A summary of many trajectories, of which only numbers are kept: rewards, lengths, outcomes;
     and the best and the worst ones."""
 
-    best: int = 1
-    """Number of trajectories with the highest reward to keep."""
-    worst: int = 1
-    """Number of those with the lowest to keep."""
+    best: int = 1  # number of trajectories with the highest reward to keep
+    worst: int = 1  # number of those with the lowest to keep
     rewards: "array[float]" = field(default_factory=_numbers)
     spreads: "array[float]" = field(default_factory=_numbers)
     """Deviation of the rewards of each group of several trajectories."""

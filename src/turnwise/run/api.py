@@ -36,8 +36,7 @@ _Result = TypeVar("_Result")
 Source = str | Path | Sequence[JsonObject] | None
 """Rows, or the path or Hugging Face name of a dataset; None leaves it to `config`."""
 ConfigSource = str | Path | Mapping[str, object] | Config | None
-_START_SECONDS = 120.0
-"""Time allowed for the steps before the engines start: imports, Ray."""
+_START_SECONDS = 120.0  # time allowed for the steps before the engines start: imports, Ray
 _STOP_SECONDS = 60.0
 _SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
 

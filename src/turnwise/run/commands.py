@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     """Called with the trajectories of each group of a command, also of one that was not run."""
 
 _LOADING = "importing libraries and reading the data"
-_LOAD_SECONDS = 6 * 3600.0
-"""Deadline for opening the data, which may be a download of hours."""
+_LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
 _PROVIDED = (*NEEDED_KEYS, "data.eval_path")
 """Keys whose values a program may have provided as objects."""
 
@@ -91,10 +90,8 @@ class ProgramInputs:
 
     environment: "EnvironmentType | None" = None
     """Makes an environment from a row; replaces `environment`."""
-    rows: Sequence[JsonObject] | None = None
-    """Training rows; replace data.path."""
-    eval_rows: Sequence[JsonObject] | None = None
-    """Held-out rows; replace data.eval_path."""
+    rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
+    eval_rows: Sequence[JsonObject] | None = None  # held-out rows; replace data.eval_path
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -113,8 +110,7 @@ class ProgramInputs:
         return with_arguments(self.environment, config.environment_args)
 
 
-FROM_CONFIG = ProgramInputs()
-"""Inputs that leave everything to the configuration."""
+FROM_CONFIG = ProgramInputs()  # inputs that leave everything to the configuration
 
 
 def check_sources(config: Config, *data: str | None) -> None:

@@ -14,8 +14,7 @@ import yaml
 
 from turnwise.errors import InputError, translate_unwritable
 
-HUB_MODEL = "Qwen/Qwen3-0.6B"
-"""The model of a project outside a clone."""
+HUB_MODEL = "Qwen/Qwen3-0.6B"  # the model of a project outside a clone
 _TEMPLATES = Path(__file__).with_name("new_project")
 _DEMO = Path("examples", "calculator", "warm_started")
 _NAME = re.compile(r"[\w][\w.-]*")

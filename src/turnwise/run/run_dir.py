@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE = (-0.02, 1.02)
-"""Limits of the y axis for values between 0 and 1."""
+_SHARE = (-0.02, 1.02)  # limits of the y axis for values between 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,7 @@ class Resume:
     checkpoint: Path
     step: int
     state: JsonObject
-    flaws: list[str]
-    """Flaws of newer checkpoints, which are skipped."""
+    flaws: list[str]  # flaws of newer checkpoints, which are skipped
 
 
 def find_resume(run: Path) -> Resume:

@@ -36,14 +36,10 @@ from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Comparison, comparison
 
-RECORDING = Path(__file__).with_name("demo_runs.zip")
-"""The archive of the recorded runs."""
-_EXCERPT = 160
-"""Characters of a question or an answer in a summary."""
-_INDICES = 8
-"""Files whose summaries are kept in memory, for each run."""
-_PLACE_BYTES = 4096
-"""Bytes before a place in metrics.jsonl by which it is found again."""
+RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
+_EXCERPT = 160  # characters of a question or an answer in a summary
+_INDICES = 8  # files whose summaries are kept in memory, for each run
+_PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")
@@ -61,12 +57,9 @@ _BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
 class FileIndex(NamedTuple):
     """The lines of one file of trajectories."""
 
-    version: tuple[int, int]
-    """Size and time of change of the file that was scanned."""
-    ranges: list[tuple[int, int]]
-    """Start and length of each line, in bytes."""
-    summaries: list[JsonObject]
-    """One for each line: what lists and filters show."""
+    version: tuple[int, int]  # size and time of change of the file that was scanned
+    ranges: list[tuple[int, int]]  # start and length of each line, in bytes
+    summaries: list[JsonObject]  # one for each line: what lists and filters show
 
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
