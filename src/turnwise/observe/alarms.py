@@ -1,9 +1,6 @@
-"""Alarms: one sentence when a run goes wrong in a way that its numbers show.
+"""Alarms: one sentence, once in a run, when its lines of metrics.jsonl pass a threshold of `alarms`.
 
-    lines of metrics.jsonl -> measured values -> thresholds (`alarms` in the configuration) -> Alarm
-
-Each alarm is raised once in a run, by the function of its threshold's name. They are computed from
-metrics.jsonl alone, so that they can be found in a finished run as well.
+The function of a threshold's name finds its alarm, also in a finished run.
 """
 
 import json
@@ -202,16 +199,14 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
-    shares: list[dict[str, float]] = []
-    for row in last:  # each worker's speed, as a share of the others' median
-        speeds = row.get("worker_tokens_per_s") or {}
-        others = {name: [speeds[one] for one in speeds if one != name] for name in speeds}
-        shares.append(
-            {
-                name: _share(speeds[name], statistics.median(rest)) if rest else 1.0
-                for name, rest in others.items()
-            }
-        )
+    shares = [  # each worker's speed, as a share of the others' median
+        {
+            name: _share(speed, statistics.median(others))
+            for name, speed in speeds.items()
+            if (others := [speeds[one] for one in speeds if one != name])
+        }
+        for speeds in (row.get("worker_tokens_per_s") or {} for row in last)
+    ]
     for name, share in shares[-1].items():
         if all(earlier.get(name, 1.0) < limit for earlier in shares):
             speed = last[-1]["worker_tokens_per_s"][name]

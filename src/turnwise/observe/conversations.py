@@ -90,10 +90,8 @@ def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
 
 
 def conversation(trajectory: Trajectory, label: str = "") -> Text:
-    """Return a trajectory as people read it: its result, then what was said.
-
-    Control characters are shown as escapes, so that no answer of a model can drive the terminal.
-    """
+    """Return a trajectory as people read it, its result and what was said, with control characters
+    as escapes, so that no answer of a model can drive the terminal."""
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())

@@ -73,10 +73,8 @@ async def serving_metrics(
     in_flight: Callable[[], int],
     scheduler: Scheduler,
 ) -> AsyncIterator[int | None]:
-    """Serve a run's metrics during an `async with` block; the value is the port.
-
-    Port 0 picks a free one, and None serves nothing. Rows that are there already are not counted.
-    """
+    """Serve a run's metrics during an `async with` block; the value is the port. None serves
+    nothing. Rows that are there already are not counted."""
     if port is None:
         yield None
         return

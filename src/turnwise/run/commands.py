@@ -1,8 +1,7 @@
 """The commands as coroutines: train, resume, evaluate, rollout, serve; and export.
 
-The command line and `turnwise.run.api`, the plain calls for programs, share them. Each command
-checks its inputs, which are the configuration's or a program's objects, before it imports anything
-slow.
+The command line and `turnwise.run.api` share them. Each command checks its inputs before it imports
+anything slow.
 """
 
 import itertools
@@ -258,10 +257,7 @@ async def evaluate(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
-    """Evaluate the model on held-out rows; trajectories go to eval.jsonl in the run folder.
-
-    Finished groups are in the file at once, so that an early end loses none of them.
-    """
+    """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl."""
     paths = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
@@ -294,11 +290,8 @@ async def rollout(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> tuple[Sequence[Trajectory], Counter[str]]:
-    """Sample the groups of all training rows, as in training.
-
-    Finished groups are in the file `output` at once; None keeps them in memory. Returns the
-    trajectories in the rows' order, and the number of failed ones by reason.
-    """
+    """Sample the groups of all training rows; finished ones are at once in the file `output`, or in
+    memory. Returns the trajectories in the rows' order, and the number of failed ones by reason."""
     paths = inputs.paths(config, heldout=False)
     playing = _playing(config, console, inputs, paths, "rollout", on_group)
     async with playing as (run_group, problems, advance):
@@ -327,10 +320,8 @@ async def _playing(
     phase: Literal["evaluate", "rollout"],
     on_group: "OnGroup",
 ) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Callable[[Group], None]]]":
-    """Check the rows' paths, read the rows and start the engines, without a trainer.
-
-    Yields a function that runs a group, the problems, and a function to call with each group.
-    """
+    """Check and read the rows, and start the engines; yield what runs a group, the problems, and
+    what to call with each group."""
     check_sources(config, *paths)
     heldout = phase == "evaluate"
     with logs.open_logs(config), _display(config, console) as display:
@@ -385,12 +376,8 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
 
 
 def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
-    """Write what a run has trained to a folder, which is returned: the model, or with LoRA the
-    adapter.
-
-    The run may be the folder of a checkpoint. `output`, which must not exist, is `export` by
-    default, or `merged` where the adapter is added to its model.
-    """
+    """Write what a run, or a checkpoint's folder, has trained: the model, or with LoRA the adapter.
+    Returns the folder, `output`: by default `export`, or `merged` for an adapter in its model."""
     chosen = run
     if (run / "state").is_dir():
         run = run.resolve().parents[1]

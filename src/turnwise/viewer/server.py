@@ -1,8 +1,7 @@
 """The page that shows run folders: served over HTTP to who has the token, or as one file.
 
-The file shows a step, or a trajectory, without a server (`turnwise view --export`): it holds the
-page's scripts and styles and the answers that the page asks for. Nothing in it can load or send
-anything: its policy allows only its own scripts, by their hashes.
+The file (`turnwise view --export`) holds the page's scripts and styles and the answers that the
+page asks for; its policy allows only its own scripts, by their hashes, and no network.
 """
 
 import asyncio
@@ -121,13 +120,9 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
-    """Return an application that answers only who has the token: one host, reading only, and
-    headers that trust no text.
-
-    The token comes once in the query; it is then kept in a cookie, and the address no longer
-    contains it. A host name other than this machine's is refused, so that no other site's name can
-    be pointed here.
-    """
+    """Return an application that answers only who has the token: one host, so that no other site's
+    name can be pointed here, reading only, and headers that trust no text. The token comes once in
+    the query, and is then kept in a cookie."""
     cookie = f"turnwise-view-{port}"
 
     def matches(given: str) -> bool:

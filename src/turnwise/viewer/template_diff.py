@@ -1,9 +1,8 @@
 """The ids of a branch against those that the chat template renders from its messages.
 
-A branch keeps the ids that the model sampled. A program that renders the messages again at each
-turn would have other ids wherever the template writes an answer differently than the model did.
-The tokenizer is loaded at the first use, from the run's files or a local cache; no code of a model
-is run, and nothing is downloaded.
+They differ wherever the template writes an answer otherwise than the model did. The tokenizer is
+loaded at the first use, from the run's files or a local cache; no code of a model is run, and
+nothing is downloaded.
 """
 
 import json
@@ -33,17 +32,13 @@ Comparison = Callable[[Trajectory, int], JsonObject]
 
 
 def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
-    """Return a function that compares the branch that ends with a turn with the rendering of its
-    messages; threads may share it.
+    """Return a function, for any thread, that compares the branch that ends with a turn with the
+    rendering of its messages, by the run's `tokenizer.json` and section `model`.
 
     It returns `error`, a sentence, if the branch cannot be rendered; otherwise null, and
     `identical`, the numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered
     ids, whether the texts are equal]`, the ids that the template adds at the end (`closing`), and a
     `note`.
-
-    Args:
-        tokenizer: The run's `tokenizer.json`, loaded when it is first needed.
-        model: The section `model` of the run's configuration.
     """
     own, lock = model or {}, threading.Lock()
 
@@ -128,11 +123,8 @@ def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonO
 
 
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
-    """Return the ids of a branch's messages, and a note for people; "" if there is none.
-
-    Descriptions of tools are not known. They are part of the prompt of the branch's first turn, so
-    this prompt is used as it is where the rendering of its messages has not changed since.
-    """
+    """Return the ids of a branch's messages, and a note for people or "". Descriptions of tools are
+    known from the first turn's prompt only, which is used as it is if the template keeps it."""
     stops = {*template.tokenizer.all_special_ids, *template.stop_token_ids}
 
     def decode(ids: Sequence[int]) -> str:
