@@ -3,10 +3,9 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin
 
 import annotated_types
 import yaml
@@ -26,20 +25,14 @@ Kinds = list[type[Section]]
 _ANY = TypeAdapter(object)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """One key of the configuration, as shown in the reference."""
 
-    name: str
-    """The full name, such as `training.steps`."""
-    type: str
-    """The type in words, such as `int > 0` or `mask | drop`."""
-    default: str | None
-    """The default as YAML; None for a key that must be set."""
-    meaning: str
-    """One or more sentences, with the unit and the meaning of null."""
-    kind: str = ""
-    """The `name` of the section kind that has this key; empty if every kind has it."""
+    name: str  # the full name, such as `training.steps`
+    type: str  # the type in words, such as `int > 0` or `mask | drop`
+    default: str | None  # the default as YAML; None for a key that must be set
+    meaning: str  # one or more sentences, with the unit and the meaning of null
+    kind: str = ""  # the `name` of the section kind that has this key; empty if every kind has it
 
 
 @cache
@@ -101,7 +94,7 @@ def describe_keys(
             for part in parts:
                 below = describe_keys(part, value if isinstance(value, part) else None, f"{key}.")
                 named = (k for k in below if k.name != f"{key}.name")
-                yield from (replace(k, kind=_name(part)) for k in named)
+                yield from (k._replace(kind=_name(part)) for k in named)
 
 
 def _name(section: type[Section]) -> str:

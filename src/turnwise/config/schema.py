@@ -4,13 +4,18 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from turnwise.config.algorithm import AlgorithmConfig
+from turnwise.config.algorithm import (
+    AlarmsConfig,
+    AlgorithmConfig,
+    MetricsConfig,
+    TrainingConfig,
+    TrajectoriesConfig,
+)
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
 
 
 class Config(Section):
@@ -114,15 +119,13 @@ class Config(Section):
 
     def with_row_limit(self, most: int) -> "Config":
         """Return the configuration with at most this number of training rows per environment."""
-        return self.model_copy(
-            update={
-                "data": self.data.first(most) if not self.environments else self.data,
-                "environments": {
-                    name: entry.model_copy(update={"data": entry.data.first(most)})
-                    for name, entry in self.environments.items()
-                },
-            }
-        )
+        if not self.environments:
+            return self.model_copy(update={"data": self.data.first(most)})
+        of_each = {
+            name: entry.model_copy(update={"data": entry.data.first(most)})
+            for name, entry in self.environments.items()
+        }
+        return self.model_copy(update={"environments": of_each})
 
     @property
     def loops(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Alarms: one sentence, once in a run, when its lines of metrics.jsonl pass a threshold of `alarms`.
+"""Alarms: one sentence, once in a run, when its metrics pass a threshold of the section `alarms`.
 
 The function of a threshold's name finds its alarm, also in a finished run.
 """
