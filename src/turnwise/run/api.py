@@ -12,7 +12,7 @@ used directly; the run folder's config.yaml then has no path for rows, and the n
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -36,7 +36,8 @@ _Result = TypeVar("_Result")
 Source = str | Path | Sequence[JsonObject] | None
 """Rows, or the path or Hugging Face name of a dataset; None leaves it to `config`."""
 ConfigSource = str | Path | Mapping[str, object] | Config | None
-_START_SECONDS = 120.0  # time allowed for the steps before the engines start: imports, Ray
+_START_SECONDS = 120.0
+"""Time allowed for the steps before the engines start: imports, Ray."""
 _STOP_SECONDS = 60.0
 _SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
 
@@ -202,18 +203,30 @@ def serve(
     resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
-    with ExitStack() as stack:
-        stack.push(lambda kind, error, trace: thread.leave(_STOP_SECONDS, error))
+    with _left(thread):
         yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
 
 
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
-    """Run a coroutine in a separate thread and wait; Ctrl-C and SIGTERM end all that it started."""
+    """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
+    started.
+    """
     thread = EventLoopThread(nullcontext[None], name)
-    with exit_on_sigterm(), ExitStack() as stack:
+    with exit_on_sigterm():
         thread.start(_START_SECONDS)
-        stack.push(lambda kind, error, trace: thread.leave(_STOP_SECONDS, error))
-        return thread.call(work, NO_DEADLINE, name)
+        with _left(thread):
+            return thread.call(work, NO_DEADLINE, name)
+
+
+@contextmanager
+def _left(thread: "EventLoopThread[_Result]") -> Iterator[None]:
+    """Leave a thread's event loop after a `with` block."""
+    try:
+        yield
+    except BaseException as error:
+        thread.leave(_STOP_SECONDS, error)
+        raise
+    thread.leave(_STOP_SECONDS, None)
 
 
 def _prepare(

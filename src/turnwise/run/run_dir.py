@@ -101,8 +101,10 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
 
 class GroupLog:
-    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them;
-    replaces files that exist. `times` is that of the turns' times."""
+    """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them.
+
+    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
+    """
 
     def __init__(self, path: Path, times: Path | None = None) -> None:
         self.trajectories = TrajectoryLog(path)
