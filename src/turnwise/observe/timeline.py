@@ -41,8 +41,10 @@ def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = Fa
         for line in times.read_text(encoding="utf-8").splitlines()
     ]
     events = [*_events([*read_trajectories(source)], calls)]
-    with translate_unwritable(target):
+    try:
         target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error}") from error
     return sum(map(len, calls))
 
 
