@@ -136,11 +136,7 @@ async def pipeline(
 async def _train(config: Config, resume: Path | None = None) -> None:
     from turnwise.run.display import why_untrained
 
-    console = Console()
-    if resume is None:
-        result = await commands.train(config, console)
-    else:
-        result = await commands.resume(resume, config, console)
+    result = await commands.train(config, Console(), resume)
     if why := why_untrained(result.metrics):
         no_signal = any(row.get("groups_without_signal") for row in result.metrics)
         print_text(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow")

@@ -13,6 +13,7 @@ used directly; the run folder's config.yaml then has no path for rows, and the n
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -88,10 +89,9 @@ def train(
     """
     values = {"model.path": model, "training.steps": steps}
     resolved, inputs = _prepare(config, keys, values, environment, data, eval_data, resume=resume)
-    console, name = Console(quiet=not progress), "the training run"
-    if resume is None:
-        return run_command(lambda: commands.train(resolved, console, None, inputs), name)
-    return run_command(lambda: commands.resume(Path(resume), resolved, console, inputs), name)
+    console, run = Console(quiet=not progress), None if resume is None else Path(resume)
+    work = partial(commands.train, resolved, console, run, inputs)
+    return run_command(work, "the training run")
 
 
 def evaluate(
@@ -128,8 +128,8 @@ def evaluate(
     resolved, inputs = _prepare(
         config, keys, {"model.path": model}, environment, eval_data=data, optional=["data.path"]
     )
-    console = Console(quiet=not progress)
-    return run_command(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
+    work = partial(commands.evaluate, resolved, Console(quiet=not progress), inputs)
+    return run_command(work, "the evaluation")
 
 
 def rollout(
@@ -167,10 +167,8 @@ def rollout(
     """
     resolved, inputs = _prepare(config, keys, {"model.path": model}, environment, data)
     console, file = Console(quiet=not progress), None if output is None else Path(output)
-    trajectories, _ = run_command(
-        lambda: commands.rollout(resolved, console, file, inputs), "the rollouts"
-    )
-    return trajectories
+    work = partial(commands.rollout, resolved, console, file, inputs)
+    return run_command(work, "the rollouts")[0]
 
 
 @contextmanager

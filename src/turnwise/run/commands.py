@@ -157,10 +157,12 @@ def load_problems(
 async def train(
     config: Config,
     console: Console,
-    resume: "Resume | None" = None,
+    run: Path | None = None,
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
-    """Train to the last step, with up to `training.restarts` restarts after the trainer dies."""
+    """Train to the last step, from the newest complete checkpoint of `run` on, if given; with up to
+    `training.restarts` restarts after the trainer dies."""
+    resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
@@ -172,7 +174,7 @@ async def train(
                 all_problems, config, inputs, name="the data", seconds=_LOAD_SECONDS
             )
 
-        async def run(folder: RunDir, start: "Resume | None") -> ExactnessReport:
+        async def play(folder: RunDir, start: "Resume | None") -> ExactnessReport:
             # A function, so that nothing of an attempt that failed lives on in the next one.
             from turnwise.observe.prometheus import serving_metrics
             from turnwise.run.trainer import TrainingLoop
@@ -194,7 +196,7 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await run(folder, resume)
+                exactness = await play(folder, resume)
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -209,10 +211,8 @@ async def train(
     return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
 
 
-async def resume(
-    run: Path, config: Config, console: Console, inputs: ProgramInputs = FROM_CONFIG
-) -> TrainingResult:
-    """Continue training from the newest complete checkpoint of a run."""
+async def _resumable(run: Path, config: Config) -> "Resume":
+    """Return the newest complete checkpoint of a run, if the configuration can go on with it."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
@@ -231,7 +231,7 @@ async def resume(
             f"{config.eval.target:g}: the run is complete; set eval.target=null to "
             "continue to training.steps"
         )
-    return await train(config, console, found, inputs)
+    return found
 
 
 def config_of_run(
