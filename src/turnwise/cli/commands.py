@@ -16,6 +16,7 @@ from rich.console import Console
 from turnwise import __version__
 from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
 from turnwise.config import Config, known_keys, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -58,7 +59,6 @@ _NO_SIGNAL = (
 )
 _ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
-_NEEDLESS = ("environment", "data.path")  # keys that commands without rollouts do not need
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
 
@@ -193,7 +193,7 @@ async def rollout(
 @command_of(app)
 async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
-    config = command.of(load_config(file, overrides or (), optional=_NEEDLESS))
+    config = command.of(load_config(file, overrides or (), optional=NEEDED_KEYS))
     async with commands.serve(config, Console()) as server:
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
@@ -312,7 +312,7 @@ async def plan(
     """Show what each device of a training run would hold; loads no weights."""
     from turnwise.observe.plan import print_plan  # imports torch
 
-    config = load_config(file, overrides or (), optional=_NEEDLESS)
+    config = load_config(file, overrides or (), optional=NEEDED_KEYS)
     await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
 
 

@@ -33,9 +33,8 @@ Seconds = Annotated[
     PlainSerializer(lambda value: None if value == NO_DEADLINE else value),
 ]
 """A deadline in seconds; null means no deadline."""
-NEEDED = "needed"
-"""Marker of an optional field that must be set unless the caller provides its value otherwise."""
-Needed = Annotated[str | None, NEEDED]
+NEEDED_KEYS = ("environment", "data.path")
+"""Keys that must be set unless a program provides their values otherwise."""
 
 
 def must(holds: Callable[[str], object], message: str) -> AfterValidator:

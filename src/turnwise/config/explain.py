@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from turnwise.config.base import NEEDED, NO_DEADLINE, Section, Tree, sections
+from turnwise.config.base import NEEDED_KEYS, NO_DEADLINE, Section, Tree, sections
 from turnwise.config.schema import Config
 
 _BOUNDS = (
@@ -52,7 +52,7 @@ def explain_config(config: Config | None = None) -> str:
             lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
             lines += [f"{indent}{name}:"]
             continue
-        required = config is None and _is_needed(field)
+        required = config is None and (field.is_required() or key in NEEDED_KEYS)
         lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
         lines += [f"{indent}{name}: {'' if required else _as_yaml(value)}".rstrip()]
     return "\n".join(lines) + "\n"
@@ -84,8 +84,11 @@ def describe_keys(
     """Yield the keys of a class of sections; the defaults are those of `section`, if given."""
     for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
-            default = None if _is_needed(field) else _as_yaml(value)
-            yield Key(key, _type_name(field.annotation, field.metadata), default, _meaning(field))
+            default = None if field.is_required() else _as_yaml(value)
+            of_type = _type_name(field.annotation, field.metadata)
+            if key in NEEDED_KEYS:
+                default, of_type = None, "str"
+            yield Key(key, of_type, default, _meaning(field))
         if len(parts) > 1:
             names = " | ".join(map(_name, parts))
             meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
@@ -101,12 +104,6 @@ def _name(section: type[Section]) -> str:
     return str(section.model_fields["name"].default)
 
 
-def _is_needed(field: FieldInfo) -> bool:
-    return field.is_required() or NEEDED in field.metadata
-
-
-NEEDED_KEYS = tuple(key for key, field, _, _ in _walk(Config, None) if NEEDED in field.metadata)
-"""Keys that must be set unless a program provides their values otherwise."""
 CHOICES = {key: parts for key, _, _, parts in _walk(Config, None) if len(parts) > 1}
 """Possible kinds of each key whose value is one of several sections, chosen by `name`."""
 
@@ -134,8 +131,6 @@ def _literals(kind: object) -> Iterator[object]:
 
 def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     """Return a key's type in words, with its bounds."""
-    if NEEDED in metadata:
-        return "str"
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is NoneType:
         return "null"

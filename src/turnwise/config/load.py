@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 
 from turnwise.config.algorithm import PARTS
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS
-from turnwise.config.base import Tree, sections
-from turnwise.config.explain import CHOICES, NEEDED_KEYS, known_keys
+from turnwise.config.base import NEEDED_KEYS, Tree, sections
+from turnwise.config.explain import CHOICES, known_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 

@@ -12,7 +12,7 @@ from turnwise.config.algorithm import (
     TrajectoriesConfig,
 )
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
+from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
@@ -44,7 +44,7 @@ class Config(Section):
     exactness: Literal["stop", "warn"] = "stop"
     """Reaction to a token that differs from the sampled one before training: end the run (stop), or
     only report it (warn)."""
-    environment: Needed = None
+    environment: str | None = None
     """Environment that turns rows into problems, tools and rewards, as package.module:Class;
     reasoning_gym:, gymnasium:, textarena:, skyrl_gym: or bfcl:NAME for one of these packages; or
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""

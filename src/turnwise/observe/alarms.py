@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.config import Config, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 
 _NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
@@ -37,7 +38,7 @@ def alarms_of_run(run: Path) -> list[Alarm]:
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
-    config = load_config(run / "config.yaml", optional=("environment", "data.path"))
+    config = load_config(run / "config.yaml", optional=NEEDED_KEYS)
     return find_alarms(map(json.loads, path.read_text().splitlines()), config)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
 from turnwise.config import Config, apply_override, parse_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
@@ -174,7 +175,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
             if key == "engine.tensor_parallel_size" and config.training.colocated:
                 tree["serving"]["workers"] = max(1, config.training.ranks // int(text))
             try:  # a value may not be allowed, and such a layout may need more GPUs
-                changed = parse_config(tree, optional=("environment", "data.path"))
+                changed = parse_config(tree, optional=NEEDED_KEYS)
                 plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
                 break

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from rich.console import Console
 
 from turnwise.config import NO_DEADLINE, Config, known_keys, load_config, make_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
@@ -197,8 +198,7 @@ def serve(
         with turnwise.serve(model="Qwen/Qwen3-0.6B", serving={"port": 0}) as server:
             client = openai.OpenAI(base_url=server.base_url, api_key="-")
     """
-    optional = ("environment", "data.path")
-    resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
+    resolved, _ = _prepare(config, keys, {"model.path": model}, optional=NEEDED_KEYS)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
     with _left(thread):

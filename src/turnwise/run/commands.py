@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from turnwise.config import Config, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.config.explain import NEEDED_KEYS
 from turnwise.config.resume import check_unchanged
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
