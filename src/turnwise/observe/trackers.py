@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ except ImportError:  # an extra
 from turnwise.config import Config
 from turnwise.config.load import masked
 from turnwise.core.files import write_file
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import JsonObject, leaves
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, text_of, translate_unwritable
 from turnwise.observe.conversations import conversation
@@ -80,7 +80,11 @@ class Trackers:
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
-        values = dict(_numbers(metrics))
+        values = {
+            re.sub(r"[^A-Za-z0-9_./-]", "_", name): float(value)
+            for name, value in leaves(metrics, separator="/")
+            if isinstance(value, int | float)
+        }
         step = int(values.pop("step"))
         self._each(lambda tracker: tracker.write(step, values))
 
@@ -220,12 +224,3 @@ def _cut(path: Path, after_step: int) -> list[JsonObject]:
     except OSError as error:
         raise InputError(f"{path} cannot be resumed from: {error.strerror}") from error
     return rows
-
-
-def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in metrics.items():
-        name = prefix + re.sub(r"[^A-Za-z0-9_./-]", "_", key)
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{name}/")
-        elif isinstance(value, int | float):
-            yield name, float(value)

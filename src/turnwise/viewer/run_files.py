@@ -27,7 +27,7 @@ import yaml
 from turnwise.config.load import masked_value
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import JsonObject, leaves
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY, said
@@ -138,7 +138,7 @@ class RunFiles:
         tree = self._config()
         if public:
             tree = {key: masked_value(key, value) for key, value in tree.items()}
-        return dict(_flat(tree))
+        return dict(leaves(tree))
 
     def _config(self) -> JsonObject:
         try:
@@ -375,14 +375,6 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
             counted[0] += 1
             counted[1] += not name or said(message).casefold().startswith("error")
     return counts
-
-
-def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
