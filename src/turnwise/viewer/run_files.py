@@ -15,7 +15,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -96,19 +96,16 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
     }
 
 
-@dataclass
 class RunFiles:
     """Reads one run folder, in any thread; a file, line or turn that is not there is a LookupError,
     one that cannot be read an InputError."""
 
-    path: Path
-    name: str
-    _indices: dict[str, FileIndex] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        if not (self.path / "config.yaml").is_file():
-            raise InputError(f"there is no run in {self.path} (a folder with config.yaml)")
+    def __init__(self, path: Path, name: str) -> None:
+        if not (path / "config.yaml").is_file():
+            raise InputError(f"there is no run in {path} (a folder with config.yaml)")
+        self.path, self.name = path, name
+        self._indices: dict[str, FileIndex] = {}
+        self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
         """Return the run's name, place and files of trajectories."""
@@ -206,16 +203,18 @@ class RunFiles:
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
-        return _read_range(self._file(name), *ranges[index])
+        start, length = ranges[index]
+        with self._file(name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
     def search(self, name: str, text: str) -> list[int]:
         """Return the trajectories in whose messages a text occurs, in any case."""
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
-        path = self._file(name)
-        for index, place in enumerate(self.index(name).ranges):
-            line = _read_range(path, *place)
+        for index in range(len(self.index(name).ranges)):
+            line = self.line(name, index)
             if plain and wanted.encode() not in line.lower():
                 continue
             tree = parse(line)
@@ -343,12 +342,6 @@ def parse(line: bytes) -> JsonObject:
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))  # the last may still be written
-
-
-def _read_range(path: Path, start: int, length: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
 
 
 def _place(data: bytes, offset: int) -> str:
