@@ -189,14 +189,15 @@ class RunFiles:
                 del self._indices[next(iter(self._indices))]
         return kept
 
-    def files_with(self, problem: str) -> list[str]:
+    def files_with(self, problem: str) -> JsonObject:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        return [
+        found = [
             name
             for name, path in self.files().items()
             if any(line.startswith(start) for line in _whole_lines(path))
         ]
+        return {"files": found}
 
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line."""
@@ -208,7 +209,7 @@ class RunFiles:
             file.seek(start)
             return file.read(length)
 
-    def search(self, name: str, text: str) -> list[int]:
+    def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
@@ -221,7 +222,7 @@ class RunFiles:
             spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
             if any(wanted in said(message).casefold() for message in chain(*spoken)):
                 found.append(index)
-        return found
+        return {"found": found}
 
     def audit(self, name: str, index: int) -> JsonObject:
         return audit(self._trajectory(name, index)).to_dict()
@@ -250,7 +251,7 @@ class RunFiles:
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}") from error
 
-    def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
+    def vocabulary(self, name: str, *indices: int) -> JsonObject:
         """Return text and bytes of every token of trajectories, by id."""
         ids: set[int] = set()
         for index in indices:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, nullcontext
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 import uvicorn
@@ -60,29 +59,23 @@ _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
-Answer = Callable[[RunFiles, Mapping[str, Any], Mapping[str, str]], object]
-"""Returns the answer to a request from its run, the parts of its path, and its query."""
-_ANSWERS: dict[str, Answer] = {
-    "metrics": lambda run, at, query: run.rows(query.get("offset", "")),
-    "alarms": lambda run, at, query: run.alarms(),
-    "config": lambda run, at, query: run.config(),
-    "problem": lambda run, at, query: {"files": run.files_with(query["name"])},
-    "files/{file}": lambda run, at, query: {"trajectories": run.index(at["file"]).summaries},
-    "files/{file}/search": lambda run, at, query: {"found": run.search(at["file"], query["q"])},
-    "files/{file}/timeline": lambda run, at, query: run.timeline(at["file"]),
-    "files/{file}/{index:int}": lambda run, at, query: run.line(at["file"], at["index"]),
-    "files/{file}/{index:int}/tokens": (
-        lambda run, at, query: run.vocabulary(at["file"], [at["index"]])
-    ),
-    "files/{file}/{index:int}/audit": lambda run, at, query: run.audit(at["file"], at["index"]),
-    "files/{file}/{index:int}/values": (
-        lambda run, at, query: run.token_values(at["file"], at["index"])
-    ),
-    "files/{file}/{index:int}/template/{leaf:int}": (
-        lambda run, at, query: run.compare_with_template(at["file"], at["index"], at["leaf"])
-    ),
+_ANSWERS: dict[str, Callable[..., object]] = {
+    "metrics": RunFiles.rows,
+    "alarms": RunFiles.alarms,
+    "config": RunFiles.config,
+    "problem": RunFiles.files_with,
+    "files/{file}": lambda run, file: {"trajectories": run.index(file).summaries},
+    "files/{file}/search": RunFiles.search,
+    "files/{file}/timeline": RunFiles.timeline,
+    "files/{file}/{index:int}": RunFiles.line,
+    "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
+    "files/{file}/{index:int}/audit": RunFiles.audit,
+    "files/{file}/{index:int}/values": RunFiles.token_values,
+    "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
 }
-"""The answers below /api/runs/RUN; bytes are JSON already."""
+"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already."""
+_QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
+"""A part of the query that is the last argument of an answer."""
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
@@ -97,10 +90,12 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def list_runs(_: Request) -> Response:
         return JSONResponse({"runs": [run.describe() for run in runs.values()]})
 
-    def route(path: str, read: Answer) -> Route:
+    def route(path: str, read: Callable[..., object]) -> Route:
         def answer(request: Request) -> Response:  # in a thread
-            at = request.path_params
-            found = read(runs[at["run"]], at, request.query_params)
+            run, *at = request.path_params.values()
+            if path in _QUERIES:
+                at.append(request.query_params.get(_QUERIES[path], ""))
+            found = read(runs[run], *at)
             if isinstance(found, bytes) and (b"NaN" in found or b"Infinity" in found):
                 found = parse(found)  # JSON has no such numbers
             text = found if isinstance(found, bytes) else json.dumps(found, default=str)
@@ -229,7 +224,7 @@ def write_page(
         f"{prefix}/config": run.config(public=True),
         f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
         f"{prefix}/files/{file}/timeline": run.timeline(file),
-        "tokens": run.vocabulary(file, chosen),
+        "tokens": run.vocabulary(file, *chosen),
     }
     for i in chosen:
         line = run.line(file, i)
