@@ -1,14 +1,9 @@
 """Plain calls for programs: train, evaluate, rollout, serve; `turnwise` exports them.
 
-They run the same commands as the command line, in a separate thread, so that scripts, notebooks and
-programs with a running event loop can all call them. The most common keys of the configuration are
-arguments, and every other key can be passed as a keyword:
-
-    turnwise.train(..., seed=1, sampling={"n": 4}, **{"rollout.max_turns": 4})
-
-`config` may provide the rest: a YAML file, a mapping with the same keys, or a `Config`. Arguments
-take precedence over keywords, and keywords over `config`. Rows and classes passed as objects are
-used directly; the run folder's config.yaml then has no path for rows, and the name of the class.
+They run the commands in a separate thread, so that scripts, notebooks and programs with a running
+event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
+`**{"rollout.max_turns": 4}`), and these over `config`. Rows and classes passed as objects are used
+directly; the run folder's config.yaml then has no path for rows, and the name of the class.
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence

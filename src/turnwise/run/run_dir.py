@@ -1,16 +1,4 @@
-"""A run's folder: the files that a run writes.
-
-runs/NAME/
-  config.yaml                     the resolved configuration
-  metrics.jsonl                   one object per step; step 0 is the initial model
-  tensorboard/                    the same metrics
-  trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
-  timeline/                       a file for each of these: times and workers of the turns
-  training/step-NNNN.safetensors  the values of each trained token; see `token_values`
-  exactness.json                  audit of every sampled token, and the first violation
-  checkpoints/step-NNNN/          Hugging Face format, and state/ to resume from
-  reward.png                      reward and held-out accuracy against step
-"""
+"""A run's folder: the files that a run writes, as docs/how-to/viewer.md describes them."""
 
 import asyncio
 import importlib.util
