@@ -341,9 +341,7 @@ async def doctor(
         Path | None,
         typer.Argument(metavar="FILE", help="A YAML configuration; without one, this machine."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
-    ] = None,
+    overrides: Overrides = None,
     rollout: Annotated[
         bool, typer.Option("--rollout", help="Also start an engine and play some problems.")
     ] = False,

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -67,8 +67,7 @@ _LARGEST = 16 * 2**30
 _STATE = 4  # size of a checkpoint in sizes of the model: weights, and Adam's float32 state
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check."""
 
     name: str
@@ -77,8 +76,7 @@ class Finding:
     mend: str = ""  # a command, or an instruction that names a key; "" if there is nothing to do
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """A check, and the time that it may take."""
 
     name: str
@@ -121,11 +119,11 @@ def size(count: int) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    broken = sum(finding.state == "broken" for finding in findings)
-    warnings = sum(finding.state == "warning" for finding in findings)
-    if broken:
-        return f"{broken} broken, {warnings} to look at"
-    return f"nothing is broken, {warnings} to look at" if warnings else "everything is ready"
+    counts = Counter(finding.state for finding in findings)
+    if not counts["broken"] and not counts["warning"]:
+        return "everything is ready"
+    broken = f"{counts['broken']} broken" if counts["broken"] else "nothing is broken"
+    return f"{broken}, {counts['warning']} to look at"
 
 
 def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
