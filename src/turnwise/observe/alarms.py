@@ -1,4 +1,4 @@
-"""Alarms: one sentence, once in a run, when its metrics pass a threshold of the section `alarms`."""
+"""Alarms: one sentence, once in a run, when its metrics pass a threshold of section `alarms`."""
 
 import json
 import statistics
