@@ -6,7 +6,6 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -26,13 +25,6 @@ from turnwise.run import commands
 from turnwise.training import checkpoint
 
 
-def _complete_key(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys that an override can begin with, for shell completion."""
-    for key, meaning in known_keys().items():
-        if key.startswith(incomplete):
-            yield f"{key}=", meaning
-
-
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -50,7 +42,9 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[key.sub=value]...",
         help="Changes to the configuration.",
-        autocompletion=_complete_key,
+        autocompletion=lambda incomplete: [
+            (f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)
+        ],
     ),
 ]
 _NO_SIGNAL = (
@@ -398,20 +392,19 @@ async def stuck(command: Command, run: Run) -> None:
 @command_of(traces, "export")
 async def export_traces(command: Command, source: Source, target: Target) -> None:
     """Write trajectories as OpenEnv's training traces."""
-    await _convert("export_traces", "traces", source, target)
+    from turnwise.trajectory import training_trace
+
+    count = await run_in_thread(training_trace.export_traces, source, target)
+    print_text(f"{count} traces\n{target}")
 
 
 @command_of(traces, "import")
 async def import_traces(command: Command, source: Source, target: Target) -> None:
     """Write training traces, of Turnwise or another program, as trajectories."""
-    await _convert("import_traces", "trajectories", source, target)
-
-
-async def _convert(name: str, what: str, source: Path, target: Path) -> None:
     from turnwise.trajectory import training_trace
 
-    count = await run_in_thread(lambda: getattr(training_trace, name)(source, target))
-    print_text(f"{count} {what}\n{target}")
+    count = await run_in_thread(training_trace.import_traces, source, target)
+    print_text(f"{count} trajectories\n{target}")
 
 
 @command_of(traces)
