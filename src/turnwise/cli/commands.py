@@ -24,7 +24,6 @@ from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
 
-
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
