@@ -35,11 +35,9 @@ from turnwise.run import commands
 _Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
-_FILE_CLOCK_SECONDS = 0.05
-"""Largest lag of the clock of files' times, which ticks, behind `time.time`."""
+_FILE_CLOCK_SECONDS = 0.05  # largest lag of the clock of files' times behind `time.time`
 _END_SECONDS = 10.0  # deadline for closing the event loop when user code has not returned
-_EXIT_SECONDS = 30.0
-"""Deadline for the end of the interpreter, which joins threads of user code and of libraries."""
+_EXIT_SECONDS = 30.0  # deadline for the end of the interpreter, which joins threads
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-NO_DEADLINE = 20 * 24 * 3600.0
-"""Seconds for a deadline set to null: 20 days, which every clock and library accepts."""
+NO_DEADLINE = 20 * 24 * 3600.0  # seconds for null: 20 days, which every clock and library accepts
 
 Seconds = Annotated[
     float,
@@ -33,8 +32,7 @@ Seconds = Annotated[
     PlainSerializer(lambda value: None if value == NO_DEADLINE else value),
 ]
 """A deadline in seconds; null means no deadline."""
-NEEDED_KEYS = ("environment", "data.path")
-"""Keys that must be set unless a program provides their values otherwise."""
+NEEDED_KEYS = ("environment", "data.path")  # must be set, unless a program provides them
 
 
 def must(holds: Callable[[str], object], message: str) -> AfterValidator:

@@ -8,8 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's file that describes an adapter, in the adapter's folder."""
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's description of an adapter, in its folder
 _TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 """Names of the chat templates that come with Turnwise."""

@@ -26,11 +26,9 @@ MASK = "***"
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
 )
-_SECRET_SECTIONS = ("env", "headers")
-"""Mappings whose values may all be secrets: of an MCP server, and of a tool's or engine's own."""
+_SECRET_SECTIONS = ("env", "headers")  # of a server, tool or engine: any value may be a secret
 _USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
-_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")
-"""A value that names a variable of the environment, and is no secret itself."""
+_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # names an environment variable, no secret
 
 
 def load_config(

@@ -16,8 +16,7 @@ from turnwise.config.base import (
     must,
 )
 
-TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
-"""Names of the built-in weight transports, which `weights.transport` implements."""
+TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")  # as `weights.transport` has them
 CPU_KV_CACHE_GIB = 0.5  # default of `engine.kv_cache_gib` on a CPU
 
 

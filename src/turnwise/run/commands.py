@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
-_PROVIDED = (*NEEDED_KEYS, "data.eval_path")
-"""Keys whose values a program may have provided as objects."""
+_PROVIDED = (*NEEDED_KEYS, "data.eval_path")  # those that a program may have given as objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ def run_folder(config: Config) -> Path:
 class ProgramInputs:
     """Objects that a program passes instead of configuration keys; None uses the key."""
 
-    environment: "EnvironmentType | None" = None
-    """Makes an environment from a row; replaces `environment`."""
+    environment: "EnvironmentType | None" = None  # makes one from a row; replaces `environment`
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
     eval_rows: Sequence[JsonObject] | None = None  # held-out rows; replace data.eval_path
 

@@ -17,8 +17,7 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
 _REFRESH_PER_SECOND = 4
-_QUIET_SECONDS = 10.0
-"""Without a terminal, silence during the start after which the current activity is printed."""
+_QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
 _Result = TypeVar("_Result")
 

@@ -42,8 +42,7 @@ _INDICES = 8  # files whose summaries are kept in memory, for each run
 _PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
-_SEPARATE = ("eval", "rollouts")
-"""Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
+_SEPARATE = ("eval", "rollouts")  # written by these commands, beside the files of the steps
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -48,8 +48,7 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 
-_LARGEST = 100 * 2**20
-"""Bytes of trajectories that one file may hold; browsers read more only slowly."""
+_LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
