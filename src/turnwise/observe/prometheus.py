@@ -41,10 +41,9 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
             for row in rows[skipped:]:
                 value = row.get(metric) if each.value is None else each.value(row)
                 if not each.sums:
-                    found |= {"": value} if isinstance(value, int | float) else {}
-                elif row.get(
-                    "step"
-                ):  # not the model before training: its trajectories are held-out
+                    if isinstance(value, int | float):
+                        found[""] = value
+                elif row.get("step"):  # trajectories of the model before training are held-out
                     labelled = value if isinstance(value, dict) else {}
                     parts: JsonObject = labelled if each.label else {"": value}
                     for part, number in parts.items():
