@@ -1,7 +1,4 @@
-"""The commands of `turnwise`: each reads its arguments, and calls what does the work.
-
-`cli.command` runs each, and reports how it ended.
-"""
+"""The commands of `turnwise`: each reads its arguments, and calls what does the work."""
 
 import asyncio
 import os

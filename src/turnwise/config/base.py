@@ -56,8 +56,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, tree: object) -> object:
-        """Treat as unset a required key or a section with nothing after its colon, and a key of
-        another system whose value has no effect."""
+        """Leave out keys and sections without a value, and foreign keys without effect."""
         if not isinstance(tree, dict):
             return tree
 

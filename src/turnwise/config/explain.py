@@ -42,8 +42,7 @@ def known_keys() -> dict[str, str]:
 
 
 def explain_config(config: Config | None = None) -> str:
-    """Return a configuration as YAML, with a comment above each key that explains it; None prints
-    the defaults, with required keys marked and left empty."""
+    """Return a configuration, or None's defaults, as YAML with a comment above each key."""
     lines: list[str] = []
     for key, field, value, parts in _walk(Config, config, chosen=True):
         indent, name, meaning = "  " * key.count("."), key.rpartition(".")[2], _meaning(field)

@@ -81,8 +81,7 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values, as `load_config` does; raise with one sentence for each
-    mistake."""
+    """Check a tree of plain values, as `load_config` does; raise a sentence for each mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
     missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
@@ -105,8 +104,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
 
 
 def dump_config(config: Config, *, secrets: bool = False) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back, by default without
-    API keys."""
+    """Return the configuration as YAML that `load_config` reads, by default without API keys."""
     exclude = None if secrets else _OUT_OF_FILES
     return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
 
@@ -127,8 +125,7 @@ def has_secrets(config: Config) -> bool:
 
 
 def masked_value(name: str, value: object) -> object:
-    """Return a value of a configuration, masked where the name of its key (of a dotted one, the
-    end) or its form says that it is a secret."""
+    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {

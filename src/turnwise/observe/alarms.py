@@ -38,8 +38,7 @@ def alarms_of_run(run: Path) -> list[Alarm]:
 
 
 def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
-    """Return a function that gets each step's line of metrics.jsonl in turn, and returns the alarms
-    that the step raises."""
+    """Return a function that returns the alarms that the next line of metrics.jsonl raises."""
     rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
 
     def messages() -> Iterator[tuple[str, str]]:
@@ -67,8 +66,7 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
 def _shares(
     row: JsonObject, config: Config
 ) -> Iterator[tuple[str, tuple[float | None, float, str]]]:
-    """Yield the name of each share of a step, its limit, the share, and the sentence with {} in the
-    place of the mean of steps."""
+    """Yield the shares of a step: name, limit, value, and the sentence with {} for the mean."""
     alarms, training = config.alarms, config.training
     said = "{} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:

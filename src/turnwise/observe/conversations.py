@@ -27,8 +27,7 @@ NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeE
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return the file of a run's trajectories, by default the newest step's; a file is returned as
-    it is."""
+    """Return the file of a run's trajectories, by default the newest step's; of a file, itself."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"

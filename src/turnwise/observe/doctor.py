@@ -1,8 +1,4 @@
-"""`turnwise doctor`: is everything ready? One line for each check, with the command that mends it.
-
-Checks run one after another, each in a thread with a deadline, so that none can hold up the
-others: first those of the machine, then those of a configuration.
-"""
+"""`turnwise doctor`: is everything ready? A line for each check, and what mends it."""
 
 import os
 import platform

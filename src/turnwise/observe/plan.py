@@ -230,8 +230,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
 
 
 def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
-    """Return what one device of an engine holds without its KV cache, and the bytes of one token in
-    that cache."""
+    """Return what a device of an engine holds without its KV cache, and a token's bytes in that."""
     text, engine, width = shape.get_text_config(), config.engine, dtype_of(config).itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
@@ -285,8 +284,7 @@ def _loads(
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a training run ask Ray for; each rank and device of an engine has
-    this share of a GPU."""
+    """Yield what the actors of a run ask Ray for, with this share of a GPU for each device."""
     training, serving, size = config.training, config.serving, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:

@@ -1,8 +1,4 @@
-"""The commands as coroutines: train, resume, evaluate, rollout, serve; and export.
-
-The command line and `turnwise.run.api` share them. Each command checks its inputs before it imports
-anything slow.
-"""
+"""The commands as coroutines: they check their inputs before anything slow is imported."""
 
 import itertools
 import shutil
@@ -158,8 +154,7 @@ async def train(
     run: Path | None = None,
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
-    """Train to the last step, from the newest complete checkpoint of `run` on, if given; with up to
-    `training.restarts` restarts after the trainer dies."""
+    """Train to the last step, from the newest complete checkpoint of `run` on, if it is given."""
     resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
@@ -318,8 +313,7 @@ async def _playing(
     phase: Literal["evaluate", "rollout"],
     on_group: "OnGroup",
 ) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Callable[[Group], None]]]":
-    """Check and read the rows, and start the engines; yield what runs a group, the problems, and
-    what to call with each group."""
+    """Read the rows, start the engines; yield what runs a group, the problems, a callback."""
     check_sources(config, *paths)
     heldout = phase == "evaluate"
     with logs.open_logs(config), _display(config, console) as display:

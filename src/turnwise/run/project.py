@@ -29,8 +29,7 @@ _QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:
 
 
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
-    """Write a project's files into a new folder, whose name becomes the run's; return their paths.
-    The default model is the demo's in a clone, and else `HUB_MODEL`."""
+    """Write a project into a new folder, whose name becomes the run's; return its files."""
     name = folder.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(f"{name!r} cannot name a project: use letters, digits, _, - and .")

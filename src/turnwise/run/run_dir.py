@@ -156,8 +156,7 @@ class RunDir:
         write_columns(self._place("training", "step", step, ".safetensors"), columns)
 
     def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Path:
-        """Return the path of a step's file; remove the oldest of the others, if only some are
-        kept."""
+        """Return the path of a step's file; remove the oldest others if only some are kept."""
         folder, keep = self.path / name, self._config.trajectories.keep
         path = folder / f"{kind}-{step:04d}{suffix}"
         others = [each for each in numbered(folder, kind, suffix) if each != path]

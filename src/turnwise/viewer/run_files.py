@@ -62,8 +62,7 @@ class FileIndex(NamedTuple):
 
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
-    """Return the bytes of each token of a `tokenizer.json` by its id, and whether it is an added
-    one; None knows no token."""
+    """Return the bytes of each token of a `tokenizer.json`, and whether it is an added one."""
     if path is None:
         return {}
     tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
@@ -234,8 +233,7 @@ class RunFiles:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def token_values(self, name: str, index: int) -> JsonObject:
-        """Return the values of a trajectory's trained tokens as lists by name, or nothing if the
-        run has none for this file."""
+        """Return the values of a trajectory's trained tokens, if the run has them."""
         path = self.path / "training" / f"{self._file(name).stem}.safetensors"
         if not path.is_file():
             return {}

@@ -78,8 +78,7 @@ _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
-    """Return the application that shows runs to those who know the token; the port names its
-    cookie."""
+    """Return the application for those who know the token; the port names its cookie."""
     pages = static_files()
 
     def page(request: Request) -> Response:

@@ -150,8 +150,7 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
 
 
 def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
-    """Return the turns that end with one, each of which begins with the whole path of the one
-    before it."""
+    """Return the turns that end with one, each of which continues the whole path before it."""
     turns, chain = trajectory.turns, [leaf]
     while (parent := turns[chain[0]].parent) is not None:
         if turns[chain[0]].prefix_length != turns[parent].path_length:
