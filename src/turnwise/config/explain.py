@@ -7,7 +7,6 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin
 
-import annotated_types
 import yaml
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
@@ -15,12 +14,7 @@ from pydantic.fields import FieldInfo
 from turnwise.config.base import NEEDED_KEYS, NO_DEADLINE, Section, Tree, sections
 from turnwise.config.schema import Config
 
-_BOUNDS = (
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Ge, "ge", "≥"),
-    (annotated_types.Lt, "lt", "<"),
-    (annotated_types.Le, "le", "≤"),
-)
+_BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 Kinds = list[type[Section]]
 _ANY = TypeAdapter(object)
 
@@ -148,8 +142,8 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
             f"{sign} {limit:g}"
             for item in metadata
             for one in getattr(item, "metadata", None) or [item]
-            for kind_of_bound, attribute, sign in _BOUNDS
-            if isinstance(one, kind_of_bound) and (limit := getattr(one, attribute)) != NO_DEADLINE
+            for name_of_bound, sign in _BOUNDS.items()
+            if (limit := getattr(one, name_of_bound, None)) not in (None, NO_DEADLINE)
         ]
         return name + (f" {', '.join(bounds)}" if bounds else "") + nullable
     return " | ".join(_type_name(part) for part in arguments)

@@ -19,8 +19,6 @@ _TEMPLATES = Path(__file__).with_name("new_project")
 _DEMO = Path("examples", "calculator", "warm_started")
 _NAME = re.compile(r"[\w][\w.-]*")
 _ROWS = 64
-
-
 _KEYS = ("model_keys", "max_tokens", "steps", "learning_rate", "training_keys")
 """Values of config.yaml that depend on the size of the model."""
 _SMALL = ("  max_length: 512", "64", "10", "0.0003", "  updates_per_step: 2")

@@ -56,8 +56,6 @@ _MODULES = (
 """The page's modules, each after those that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
-
-
 _ANSWERS: dict[str, Callable[..., object]] = {
     "metrics": RunFiles.rows,
     "alarms": RunFiles.alarms,

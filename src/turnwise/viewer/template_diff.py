@@ -26,8 +26,6 @@ HISTORY_CHANGED = (
     "The template changes the messages of the first prompt once there is an answer. Descriptions "
     "of tools, which are not in the run's files, are missing from its rendering."
 )
-
-
 Comparison = Callable[[Trajectory, int], JsonObject]
 
 
