@@ -366,9 +366,9 @@ class ConfigChecks:
             for one in plan.loads
         )
         said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
-        if plan.fits:
+        if plan.fits():
             return Finding("memory", "ok", said)
-        state: State = "warning" if plan.possible else "broken"
+        state: State = "warning" if plan.fits("least") else "broken"
         return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:

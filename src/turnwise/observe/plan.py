@@ -7,7 +7,7 @@ context of a GPU's driver (about half a GiB) and fragmentation.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -78,10 +78,6 @@ class Load(NamedTuple):
     bytes: int  # bytes at the worst: with full micro-batches of the longest sequences
     limit: int
 
-    @property
-    def fits(self) -> bool:
-        return self.bytes <= self.limit
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -102,26 +98,16 @@ class Plan(NamedTuple):
     loads: list[Load]
     asks: list[Ask]
 
-    @property
-    def fits(self) -> bool:
-        """Whether it fits at the worst."""
-        return self.contexts >= 1 and all(load.fits for load in self.loads)
-
-    @property
-    def likely_fits(self) -> bool:
-        """Whether what is expected fits."""
-        return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
+    def fits(self, figure: Literal["least", "expected", "bytes"] = "bytes") -> bool:
+        """Return whether a figure of each device fits, and a full context in the KV cache."""
+        each = ((getattr(load, figure), load.limit) for load in self.loads)
+        return self.contexts >= 1 and all(size <= limit for size, limit in each)
 
     @property
     def excess(self) -> float:
         """By how much it does not fit, in bytes."""
         over = sum(max(0, load.bytes - load.limit) for load in self.loads)
         return over + max(0.0, 1 - self.contexts)
-
-    @property
-    def possible(self) -> bool:
-        """Whether it can run at all."""
-        return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
@@ -182,7 +168,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
                 break  # it does not help
             changes.pop(key, None)  # a milder one
             config, changes[key] = changed, text
-            if plan.fits:
+            if plan.fits():
                 return [f"{key}={text}" for key, text in changes.items()]
     return None
 
@@ -321,7 +307,7 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
     loads = Table("device", "expected (GiB)", "at the worst", "of", "")
     for load in plan.loads:
         likely = "likely fits" if load.expected <= load.limit else "too much"
-        said = "fits" if load.fits else likely
+        said = "fits" if load.bytes <= load.limit else likely
         loads.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
     asks = Table("Ray actors", "number", "each asks for")
     for ask in plan.asks:
@@ -330,14 +316,14 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
         asks.add_row(ask.who, str(ask.count), text)
     console.print(loads)
     console.print(asks)
-    if plan.fits:
+    if plan.fits():
         console.print("It fits.", markup=False)
         return
     if plan.contexts < 1:
         said = "The KV cache does not hold one full context: lower model.max_length, or make room."
         console.print(said, markup=False)
     said = "It does not fit"
-    if plan.likely_fits:
+    if plan.fits("expected"):
         said = (
             "It fits as long as trajectories are about as long as expected "
             f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
