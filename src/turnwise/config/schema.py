@@ -89,10 +89,8 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     def parts(self) -> dict[str, "Config"]:
-        """Return the configuration of each environment by name, as if it were the only one.
-
-        A run with one environment has one part, under the name "".
-        """
+        """Return the configuration of each environment by name, as if it were the only one; that of
+        a run with one environment under the name ""."""
         if not self.environments:
             return {"": self}
         parts: dict[str, Config] = {}
@@ -112,20 +110,17 @@ class Config(Section):
         return parts
 
     def only(self, names: Collection[str]) -> "Config":
-        if not self.environments:
-            return self
         kept = {name: entry for name, entry in self.environments.items() if name in names}
         return self.model_copy(update={"environments": kept})
 
     def with_row_limit(self, most: int) -> "Config":
         """Return the configuration with at most this number of training rows per environment."""
-        if not self.environments:
-            return self.model_copy(update={"data": self.data.first(most)})
         of_each = {
             name: entry.model_copy(update={"data": entry.data.first(most)})
             for name, entry in self.environments.items()
         }
-        return self.model_copy(update={"environments": of_each})
+        data = self.data if of_each else self.data.first(most)
+        return self.model_copy(update={"data": data, "environments": of_each})
 
     @property
     def loops(self) -> set[str]:
