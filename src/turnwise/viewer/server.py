@@ -13,14 +13,13 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -120,24 +119,20 @@ def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
         return hmac.compare_digest(given.encode(), token.encode())
 
     def chosen(scope: Scope) -> ASGIApp:
-        headers = Headers(scope=scope)
-        if headers.get("host", "").rpartition(":")[0] not in _HOSTS:
+        request = Request(scope)
+        if request.headers.get("host", "").rpartition(":")[0] not in _HOSTS:
             return PlainTextResponse("unknown host", 403)
-        if scope["method"] not in ("GET", "HEAD"):
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("read only", 405)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = dict(query).get("token")
+        given, kept = request.query_params.get("token"), request.cookies.get(cookie)
         if given is not None and matches(given):
+            query = request.query_params.multi_items()
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             target = "/" + scope["path"].lstrip("/\\") + (f"?{rest}" if rest else "")
             response = RedirectResponse(target, 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
             return response
-        try:
-            kept = SimpleCookie(headers.get("cookie", "")).get(cookie)
-        except CookieError:
-            kept = None
-        if given is None and kept is not None and matches(kept.value):
+        if given is None and kept is not None and matches(kept):
             return app
         return PlainTextResponse(
             "open the address that `turnwise view` printed: it contains the token", 403
