@@ -53,15 +53,20 @@ def load_config(
     Example:
         config = load_config("config.yaml", ["training.steps=10", "sampling.stop=[END]"])
     """
+    return make_config(read_tree(path), overrides, defaults, settings, optional)
+
+
+def read_tree(path: str | Path) -> Tree:
+    """Read the keys and values of a YAML file."""
     try:
-        tree = yaml.safe_load(Path(path).read_text()) or {}
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise InputError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"the configuration file {path} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise InputError(f"the configuration file {path} must hold keys and values")
-    return make_config(tree, overrides, defaults, settings, optional)
+    return tree
 
 
 def make_config(

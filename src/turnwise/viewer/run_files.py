@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 
-from turnwise.config.load import masked_value
+from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
@@ -130,17 +129,8 @@ class RunFiles:
 
     def config(self, *, public: bool = False) -> dict[str, object]:
         """Return the configuration by dotted key; if `public`, secrets are masked."""
-        tree = self._config()
-        if public:
-            tree = {key: masked_value(key, value) for key, value in tree.items()}
-        return dict(leaves(tree))
-
-    def _config(self) -> JsonObject:
-        try:
-            tree = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{self.path / 'config.yaml'} cannot be read: {error}") from error
-        return tree if isinstance(tree, dict) else {}
+        tree = read_tree(self.path / "config.yaml")
+        return dict(leaves(masked_value("", tree) if public else tree))
 
     def alarms(self) -> JsonObject:
         """Return the run's alarms, and the reason if they cannot be found."""
@@ -262,7 +252,7 @@ class RunFiles:
 
     @cached_property
     def _compare(self) -> Comparison:
-        model = self._config().get("model")
+        model = read_tree(self.path / "config.yaml").get("model")
         tokenizer = find_tokenizer(self.path, self.config())
         return comparison(tokenizer, model if isinstance(model, dict) else {})
 
