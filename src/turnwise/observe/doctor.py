@@ -81,10 +81,10 @@ class Check(NamedTuple):
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
     """Run checks in their order; yield each finding as soon as it is known."""
 
-    def run(check: Check) -> Sequence[Finding]:
+    def run(check: Check) -> list[Finding]:
         try:
-            found = check.call()
-            return [found] if isinstance(found, Finding) else found
+            result = check.call()
+            return [result] if isinstance(result, Finding) else [*result]
         except BaseException as error:  # a library's exit too: a check never ends the command
             why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
             return [Finding(check.name, "broken", why)]
