@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from turnwise.config import describe_keys  # noqa: E402
+from turnwise.config.explain import describe_keys, known_keys  # noqa: E402
 from turnwise.config.resume import RULES  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -99,9 +99,13 @@ def metrics() -> str:
 def resume() -> str:
     """Return the rules of keys when a run is resumed."""
     lines = ["| key | may change | meaning |", "|---|---|---|"]
+    known = list(known_keys())
+    place = {
+        key: next(n for n, k in enumerate(known) if f"{k}.".startswith(f"{key}.")) for key in RULES
+    }
     lines += [
-        f"| `{key}` | {'yes' if may_change else 'no'} | {meaning} |"
-        for key, (may_change, meaning) in RULES.items()
+        f"| `{key}` | {'yes' if RULES[key][0] else 'no'} | {RULES[key][1]} |"
+        for key in sorted(RULES, key=place.__getitem__)
     ]
     return "\n".join(lines)
 

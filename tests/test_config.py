@@ -15,16 +15,13 @@ from turnwise.config import (
     LOOP_NAMES,
     REPLACED_KEYS,
     ModelConfig,
-    describe_keys,
     dump_config,
-    explain_config,
     known_keys,
     load_config,
-    masked,
-    masked_value,
     parse_config,
 )
-from turnwise.config.explain import CHOICES
+from turnwise.config.explain import CHOICES, describe_keys, explain_config
+from turnwise.config.load import masked, masked_value
 from turnwise.config.resume import RULES, check_unchanged, rule_of
 from turnwise.errors import InputError
 

@@ -98,7 +98,8 @@ def test_what_is_expected_is_told_beside_the_worst_case(
         monkeypatch.setattr(Machine, "here", classmethod(lambda cls, n=limit: cls(0, n)))
         checks = ConfigChecks(config, 36)
         plan = make_plan(config, Machine.here(), 36)
-        verdicts[limit] = (plan.fits, plan.likely_fits, plan.possible, checks.memory().state)
+        fits = (plan.fits(), plan.fits("expected"), plan.fits("least"))
+        verdicts[limit] = (*fits, checks.memory().state)
     assert [*verdicts.values()] == [
         (True, True, True, "ok"),
         (False, True, True, "warning"),

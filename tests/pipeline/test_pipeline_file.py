@@ -9,7 +9,7 @@ import yaml
 from tests.conftest import ROOT
 from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
 from turnwise.compat.chatlearn.pipeline_file import PipelineFile, is_pipeline_file
-from turnwise.config import Gae
+from turnwise.config.algorithm import Gae
 from turnwise.errors import InputError
 
 FILES = {

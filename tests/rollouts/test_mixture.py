@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 import turnwise
 from tests.rollouts.test_episode import Talking
-from turnwise.config import (
-    Config,
-    SamplingConfig,
-    dump_config,
-    explain_config,
-    load_config,
-    parse_config,
-)
+from turnwise.config import Config, SamplingConfig, dump_config, load_config, parse_config
+from turnwise.config.explain import explain_config
 from turnwise.errors import InputError
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics

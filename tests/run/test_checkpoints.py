@@ -14,7 +14,7 @@ from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.observe.conversations import trajectory_file
 from turnwise.observe.metrics import StepMetrics
-from turnwise.run.commands import TrainingResult, config_of_run, resume
+from turnwise.run.commands import TrainingResult, config_of_run, train
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport
@@ -235,6 +235,6 @@ async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked
     monkeypatch.chdir(tmp_path)
     same = a_config(Path("runs"), training={"steps": 5, "learning_rate": 1e-3})
     with pytest.raises(InputError, match="the run is complete; set training"):
-        await resume(run.path, same, Console(quiet=True))
+        await train(same, Console(quiet=True), run.path)
     with pytest.raises(InputError, match="seed cannot change from 0 to 7 when a run is resumed"):
-        await resume(run.path, a_config(Path("runs"), seed=7), Console(quiet=True))
+        await train(a_config(Path("runs"), seed=7), Console(quiet=True), run.path)

@@ -34,7 +34,7 @@ def check_run(run: RunFiles, steps: int) -> set[str]:
             assert run.audit(file, index)["violations"] == 0
             turns = parse(run.line(file, index))["turns"]
             assert [call[0] for call in calls[index]] == [*range(len(turns))] if calls else True
-            known = {*map(int, run.vocabulary(file, [index]))}
+            known = {*map(int, run.vocabulary(file, index))}
             assert known >= {token for turn in turns for token in turn["completion_token_ids"]}
         values = sum(len(run.token_values(file, i).get("ratio", ())) for i in range(len(calls)))
         assert values == trained.get(file, 0)

@@ -35,12 +35,9 @@ from turnwise.run import commands
 _Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
-_FILE_CLOCK_SECONDS = 0.05
-"""Largest lag of the clock of files' times, which ticks, behind `time.time`."""
-_END_SECONDS = 10.0
-"""Deadline for closing the event loop when user code has not returned."""
-_EXIT_SECONDS = 30.0
-"""Deadline for the end of the interpreter, which joins threads of user code and of libraries."""
+_FILE_CLOCK_SECONDS = 0.05  # largest lag of the clock of files' times behind `time.time`
+_END_SECONDS = 10.0  # deadline for closing the event loop when user code has not returned
+_EXIT_SECONDS = 30.0  # deadline for the end of the interpreter, which joins threads
 
 
 @dataclass(slots=True)
@@ -48,8 +45,7 @@ class Command:
     """One command in progress; reports the error that ends it."""
 
     debug: bool
-    folder: Path | None = None
-    """The run folder; None until the configuration is read."""
+    folder: Path | None = None  # the run folder; None until the configuration is read
     _began: float = field(default_factory=lambda: time.time() - _FILE_CLOCK_SECONDS)
 
     def of(self, config: Config) -> Config:

@@ -1,12 +1,8 @@
-"""The commands of `turnwise`: each reads its arguments, and calls what does the work.
-
-`cli.command` runs each, and reports how it ended.
-"""
+"""The commands of `turnwise`: each reads its arguments, and calls what does the work."""
 
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,21 +11,15 @@ from rich.console import Console
 
 from turnwise import __version__
 from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
-from turnwise.config import Config, explain_config, known_keys, load_config
+from turnwise.config import Config, known_keys, load_config
+from turnwise.config.base import NEEDED_KEYS
+from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
-
-
-def _complete_key(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys that an override can begin with, for shell completion."""
-    for key, meaning in known_keys().items():
-        if key.startswith(incomplete):
-            yield f"{key}=", meaning
-
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +38,9 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[key.sub=value]...",
         help="Changes to the configuration.",
-        autocompletion=_complete_key,
+        autocompletion=lambda incomplete: [
+            (f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)
+        ],
     ),
 ]
 _NO_SIGNAL = (
@@ -57,8 +49,6 @@ _NO_SIGNAL = (
 )
 _ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
-_NEEDLESS = ("environment", "data.path")
-"""Keys that commands without rollouts do not need."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
 
@@ -136,11 +126,7 @@ async def pipeline(
 async def _train(config: Config, resume: Path | None = None) -> None:
     from turnwise.run.display import why_untrained
 
-    console = Console()
-    if resume is None:
-        result = await commands.train(config, console)
-    else:
-        result = await commands.resume(resume, config, console)
+    result = await commands.train(config, Console(), resume)
     if why := why_untrained(result.metrics):
         no_signal = any(row.get("groups_without_signal") for row in result.metrics)
         print_text(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow")
@@ -197,7 +183,7 @@ async def rollout(
 @command_of(app)
 async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
-    config = command.of(load_config(file, overrides or (), optional=_NEEDLESS))
+    config = command.of(load_config(file, overrides or (), optional=NEEDED_KEYS))
     async with commands.serve(config, Console()) as server:
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
@@ -316,7 +302,7 @@ async def plan(
     """Show what each device of a training run would hold; loads no weights."""
     from turnwise.observe.plan import print_plan  # imports torch
 
-    config = load_config(file, overrides or (), optional=_NEEDLESS)
+    config = load_config(file, overrides or (), optional=NEEDED_KEYS)
     await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
 
 
@@ -345,9 +331,7 @@ async def doctor(
         Path | None,
         typer.Argument(metavar="FILE", help="A YAML configuration; without one, this machine."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
-    ] = None,
+    overrides: Overrides = None,
     rollout: Annotated[
         bool, typer.Option("--rollout", help="Also start an engine and play some problems.")
     ] = False,
@@ -404,20 +388,19 @@ async def stuck(command: Command, run: Run) -> None:
 @command_of(traces, "export")
 async def export_traces(command: Command, source: Source, target: Target) -> None:
     """Write trajectories as OpenEnv's training traces."""
-    await _convert("export_traces", "traces", source, target)
+    from turnwise.trajectory import training_trace
+
+    count = await run_in_thread(training_trace.export_traces, source, target)
+    print_text(f"{count} traces\n{target}")
 
 
 @command_of(traces, "import")
 async def import_traces(command: Command, source: Source, target: Target) -> None:
     """Write training traces, of Turnwise or another program, as trajectories."""
-    await _convert("import_traces", "trajectories", source, target)
-
-
-async def _convert(name: str, what: str, source: Path, target: Path) -> None:
     from turnwise.trajectory import training_trace
 
-    count = await run_in_thread(lambda: getattr(training_trace, name)(source, target))
-    print_text(f"{count} {what}\n{target}")
+    count = await run_in_thread(training_trace.import_traces, source, target)
+    print_text(f"{count} trajectories\n{target}")
 
 
 @command_of(traces)

@@ -8,32 +8,19 @@ nor Ray, and only `errors` from the rest of turnwise.
 from turnwise.config.algorithm import (
     PARTS,
     AlgorithmConfig,
-    Cispo,
-    CorrectionConfig,
-    Dpo,
-    DrGrpo,
-    Gae,
-    Grpo,
-    Gspo,
-    MtGrpo,
     OwnAdvantage,
     OwnLoss,
-    PpoClip,
-    ReinforcePP,
-    Rloo,
-    TurnReturns,
+    TrainingConfig,
 )
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
-from turnwise.config.explain import describe_keys, explain_config, known_keys
+from turnwise.config.explain import known_keys
 from turnwise.config.load import (
     apply_override,
     dump_config,
     load_config,
     make_config,
-    masked,
-    masked_value,
     parse_config,
     set_key,
 )
@@ -47,7 +34,6 @@ from turnwise.config.rollout import (
 )
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import TrainingConfig
 
 __all__ = [
     "ALIASES",
@@ -56,43 +42,27 @@ __all__ = [
     "PARTS",
     "REPLACED_KEYS",
     "AlgorithmConfig",
-    "Cispo",
     "Config",
-    "CorrectionConfig",
-    "Dpo",
-    "DrGrpo",
     "EngineConfig",
-    "Gae",
-    "Grpo",
-    "Gspo",
     "LoraConfig",
     "McpConfig",
     "ModelConfig",
-    "MtGrpo",
     "OtherModel",
     "OwnAdvantage",
     "OwnLoss",
-    "PpoClip",
-    "ReinforcePP",
     "RewardConfig",
-    "Rloo",
     "RolloutConfig",
     "SamplingConfig",
     "ServingConfig",
     "ToolConfig",
     "TrainingConfig",
-    "TurnReturns",
     "WeightsConfig",
     "apply_override",
     "asks_for_nothing",
-    "describe_keys",
     "dump_config",
-    "explain_config",
     "known_keys",
     "load_config",
     "make_config",
-    "masked",
-    "masked_value",
     "parse_config",
     "set_key",
 ]

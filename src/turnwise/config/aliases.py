@@ -46,7 +46,9 @@ _NEUTRAL: dict[str, float] = {
 
 
 def asks_for_nothing(key: str, value: object) -> bool:
-    """Return whether a value of one of `REPLACED_KEYS` is equivalent to leaving the key out."""
+    """Return whether a key is one of `REPLACED_KEYS` with a value like leaving it out."""
+    if key not in REPLACED_KEYS:
+        return False
     if isinstance(value, dict):
         return all(asks_for_nothing(key, below) for below in value.values())
     return value in (None, False, 0, "", [], "None") or value == _NEUTRAL.get(key)

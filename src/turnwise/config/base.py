@@ -14,18 +14,16 @@ from pydantic import (
     model_validator,
 )
 
-from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
+from turnwise.config.aliases import asks_for_nothing
 
-Tree = dict[str, Any]
-"""Keys and plain values, as loaded from a YAML file."""
+Tree = dict[str, Any]  # keys and plain values, as loaded from a YAML file
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-NO_DEADLINE = 20 * 24 * 3600.0
-"""Seconds for a deadline set to null: 20 days, which every clock and library accepts."""
+NO_DEADLINE = 20 * 24 * 3600.0  # seconds for null: 20 days, which every clock and library accepts
 
 Seconds = Annotated[
     float,
@@ -34,9 +32,7 @@ Seconds = Annotated[
     PlainSerializer(lambda value: None if value == NO_DEADLINE else value),
 ]
 """A deadline in seconds; null means no deadline."""
-NEEDED = "needed"
-"""Marker of an optional field that must be set unless the caller provides its value otherwise."""
-Needed = Annotated[str | None, NEEDED]
+NEEDED_KEYS = ("environment", "data.path")  # must be set, unless a program provides them
 
 
 def must(holds: Callable[[str], object], message: str) -> AfterValidator:
@@ -60,15 +56,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, tree: object) -> object:
-        """Treat as unset a required key or a section with nothing after its colon, and a key of
-        another system whose value has no effect."""
+        """Leave out keys and sections without a value, and foreign keys without effect."""
         if not isinstance(tree, dict):
             return tree
 
         def is_set(key: str, value: object) -> bool:
             field = cls.model_fields.get(key)
             if field is None:
-                return key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+                return not asks_for_nothing(key, value)
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}

@@ -6,10 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's file that describes an adapter, in the adapter's folder."""
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's description of an adapter, in its folder
 _TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 """Names of the chat templates that come with Turnwise."""
@@ -131,7 +130,7 @@ class OtherModel(Section):
 class RowsConfig(Section):
     """Rows for training and evaluation of one environment."""
 
-    path: Needed = None
+    path: str | None = None
     """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, the
     name of a Hugging Face dataset, or `environment` for the rows that the environment makes. All
     values of a .csv or .tsv file are read as text."""

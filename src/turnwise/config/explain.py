@@ -3,41 +3,30 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin
 
-import annotated_types
 import yaml
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from turnwise.config.base import NEEDED, NO_DEADLINE, Section, Tree, sections
+from turnwise.config.base import NEEDED_KEYS, NO_DEADLINE, Section, Tree, sections
 from turnwise.config.schema import Config
 
-_BOUNDS = (
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Ge, "ge", "≥"),
-    (annotated_types.Lt, "lt", "<"),
-    (annotated_types.Le, "le", "≤"),
-)
+_BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 Kinds = list[type[Section]]
+_ANY = TypeAdapter(object)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """One key of the configuration, as shown in the reference."""
 
-    name: str
-    """The full name, such as `training.steps`."""
-    type: str
-    """The type in words, such as `int > 0` or `mask | drop`."""
-    default: str | None
-    """The default as YAML; None for a key that must be set."""
-    meaning: str
-    """One or more sentences, with the unit and the meaning of null."""
-    kind: str = ""
-    """The `name` of the section kind that has this key; empty if every kind has it."""
+    name: str  # the full name, such as `training.steps`
+    type: str  # the type in words, such as `int > 0` or `mask | drop`
+    default: str | None  # the default as YAML; None for a key that must be set
+    meaning: str  # one or more sentences, with the unit and the meaning of null
+    kind: str = ""  # the `name` of the section kind that has this key; empty if every kind has it
 
 
 @cache
@@ -47,27 +36,39 @@ def known_keys() -> dict[str, str]:
 
 
 def explain_config(config: Config | None = None) -> str:
-    """Return a configuration as YAML, with a comment above each key that explains it; None prints
-    the defaults, with required keys marked and left empty."""
+    """Return a configuration, or None's defaults, as YAML with a comment above each key."""
     lines: list[str] = []
-    _describe(Config, config, "", config is None, lines)
+    for key, field, value, parts in _walk(Config, config, chosen=True):
+        indent, name, meaning = "  " * key.count("."), key.rpartition(".")[2], _meaning(field)
+        if parts:
+            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
+            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
+            lines += [f"{indent}{name}:"]
+            continue
+        required = config is None and (field.is_required() or key in NEEDED_KEYS)
+        lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
+        lines += [f"{indent}{name}: {'' if required else _as_yaml(value)}".rstrip()]
     return "\n".join(lines) + "\n"
 
 
 def _walk(
-    kind: type[Section], section: Section | None, prefix: str = ""
+    kind: type[Section], section: Section | None, prefix: str = "", *, chosen: bool = False
 ) -> Iterator[tuple[str, FieldInfo, object, Kinds]]:
     """Yield every key of a class of sections, with its field, its value in `section` or its
-    default, and its possible kinds of section; but none below several kinds."""
+    default, and its possible kinds of section; of those below several kinds, none or the chosen
+    one's."""
     for name, field in kind.model_fields.items():
         value = field.default if section is None else getattr(section, name)
         if value == NO_DEADLINE or (section is None and field.is_required()):
             value = None
         parts = sections(field.annotation)
         yield prefix + name, field, value, parts
-        if len(parts) == 1:
+        if len(parts) == 1 or (parts and chosen):
             below = value if isinstance(value, Section) else None
-            yield from _walk(parts[0], below, f"{prefix}{name}.")
+            of = parts[0] if below is None else type(below)
+            yield from _walk(of, below, f"{prefix}{name}.", chosen=chosen)
+    for name, value in (section.model_extra or {}).items() if section else ():
+        yield prefix + name, FieldInfo(), value, []  # an argument of a user-defined class
 
 
 def describe_keys(
@@ -76,8 +77,11 @@ def describe_keys(
     """Yield the keys of a class of sections; the defaults are those of `section`, if given."""
     for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
-            default = None if _is_needed(field) else _as_yaml(value)
-            yield Key(key, _type_name(field.annotation, field.metadata), default, _meaning(field))
+            default = None if field.is_required() else _as_yaml(value)
+            of_type = _type_name(field.annotation, field.metadata)
+            if key in NEEDED_KEYS:
+                default, of_type = None, "str"
+            yield Key(key, of_type, default, _meaning(field))
         if len(parts) > 1:
             names = " | ".join(map(_name, parts))
             meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
@@ -86,19 +90,13 @@ def describe_keys(
             for part in parts:
                 below = describe_keys(part, value if isinstance(value, part) else None, f"{key}.")
                 named = (k for k in below if k.name != f"{key}.name")
-                yield from (replace(k, kind=_name(part)) for k in named)
+                yield from (k._replace(kind=_name(part)) for k in named)
 
 
 def _name(section: type[Section]) -> str:
     return str(section.model_fields["name"].default)
 
 
-def _is_needed(field: FieldInfo) -> bool:
-    return field.is_required() or NEEDED in field.metadata
-
-
-NEEDED_KEYS = tuple(key for key, field, _, _ in _walk(Config, None) if NEEDED in field.metadata)
-"""Keys that must be set unless a program provides their values otherwise."""
 CHOICES = {key: parts for key, _, _, parts in _walk(Config, None) if len(parts) > 1}
 """Possible kinds of each key whose value is one of several sections, chosen by `name`."""
 
@@ -126,8 +124,6 @@ def _literals(kind: object) -> Iterator[object]:
 
 def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     """Return a key's type in words, with its bounds."""
-    if NEEDED in metadata:
-        return "str"
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is NoneType:
         return "null"
@@ -146,49 +142,16 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
             f"{sign} {limit:g}"
             for item in metadata
             for one in getattr(item, "metadata", None) or [item]
-            for kind_of_bound, attribute, sign in _BOUNDS
-            if isinstance(one, kind_of_bound) and (limit := getattr(one, attribute)) != NO_DEADLINE
+            for name_of_bound, sign in _BOUNDS.items()
+            if (limit := getattr(one, name_of_bound, None)) not in (None, NO_DEADLINE)
         ]
         return name + (f" {', '.join(bounds)}" if bounds else "") + nullable
     return " | ".join(_type_name(part) for part in arguments)
 
 
 def _as_yaml(value: object) -> str:
-    value = _plain(value)
+    value = _ANY.dump_python(value)  # sections in lists and mappings too
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("...").strip()
-
-
-def _plain(value: object) -> object:
-    """Return a value with sections as mappings, also those in lists and mappings."""
-    if isinstance(value, Section):
-        return value.model_dump()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _describe(
-    kind: type[Section], section: Section | None, prefix: str, marks: bool, lines: list[str]
-) -> None:
-    """Add a section's lines, with the values of `section` or the defaults of its class."""
-    for key, field, value, parts in _walk(kind, section, prefix):
-        indent, meaning = "  " * key.count("."), _meaning(field)
-        name = key.rpartition(".")[2]
-        if parts:
-            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
-            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
-            lines += [f"{indent}{name}:"]
-            if len(parts) > 1:
-                assert isinstance(value, Section)
-                _describe(type(value), value, f"{key}.", marks, lines)
-            continue
-        required = marks and _is_needed(field)
-        lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
-        text = "" if required else _as_yaml(value)
-        lines += [f"{indent}{name}: {text}".rstrip()]
-    for name, value in (section.model_extra or {}).items() if section else ():
-        indent = "  " * prefix.count(".")
-        lines += [f"{indent}{name}: {_as_yaml(value)}"]  # an argument of a user-defined class

@@ -16,23 +16,19 @@ from pydantic_core import ErrorDetails
 
 from turnwise.config.algorithm import PARTS
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS
-from turnwise.config.base import Tree, sections
-from turnwise.config.explain import CHOICES, NEEDED_KEYS, known_keys
+from turnwise.config.base import NEEDED_KEYS, Tree, sections
+from turnwise.config.explain import CHOICES, known_keys
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
-_OUT_OF_FILES = {"serving": {"api_key"}}
-"""Keys that are not written."""
+_OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written
 MASK = "***"
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
 )
-_SECRET_SECTIONS = ("env", "headers")
-"""Mappings whose values may all be secrets: of an MCP server, and of a tool's or engine's own."""
-_USER = re.compile(r"(?<=://)[^/@\s]+@")
-"""User and password in a URL."""
-_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")
-"""A value that names a variable of the environment, and is no secret itself."""
+_SECRET_SECTIONS = ("env", "headers")  # of a server, tool or engine: any value may be a secret
+_USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
+_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # names an environment variable, no secret
 
 
 def load_config(
@@ -57,15 +53,20 @@ def load_config(
     Example:
         config = load_config("config.yaml", ["training.steps=10", "sampling.stop=[END]"])
     """
+    return make_config(read_tree(path), overrides, defaults, settings, optional)
+
+
+def read_tree(path: str | Path) -> Tree:
+    """Read the keys and values of a YAML file."""
     try:
-        tree = yaml.safe_load(Path(path).read_text()) or {}
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise InputError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"the configuration file {path} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise InputError(f"the configuration file {path} must hold keys and values")
-    return make_config(tree, overrides, defaults, settings, optional)
+    return tree
 
 
 def make_config(
@@ -85,8 +86,7 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values, as `load_config` does; raise with one sentence for each
-    mistake."""
+    """Check a tree of plain values, as `load_config` does; raise a sentence for each mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
     missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
@@ -109,8 +109,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
 
 
 def dump_config(config: Config, *, secrets: bool = False) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back, by default without
-    API keys."""
+    """Return the configuration as YAML that `load_config` reads, by default without API keys."""
     exclude = None if secrets else _OUT_OF_FILES
     return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
 
@@ -131,8 +130,7 @@ def has_secrets(config: Config) -> bool:
 
 
 def masked_value(name: str, value: object) -> object:
-    """Return a value of a configuration, masked where the name of its key (of a dotted one, the
-    end) or its form says that it is a secret."""
+    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {

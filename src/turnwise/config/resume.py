@@ -5,8 +5,6 @@ optimizer's moments, the position in the schedule and in the data. The few keys 
 depends on cannot change.
 """
 
-from collections.abc import Mapping
-
 from turnwise.config.explain import known_keys
 from turnwise.config.load import value_of
 from turnwise.config.schema import Config
@@ -15,86 +13,64 @@ from turnwise.errors import InputError
 OnResume = tuple[bool, str]
 """The rule of a key, or of all keys of a section: whether it may change; and the effect of another
 value, or the reason why there can be none."""
-
-
-def _each(rule: OnResume, keys: str, section: str = "") -> dict[str, OnResume]:
-    return {section + key: rule for key in keys.split()}
-
-
-_HOME = (False, "a run is resumed in its own folder, which may be moved as a whole")
-_ADAPTER = (False, "the checkpoint's adapter has this form")
-_SHOWN = (True, "applies from now on")
-_DATA = (True, "applies from now on, if the number of rows stays and they have the same names")
-_SAME_MODEL = (True, "for a copy of the same model elsewhere; another model does not fit")
-_OPTIMIZER = (True, "applies from the next update on")
-_LIMIT = (True, "applies from the next step on")
-
-RULES: Mapping[str, OnResume] = {
-    **_each(_HOME, "name output_dir"),
-    "seed": (False, "the order of the rows that are left in this epoch depends on it"),
-    **_each(_LIMIT, "deterministic exactness"),
-    "environment": (True, "applies from now on; groups that were waiting keep their rewards"),
-    "environment_args": (True, "applies from now on; see data.path where the rows depend on it"),
-    "environments": (
+_KEYS: dict[OnResume, str] = {
+    (False, "a run is resumed in its own folder, which may be moved as a whole"): "name output_dir",
+    (False, "the order of the rows that are left in this epoch depends on it"): "seed",
+    (True, "applies from the next step on"): (
+        "deterministic exactness model.max_length data.max_prompt_tokens data.max_rest "
+        "algorithm.advantage algorithm.loss algorithm.reduction algorithm.kl "
+        "algorithm.correction algorithm.dynamic_sampling algorithm.overlong_tokens "
+        "algorithm.overlong_penalty training.max_staleness training.stale_policy"
+    ),
+    (True, "applies from now on; groups that were waiting keep their rewards"): "environment",
+    (True, "applies from now on; see data.path where the rows depend on it"): "environment_args",
+    (
         True,
         "applies from now on, if their names and numbers of rows stay; weights count from now on",
+    ): "environments",
+    (True, "applies from now on"): (
+        "trackers project entity tags samples_every log_level watchdog_seconds ray_address "
+        "model.trust_remote_code engine serving weights training.context_parallel "
+        "training.colocated training.offload training.resources "
+        "training.activation_checkpointing training.packing training.attention "
+        "training.micro_batch_tokens training.threads training.step_timeout "
+        "training.checkpoint_every training.checkpoint_minutes training.keep_last "
+        "training.restarts training.max_skipped trajectories alarms metrics"
     ),
-    **_each(
-        _SHOWN, "trackers project entity tags samples_every log_level watchdog_seconds ray_address"
+    (True, "for a copy of the same model elsewhere; another model does not fit"): (
+        "model.path algorithm.advantage.model"
     ),
-    "model.path": _SAME_MODEL,
-    "model.adapter": (False, "training does not start from an adapter"),
-    "model.tokenizer": (True, "for a copy of the same tokenizer elsewhere"),
-    "model.chat_template": (True, "applies to new groups, and to models that are saved"),
-    "model.dtype": (True, "applies from now on; weights that learn are kept as they are"),
-    "model.max_length": _LIMIT,
-    "model.trust_remote_code": _SHOWN,
-    **_each((True, "applies to new groups"), "template_args escape_special_tokens", "model."),
-    "model.lora": _ADAPTER,
-    **_each(_DATA, "path subset split limit", "data."),
-    **_each((True, "applies to the next evaluation"), "eval_path eval_split eval_limit", "data."),
-    "data.max_prompt_tokens": _LIMIT,
-    "data.curriculum": (True, "applies from now on; false forgets the outcomes of earlier groups"),
-    "data.max_rest": _LIMIT,
-    "rollout": (True, "applies to new groups"),
-    "sampling": (True, "applies to new groups; those that were waiting keep their size"),
-    "eval": (True, "applies to the next evaluation"),
-    **_each(_SHOWN, "engine serving weights"),
-    "algorithm.advantage": _LIMIT,
-    "algorithm.advantage.name": (
+    (False, "training does not start from an adapter"): "model.adapter",
+    (True, "for a copy of the same tokenizer elsewhere"): "model.tokenizer",
+    (True, "applies to new groups, and to models that are saved"): "model.chat_template",
+    (True, "applies from now on; weights that learn are kept as they are"): "model.dtype",
+    (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
+    (False, "the checkpoint's adapter has this form"): "model.lora",
+    (True, "applies from now on, if the number of rows stays and they have the same names"): (
+        "data.path data.subset data.split data.limit"
+    ),
+    (True, "applies to the next evaluation"): "data.eval_path data.eval_split data.eval_limit eval",
+    (True, "applies from now on; false forgets the outcomes of earlier groups"): "data.curriculum",
+    (True, "applies to new groups; those that were waiting keep their size"): "sampling",
+    (
         True,
         "applies from the next step on; to one with a value model only if the checkpoint has one",
+    ): "algorithm.advantage.name",
+    (True, "applies from the next update on"): (
+        "algorithm.advantage.learning_rate training.learning_rate training.weight_decay "
+        "training.max_grad_norm"
     ),
-    "algorithm.advantage.learning_rate": _OPTIMIZER,
-    "algorithm.advantage.warmup_steps": (True, "counts the steps of the whole run"),
-    "algorithm.advantage.model": _SAME_MODEL,
-    **_each(_LIMIT, "loss reduction kl", "algorithm."),
-    "algorithm.kl.model": (True, "another reference model from now on"),
-    **_each(_LIMIT, "correction dynamic_sampling overlong_tokens overlong_penalty", "algorithm."),
-    "training.steps": (True, "the new end of the run, also of its schedule"),
-    **_each(_LIMIT, "max_staleness stale_policy", "training."),
-    "training.ranks": (True, "a checkpoint can be loaded with any number of ranks"),
-    **_each(
-        _SHOWN, "context_parallel colocated offload resources activation_checkpointing", "training."
+    (True, "counts the steps of the whole run"): "algorithm.advantage.warmup_steps",
+    (True, "another reference model from now on"): "algorithm.kl.model",
+    (True, "the new end of the run, also of its schedule"): "training.steps",
+    (True, "a checkpoint can be loaded with any number of ranks"): "training.ranks",
+    (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
+    (True, "applies from the next step on; a schedule counts updates"): "training.updates_per_step",
+    (True, "the schedule is the new one, at the checkpoint's update"): (
+        "training.warmup_steps training.lr_schedule"
     ),
-    "training.weights_dtype": (False, "the checkpoint's weights and moments have this type"),
-    **_each(_SHOWN, "packing attention", "training."),
-    "training.updates_per_step": (True, "applies from the next step on; a schedule counts updates"),
-    "training.learning_rate": _OPTIMIZER,
-    **_each(
-        (True, "the schedule is the new one, at the checkpoint's update"),
-        "warmup_steps lr_schedule",
-        "training.",
-    ),
-    **_each(_OPTIMIZER, "weight_decay max_grad_norm", "training."),
-    **_each(
-        _SHOWN,
-        "micro_batch_tokens threads step_timeout checkpoint_every checkpoint_minutes keep_last "
-        "restarts max_skipped",
-        "training.",
-    ),
-    **_each(_SHOWN, "trajectories alarms metrics"),
 }
+RULES = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
 """The rules by key. A section stands for those of its keys that have none of their own."""
 
 

@@ -20,8 +20,6 @@ from turnwise.config.data import RowsConfig
 
 LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler", "self_play")
 """Names of the built-in agent loops, which `rollout.loops` implements."""
-
-
 Loop = Annotated[
     str,
     must(

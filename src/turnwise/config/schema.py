@@ -4,25 +4,18 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
-
-from turnwise.config.algorithm import AlgorithmConfig
+from turnwise.config.algorithm import (
+    AlarmsConfig,
+    AlgorithmConfig,
+    MetricsConfig,
+    TrainingConfig,
+    TrajectoriesConfig,
+)
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree, must
+from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
-
-
-def _plain_names(environments: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    for name in environments:
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ValueError(
-                f"the name {name!r} must have letters, digits, _ and - only: problems, metrics "
-                "and files are named by it"
-            )
-    return environments
 
 
 class Config(Section):
@@ -51,13 +44,13 @@ class Config(Section):
     exactness: Literal["stop", "warn"] = "stop"
     """Reaction to a token that differs from the sampled one before training: end the run (stop), or
     only report it (warn)."""
-    environment: Needed = None
+    environment: str | None = None
     """Environment that turns rows into problems, tools and rewards, as package.module:Class;
     reasoning_gym:, gymnasium:, textarena:, skyrl_gym: or bfcl:NAME for one of these packages; or
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     environment_args: Tree = {}
     """Keyword arguments with which the environment is made, such as {size: 1000}."""
-    environments: Annotated[dict[str, EnvironmentConfig], AfterValidator(_plain_names)] = {}
+    environments: dict[str, EnvironmentConfig] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
     each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
     groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
@@ -96,10 +89,8 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     def parts(self) -> dict[str, "Config"]:
-        """Return the configuration of each environment by name, as if it were the only one.
-
-        A run with one environment has one part, under the name "".
-        """
+        """Return the configuration of each environment by name, as if it were the only one; that of
+        a run with one environment under the name ""."""
         if not self.environments:
             return {"": self}
         parts: dict[str, Config] = {}
@@ -119,22 +110,17 @@ class Config(Section):
         return parts
 
     def only(self, names: Collection[str]) -> "Config":
-        if not self.environments:
-            return self
         kept = {name: entry for name, entry in self.environments.items() if name in names}
         return self.model_copy(update={"environments": kept})
 
     def with_row_limit(self, most: int) -> "Config":
         """Return the configuration with at most this number of training rows per environment."""
-        return self.model_copy(
-            update={
-                "data": self.data.first(most) if not self.environments else self.data,
-                "environments": {
-                    name: entry.model_copy(update={"data": entry.data.first(most)})
-                    for name, entry in self.environments.items()
-                },
-            }
-        )
+        of_each = {
+            name: entry.model_copy(update={"data": entry.data.first(most)})
+            for name, entry in self.environments.items()
+        }
+        data = self.data if of_each else self.data.first(most)
+        return self.model_copy(update={"data": data, "environments": of_each})
 
     @property
     def loops(self) -> set[str]:
@@ -151,6 +137,11 @@ class Config(Section):
                 "move it into an entry of environments, or remove environments"
             )
         for name, entry in self.environments.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                yield (
+                    f"environments: the name {name!r} must have letters, digits, _ and - only: "
+                    "problems, metrics and files are named by it"
+                )
             if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
                 yield (
                     f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
+from turnwise.config.aliases import asks_for_nothing
 from turnwise.config.base import (
     NonNegativeInt,
     PositiveFloat,
@@ -16,10 +16,8 @@ from turnwise.config.base import (
     must,
 )
 
-TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
-"""Names of the built-in weight transports, which `weights.transport` implements."""
-CPU_KV_CACHE_GIB = 0.5
-"""Default of `engine.kv_cache_gib` on a CPU."""
+TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")  # as `weights.transport` has them
+CPU_KV_CACHE_GIB = 0.5  # default of `engine.kv_cache_gib` on a CPU
 
 
 def _pattern(pattern: str) -> str:
@@ -28,15 +26,6 @@ def _pattern(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
     return pattern
-
-
-def _without_neutral(extra: Tree) -> Tree:
-    """Drop keys of older versions of vLLM whose value has no effect."""
-    return {
-        key: value
-        for key, value in extra.items()
-        if key not in REPLACED_KEYS or not asks_for_nothing(key, value)
-    }
 
 
 def _is_port_range(ports: str) -> bool:
@@ -83,7 +72,10 @@ class EngineConfig(Section):
     request_timeout: Seconds = 120.0
     """Deadline in seconds for the next token of any request on a busy engine, and for its response
     to a call. A single request may wait in the queue and take longer."""
-    vllm_args: Annotated[Tree, AfterValidator(_without_neutral)] = {}
+    vllm_args: Annotated[
+        Tree,
+        AfterValidator(lambda own: {k: v for k, v in own.items() if not asks_for_nothing(k, v)}),
+    ] = {}
     """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
 
     @property

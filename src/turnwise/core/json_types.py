@@ -1,5 +1,6 @@
 """Parsed JSON, in files, requests and tool calls: its types, and the name of a torch type in it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 JsonObject = dict[str, Any]  # a parsed JSON object; its values are checked where they are used
@@ -8,3 +9,12 @@ JsonObject = dict[str, Any]  # a parsed JSON object; its values are checked wher
 def dtype_name(dtype: object) -> str:
     """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
     return str(dtype).removeprefix("torch.")
+
+
+def leaves(tree: object, key: str = "", separator: str = ".") -> Iterator[tuple[str, object]]:
+    """Yield the values at the ends of a tree, each with the keys that lead to it, joined."""
+    if isinstance(tree, dict) and tree:
+        for name, below in tree.items():
+            yield from leaves(below, f"{key}{separator}{name}" if key else str(name), separator)
+    else:
+        yield key, tree

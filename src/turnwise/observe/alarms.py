@@ -1,35 +1,25 @@
-"""Alarms: one sentence when a run goes wrong in a way that its numbers show.
-
-    lines of metrics.jsonl -> measured values -> thresholds (`alarms` in the configuration) -> Alarm
-
-Each alarm is raised once in a run, by the function of its threshold's name. They are computed from
-metrics.jsonl alone, so that they can be found in a finished run as well.
-"""
+"""Alarms: one sentence, once in a run, when its metrics pass a threshold of section `alarms`."""
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.config import Config, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 
-_NEGLIGIBLE_DIFF = 1e-3
-"""Log-prob difference below which growth does not matter."""
-_Share = tuple[float, float | None, str]
-"""A share of one step, its limit, and the sentence, with {} in the place of the mean of steps."""
+_NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A threshold that was passed."""
 
-    name: str
-    """Key of the threshold in the section `alarms`."""
+    name: str  # key of the threshold in the section `alarms`
     step: int
-    message: str
-    """One sentence: the figures, and what helps."""
+    message: str  # one sentence: the figures, and what helps
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
@@ -43,42 +33,41 @@ def alarms_of_run(run: Path) -> list[Alarm]:
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
-    config = load_config(run / "config.yaml", optional=("environment", "data.path"))
+    config = load_config(run / "config.yaml", optional=NEEDED_KEYS)
     return find_alarms(map(json.loads, path.read_text().splitlines()), config)
 
 
 def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
-    """Return a function that gets each step's line of metrics.jsonl in turn, and returns the alarms
-    that the step raises."""
+    """Return a function that returns the alarms that the next line of metrics.jsonl raises."""
     rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
 
-    def lasting(name: str) -> str:
-        """Return the sentence on a share above its limit in each of the last steps, or ""."""
-        found = [_SHARES[name](row, config) for row in rows[-steps:]]
-        shares, (_, limit, sentence) = [share for share, _, _ in found], found[-1]
-        if len(found) < steps or min(shares) <= (limit or 0.0):
-            return ""
-        mean = f"{statistics.fmean(shares):.0%}"
-        return f"{sentence.replace('{}', mean)} (a mean over {steps} steps)"
+    def messages() -> Iterator[tuple[str, str]]:
+        last = [dict(_shares(row, config)) for row in rows[-steps:]]
+        for name, (limit, _, sentence) in last[-1].items():
+            shares = [found[name][1] for found in last]
+            if limit and len(last) == steps and min(shares) > limit:
+                said = sentence.replace("{}", f"{statistics.fmean(shares):.0%}")
+                yield name, f"{said} (a mean over {steps} steps)"
+        for name, check in _TRENDS.items():
+            if getattr(config.alarms, name) and (message := check(rows, config)):
+                yield name, message
 
     def find(row: JsonObject) -> list[Alarm]:
         if not row["step"]:  # the model before training
             return []
         rows.append(row)
-        found = []
-        for name in (*_SHARES, *_TRENDS):
-            if name in raised or not getattr(config.alarms, name):
-                continue
-            message = lasting(name) if name in _SHARES else _TRENDS[name](rows, config)
-            if message:
-                raised.add(name)
-                found.append(Alarm(name, row["step"], message))
+        found = [Alarm(name, row["step"], said) for name, said in messages() if name not in raised]
+        raised.update(alarm.name for alarm in found)
         return found
 
     return find
 
 
-def no_signal(row: JsonObject, config: Config) -> _Share:
+def _shares(
+    row: JsonObject, config: Config
+) -> Iterator[tuple[str, tuple[float | None, float, str]]]:
+    """Yield the shares of a step: name, limit, value, and the sentence with {} for the mean."""
+    alarms, training = config.alarms, config.training
     said = "{} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:
         said += (
@@ -86,20 +75,14 @@ def no_signal(row: JsonObject, config: Config) -> _Share:
             "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
         )
     share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
-    return share, config.alarms.no_signal, said
-
-
-def truncated(row: JsonObject, config: Config) -> _Share:
+    yield "no_signal", (alarms.no_signal, share, said)
     said = (
         "{} of the trajectories end at their maximum length: raise sampling.max_tokens or "
         "model.max_length, or discourage long answers (algorithm.overlong_tokens)"
     )
     ended = row.get("statuses", {})
     cut_off = ended.get("length", 0) + ended.get("context_full", 0)
-    return _share(cut_off, row["trajectories"]), config.alarms.truncated, said
-
-
-def tool_errors(row: JsonObject, config: Config) -> _Share:
+    yield "truncated", (alarms.truncated, _share(cut_off, row["trajectories"]), said)
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
@@ -107,10 +90,7 @@ def tool_errors(row: JsonObject, config: Config) -> _Share:
         f"{{}} of the tool calls fail (in the last step {_listed(failed)}): read what was called "
         "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
-    return _share(sum(failed.values()), called), config.alarms.tool_errors, said
-
-
-def dropped(row: JsonObject, config: Config) -> _Share:
+    yield "tool_errors", (alarms.tool_errors, _share(sum(failed.values()), called), said)
     counts = row.get("dropped", {})
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
@@ -118,31 +98,25 @@ def dropped(row: JsonObject, config: Config) -> _Share:
         f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
-    return _share(lost, lost + row["trajectories"]), config.alarms.dropped, said
-
-
-def idle(row: JsonObject, config: Config) -> _Share:
+    yield "dropped", (alarms.dropped, _share(lost, lost + row["trajectories"]), said)
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
-        if config.training.max_staleness
+        if training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )
     said = f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
     waiting = row.get("phase_seconds", {}).get("idle", 0)
-    return _share(waiting, row.get("step_seconds", 0)), config.alarms.idle, said
-
-
-def stale(row: JsonObject, config: Config) -> _Share:
-    bound = config.training.max_staleness
-    versions = bound * config.training.updates_per_step
-    by_age: dict[str, int] = row.get("staleness", {})
-    old = sum(count for age, count in by_age.items() if int(age) >= versions)
-    said = (
-        f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "
-        f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
-        "engines, or correct for it (algorithm.correction)"
-    )
-    return _share(old, sum(by_age.values())) if bound else 0.0, config.alarms.stale, said
+    yield "idle", (alarms.idle, _share(waiting, row.get("step_seconds", 0)), said)
+    if bound := training.max_staleness:
+        by_age: dict[str, int] = row.get("staleness", {})
+        versions = bound * training.updates_per_step
+        old = sum(count for age, count in by_age.items() if int(age) >= versions)
+        said = (
+            f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "
+            f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
+            "engines, or correct for it (algorithm.correction)"
+        )
+        yield "stale", (alarms.stale, _share(old, sum(by_age.values())), said)
 
 
 def logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
@@ -205,16 +179,14 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
-    shares: list[dict[str, float]] = []
-    for row in last:  # each worker's speed, as a share of the others' median
-        speeds = row.get("worker_tokens_per_s") or {}
-        others = {name: [speeds[one] for one in speeds if one != name] for name in speeds}
-        shares.append(
-            {
-                name: _share(speeds[name], statistics.median(rest)) if rest else 1.0
-                for name, rest in others.items()
-            }
-        )
+    shares = [  # each worker's speed, as a share of the others' median
+        {
+            name: _share(speed, statistics.median(others))
+            for name, speed in speeds.items()
+            if (others := [speeds[one] for one in speeds if one != name])
+        }
+        for speeds in (row.get("worker_tokens_per_s") or {} for row in last)
+    ]
     for name, share in shares[-1].items():
         if all(earlier.get(name, 1.0) < limit for earlier in shares):
             speed = last[-1]["worker_tokens_per_s"][name]
@@ -246,10 +218,6 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-_SHARES: dict[str, Callable[[JsonObject, Config], _Share]] = {
-    check.__name__: check for check in (no_signal, truncated, tool_errors, dropped, idle, stale)
-}
-"""Alarms of a share of one step."""
 _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
     check.__name__: check
     for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)

@@ -2,32 +2,32 @@
 
 import heapq
 import json
-import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
+from statistics import fmean, pstdev
 
 from rich.console import Console
 from rich.text import Text
 
 from turnwise.core.files import number_of, numbered
-from turnwise.errors import InputError, visible
+from turnwise.errors import InputError, TrajectoryError, visible
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_MOST = 20
-"""Trajectories shown at once."""
-_TOOL = "tool_"
-"""Beginning of the events that are outcomes of tool calls."""
+_MOST = 20  # trajectories shown at once
+_TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
+NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a line that is no trajectory."""
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return the file of a run's trajectories, by default the newest step's; a file is returned as
-    it is."""
+    """Return the file of a run's trajectories, by default the newest step's; of a file, itself."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
@@ -66,7 +66,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         for trajectory in read_jsonl(path):
             yield trajectory
             line += 1
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except NO_TRAJECTORY as error:
         raise InputError(f"{path}, line {line} is no trajectory: {error}") from error
 
 
@@ -89,10 +89,8 @@ def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
 
 
 def conversation(trajectory: Trajectory, label: str = "") -> Text:
-    """Return a trajectory as people read it: its result, then what was said.
-
-    Control characters are shown as escapes, so that no answer of a model can drive the terminal.
-    """
+    """Return a trajectory as people read it, its result and what was said, with control characters
+    as escapes, so that no answer of a model can drive the terminal."""
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())
@@ -132,52 +130,32 @@ def said(message: Message) -> str:
     return "\n".join(lines)
 
 
-@dataclass(slots=True)
-class _Numbers:
-    """Mean, deviation and range of numbers that are added one by one (Welford's algorithm)."""
-
-    count: int = 0
-    mean: float = 0.0
-    _squares: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        before = value - self.mean
-        self.mean += before / self.count
-        self._squares += before * (value - self.mean)
-        self.least, self.most = min(self.least, value), max(self.most, value)
-
-    @property
-    def deviation(self) -> float:
-        """The population's standard deviation."""
-        return math.sqrt(self._squares / self.count) if self.count else 0.0
+def _numbers() -> "array[float]":
+    return array("d")
 
 
-_Ranked = tuple[float, int, Trajectory]
+def _reward(trajectory: Trajectory) -> float:
+    return trajectory.reward or 0.0
 
 
 @dataclass(slots=True)
 class Overview:
-    """A summary of many trajectories in bounded memory: rewards, lengths, outcomes, best, worst."""
+    """A summary of many trajectories, of which only numbers are kept: rewards, lengths, outcomes;
+    and the best and the worst ones."""
 
-    best: int = 1
-    """Number of trajectories with the highest reward to keep."""
-    worst: int = 1
-    """Number of those with the lowest to keep."""
-    rewards: _Numbers = field(default_factory=_Numbers)
-    _turns: _Numbers = field(default_factory=_Numbers)
-    _tokens: _Numbers = field(default_factory=_Numbers)
-    _spreads: _Numbers = field(default_factory=_Numbers)
-    _parts: dict[str, _Numbers] = field(default_factory=lambda: defaultdict(_Numbers))
-    _environments: dict[str, _Numbers] = field(default_factory=lambda: defaultdict(_Numbers))
+    best: int = 1  # number of trajectories with the highest reward to keep
+    worst: int = 1  # number of those with the lowest to keep
+    rewards: "array[float]" = field(default_factory=_numbers)
+    spreads: "array[float]" = field(default_factory=_numbers)  # of rewards in groups
+    problems: int = 0
+    _turns: "array[float]" = field(default_factory=_numbers)
+    _tokens: "array[float]" = field(default_factory=_numbers)
+    _parts: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(_numbers))
+    _environments: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(_numbers))
     _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Outcomes by kind: how trajectories ended, tools, other events, and branches."""
-    _problems: int = 0
-    _equal: int = 0
-    _high: list[_Ranked] = field(default_factory=list)
-    _low: list[_Ranked] = field(default_factory=list)
+    _high: list[Trajectory] = field(default_factory=list)
+    _low: list[Trajectory] = field(default_factory=list)
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory], best: int = 1, worst: int = 1) -> "Overview":
@@ -190,68 +168,60 @@ class Overview:
         return overview
 
     def add(self, group: Sequence[Trajectory]) -> None:
-        spread = _Numbers()
+        both = self.best + self.worst  # one may be in both
+        self._high = heapq.nlargest(both, [*self._high, *group], key=_reward)
+        self._low = heapq.nsmallest(both, [*self._low, *group], key=_reward)
         for trajectory in group:
-            reward = trajectory.reward or 0.0
-            number, both = self.rewards.count, self.best + self.worst  # one may be in both
-            for heap, key in ((self._high, reward), (self._low, -reward)):
-                heapq.heappush(heap, (key, -number, trajectory))
-                if len(heap) > both:
-                    heapq.heappop(heap)
-            for numbers in (spread, self.rewards):
-                numbers.add(reward)
-            self._turns.add(len(trajectory.turns))
-            self._tokens.add(trajectory.sampled_tokens)
+            self._turns.append(len(trajectory.turns))
+            self._tokens.append(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
-                self._parts[name].add(value)
+                self._parts[name].append(value)
             if trajectory.environment:
-                self._environments[trajectory.environment].add(reward)
+                self._environments[trajectory.environment].append(_reward(trajectory))
             self._counts["ended"][trajectory.status] += 1
             for event, count in trajectory.events.items():
                 kind = "tools" if event.startswith(_TOOL) else "events"
                 self._counts[kind][event.removeprefix(_TOOL)] += count
             reasons = (turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
             self._counts["branches"].update(reasons)
-        self._problems += bool(group)
+        rewards = [_reward(trajectory) for trajectory in group]
+        self.rewards.extend(rewards)
+        self.problems += bool(group)
         if len(group) > 1:
-            self._spreads.add(spread.deviation)
-            self._equal += spread.least == spread.most
+            self.spreads.append(pstdev(rewards))
 
     def best_and_worst(self) -> dict[str, list[Trajectory]]:
         """Return the trajectories of the highest and of the lowest reward, none of them twice."""
-        high, low = (
-            [one for _, _, one in sorted(heap, key=lambda ranked: ranked[:2], reverse=True)]
-            for heap in (self._high, self._low)
-        )
-        taken = {id(one) for one in high[: self.best]}
-        worst = [one for one in low if id(one) not in taken]
-        return {"best": high[: self.best], "worst": worst[: self.worst]}
+        best = self._high[: self.best]
+        worst = [one for one in self._low if not any(one is other for other in best)]
+        return {"best": best, "worst": worst[: self.worst]}
 
     def lines(self) -> list[str]:
         rewards, tokens = self.rewards, self._tokens
-        if not rewards.count:
+        if not rewards:
             return ["no trajectories"]
-        spread = f" ± {rewards.deviation:.3f}" if rewards.count > 1 else ""
-        between = f" ({tokens.least:,} to {tokens.most:,})" if tokens.least < tokens.most else ""
+        spread = f" ± {pstdev(rewards):.3f}" if len(rewards) > 1 else ""
+        least, most = min(tokens), max(tokens)
+        between = f" ({least:,.0f} to {most:,.0f})" if least < most else ""
         lines = [
-            f"{counted(rewards.count, 'trajectory', 'trajectories')} of "
-            f"{counted(self._problems, 'problem', 'problems')}  "
-            f"reward {rewards.mean:.3f}{spread} ({rewards.least:g} to {rewards.most:g})  "
-            f"{self._turns.mean:.1f} turns, {tokens.mean:,.0f} tokens{between}"
+            f"{counted(len(rewards), 'trajectory', 'trajectories')} of "
+            f"{counted(self.problems, 'problem', 'problems')}  "
+            f"reward {fmean(rewards):.3f}{spread} ({min(rewards):g} to {max(rewards):g})  "
+            f"{fmean(self._turns):.1f} turns, {fmean(tokens):,.0f} tokens{between}"
         ]
-        if self._spreads.count:
+        if self.spreads:
             lines.append(
-                f"groups: spread of rewards {self._spreads.mean:.3f} on average, "
-                f"{self._equal:,} of {self._spreads.count:,} with equal rewards"
+                f"groups: spread of rewards {fmean(self.spreads):.3f} on average, "
+                f"{self.spreads.count(0.0):,} of {len(self.spreads):,} with equal rewards"
             )
         if self._environments:
             each = (
-                f"{name} {values.mean:.3f} ({counted(values.count, 'trajectory', 'trajectories')})"
+                f"{name} {fmean(values):.3f} ({counted(len(values), 'trajectory', 'trajectories')})"
                 for name, values in sorted(self._environments.items())
             )
             lines.append(f"environments: {', '.join(each)}")
         if len(self._parts) > 1:
-            means = (f"{name} {values.mean:.3f}" for name, values in sorted(self._parts.items()))
+            means = (f"{name} {fmean(values):.3f}" for name, values in sorted(self._parts.items()))
             lines.append(f"reward parts: {', '.join(means)}")
         for name in ("ended", "tools", "events", "branches"):
             if counts := self._counts[name]:

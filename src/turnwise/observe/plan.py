@@ -6,7 +6,8 @@ context of a GPU's driver (about half a GiB) and fragmentation.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -15,6 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
 from turnwise.config import Config, apply_override, parse_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
@@ -31,14 +33,11 @@ from turnwise.weights.transport import BUFFER_BYTES
 _PASSING = "activations and gathered layers"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """The devices of a run."""
 
-    gpus: int
-    """Number of GPUs in the cluster; 0: all processes share the memory of one machine."""
-    device_bytes: int
-    """Memory of a GPU, or of the machine."""
+    gpus: int  # number of GPUs in the cluster; 0: all processes share the memory of one machine
+    device_bytes: int  # memory of a GPU, or of the machine
 
     @classmethod
     def here(cls) -> "Machine":
@@ -47,15 +46,16 @@ class Machine:
         return cls(0, psutil.virtual_memory().total)
 
 
-@dataclass(slots=True)
-class Holding:
+class Holding(NamedTuple):
     """Bytes that one process holds at the worst, by part."""
 
-    parts: dict[str, int] = field(default_factory=dict)
-    lasting: frozenset[str] = frozenset()
-    """Parts that stay between steps; of the others, only the largest is there at a time."""
-    expected: dict[str, int] = field(default_factory=dict)
-    """Parts that are expected to be smaller."""
+    parts: dict[str, int]
+    lasting: frozenset[str]  # these stay between steps; of the others, one is there at a time
+    expected: dict[str, int]  # parts that are expected to be smaller
+
+    @property
+    def between(self) -> int:
+        return sum(self.parts[part] for part in self.lasting)
 
     @property
     def peak(self) -> int:
@@ -66,30 +66,17 @@ class Holding:
         return self._peak(self.parts | self.expected)
 
     def _peak(self, parts: dict[str, int]) -> int:
-        passing = [size for part, size in parts.items() if part not in self.lasting]
-        return self.between + max(passing, default=0)
-
-    @property
-    def between(self) -> int:
-        return sum(size for part, size in self.parts.items() if part in self.lasting)
+        return self.between + max((parts[part] for part in parts.keys() - self.lasting), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Bytes that one device holds at the same time."""
 
     device: str
-    least: int
-    """Bytes with micro-batches of a few tokens."""
-    expected: int
-    """Bytes with trajectories of `expected_length`."""
-    bytes: int
-    """Bytes at the worst: with full micro-batches of the longest sequences."""
+    least: int  # bytes with micro-batches of a few tokens
+    expected: int  # bytes with trajectories of `expected_length`
+    bytes: int  # bytes at the worst: with full micro-batches of the longest sequences
     limit: int
-
-    @property
-    def fits(self) -> bool:
-        return self.bytes <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,38 +90,24 @@ class Ask:
     resources: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     rank: Holding
-    engine: Holding
-    """One device of an engine."""
-    cache_tokens: int
-    """Tokens that an engine's KV cache holds."""
-    contexts: float
-    """Full contexts of model.max_length that it holds."""
+    engine: Holding  # one device of an engine
+    cache_tokens: int  # tokens that an engine's KV cache holds
+    contexts: float  # full contexts of model.max_length that it holds
     loads: list[Load]
     asks: list[Ask]
 
-    @property
-    def fits(self) -> bool:
-        """Whether it fits at the worst."""
-        return self.contexts >= 1 and all(load.fits for load in self.loads)
-
-    @property
-    def likely_fits(self) -> bool:
-        """Whether what is expected fits."""
-        return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
+    def fits(self, figure: Literal["least", "expected", "bytes"] = "bytes") -> bool:
+        """Return whether a figure of each device fits, and a full context in the KV cache."""
+        each = ((getattr(load, figure), load.limit) for load in self.loads)
+        return self.contexts >= 1 and all(size <= limit for size, limit in each)
 
     @property
     def excess(self) -> float:
         """By how much it does not fit, in bytes."""
         over = sum(max(0, load.bytes - load.limit) for load in self.loads)
         return over + max(0.0, 1 - self.contexts)
-
-    @property
-    def possible(self) -> bool:
-        """Whether it can run at all."""
-        return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
@@ -187,7 +160,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
             if key == "engine.tensor_parallel_size" and config.training.colocated:
                 tree["serving"]["workers"] = max(1, config.training.ranks // int(text))
             try:  # a value may not be allowed, and such a layout may need more GPUs
-                changed = parse_config(tree, optional=("environment", "data.path"))
+                changed = parse_config(tree, optional=NEEDED_KEYS)
                 plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
                 break
@@ -195,14 +168,14 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
                 break  # it does not help
             changes.pop(key, None)  # a milder one
             config, changes[key] = changed, text
-            if plan.fits:
+            if plan.fits():
                 return [f"{key}={text}" for key, text in changes.items()]
     return None
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     training, model = config.training, config.model
-    ranks, width = training.ranks, _width(config)
+    ranks, width = training.ranks, dtype_of(config).itemsize
     beside = models_beside(config)
     roles = shared_roles(config, beside)
     size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
@@ -242,15 +215,9 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     return Holding(parts, frozenset(held), {_PASSING: min(expected, parts[_PASSING])})
 
 
-def _width(config: Config) -> int:
-    """Return the bytes of a number in forward passes."""
-    return dtype_of(config).itemsize
-
-
 def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
-    """Return what one device of an engine holds without its KV cache, and the bytes of one token in
-    that cache."""
-    text, engine, width = shape.get_text_config(), config.engine, _width(config)
+    """Return what a device of an engine holds without its KV cache, and a token's bytes in that."""
+    text, engine, width = shape.get_text_config(), config.engine, dtype_of(config).itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -270,7 +237,7 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
         heads = math.ceil(heads / engine.tensor_parallel_size)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         numbers = 2 * heads * size
-    return Holding(parts, frozenset(parts)), int(layers * numbers * width)
+    return Holding(parts, frozenset(parts), {}), int(layers * numbers * width)
 
 
 def _loads(
@@ -286,7 +253,7 @@ def _loads(
     if not machine.gpus:
         beside = config.serving.workers * config.engine.devices * engine.peak
         if config.weights.transport == "shm":
-            beside += 2 * model_size(config).parameters * _width(config)
+            beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
         yield load("memory of the machine", training.ranks, beside)
     elif training.colocated:
         ranks = round(1 / share)
@@ -303,8 +270,7 @@ def _loads(
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a training run ask Ray for; each rank and device of an engine has
-    this share of a GPU."""
+    """Yield what the actors of a run ask Ray for, with this share of a GPU for each device."""
     training, serving, size = config.training, config.serving, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:
@@ -341,7 +307,7 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
     loads = Table("device", "expected (GiB)", "at the worst", "of", "")
     for load in plan.loads:
         likely = "likely fits" if load.expected <= load.limit else "too much"
-        said = "fits" if load.fits else likely
+        said = "fits" if load.bytes <= load.limit else likely
         loads.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
     asks = Table("Ray actors", "number", "each asks for")
     for ask in plan.asks:
@@ -350,14 +316,14 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
         asks.add_row(ask.who, str(ask.count), text)
     console.print(loads)
     console.print(asks)
-    if plan.fits:
+    if plan.fits():
         console.print("It fits.", markup=False)
         return
     if plan.contexts < 1:
         said = "The KV cache does not hold one full context: lower model.max_length, or make room."
         console.print(said, markup=False)
     said = "It does not fit"
-    if plan.likely_fits:
+    if plan.fits("expected"):
         said = (
             "It fits as long as trajectories are about as long as expected "
             f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "

@@ -1,9 +1,8 @@
 """Times of turns in a run folder, and as a file for trace viewers: `turnwise trace timeline`.
 
-The latter has the JSON format of Chrome's trace events, which Perfetto opens. Its first process has
-a row for each trajectory: the engine's queue (with `engine.metrics`), the wait for the first token,
-sampling, tools and environment, and what else lies between two turns. The second process has the
-turns of each worker, in as many rows as overlap.
+The latter has Chrome's trace events: in one process a row for each trajectory (queue, wait for the
+first token, sampling, tools, and what else lies between two turns), in another the turns of each
+worker, in as many rows as overlap.
 """
 
 import json
@@ -19,8 +18,7 @@ from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"
 """Folder of the files of `write_times`, named as the files of their trajectories."""
-_TRAJECTORIES, _WORKERS = 1, 2
-"""Ids of the two processes."""
+_TRAJECTORIES, _WORKERS = 1, 2  # ids of the two processes
 _MICROSECONDS = 1e6
 
 

@@ -9,10 +9,9 @@ import importlib
 import importlib.util
 import json
 import logging
-import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +22,10 @@ try:
 except ImportError:  # an extra
     SummaryWriter = None
 
-from turnwise.config import Config, masked
+from turnwise.config import Config
+from turnwise.config.load import masked
 from turnwise.core.files import write_file
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import JsonObject, leaves
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, text_of, translate_unwritable
 from turnwise.observe.conversations import conversation
@@ -33,17 +33,13 @@ from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 180.0
-"""Deadline for a tracker to start, which may ask a server."""
-_CALL_SECONDS = 60.0
-"""Deadline for each later call of a tracker."""
-_COLUMNS = ["problem", "reward", "status", "conversation"]
-"""Columns of tables of conversations."""
+_START_SECONDS = 180.0  # deadline for a tracker to start, which may ask a server
+_CALL_SECONDS = 60.0  # deadline for each later call of a tracker
+_COLUMNS = ["problem", "reward", "status", "conversation"]  # columns of tables of conversations
 
 
 class Tracker(NamedTuple):
-    """Receives a step's numbers, by names of letters, digits and `_-./`, and conversations; may
-    raise anything."""
+    """Receives a step's numbers and conversations; may raise anything."""
 
     write: Callable[[int, dict[str, float]], None]
     write_samples: Callable[[int, list[JsonObject]], None]
@@ -51,20 +47,15 @@ class Tracker(NamedTuple):
 
 
 class Trackers:
-    """One run's metrics, written one step at a time; trackers get the configuration without its API
-    key.
-
-    Later metrics than `after_step`, from which a run is resumed, are removed, or hidden where a
-    tracker cannot delete.
-    """
+    """One run's metrics, written one step at a time; later ones than `after_step`, from which a run
+    is resumed, are removed, or hidden where a tracker cannot delete."""
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
         for name in config.trackers:
             if importlib.util.find_spec(name) is None:
                 raise InputError(f"trackers names {name}, which is missing: pip install {name}")
         self._path = folder / "metrics.jsonl"
-        self.rows: list[JsonObject] = []
-        """Metrics of every step, including those before a resume."""
+        self.rows: list[JsonObject] = []  # metrics of every step, including those before a resume
         if after_step is not None:
             self.rows = _cut(self._path, after_step)
         self._trackers: dict[str, Tracker] = {}
@@ -83,16 +74,17 @@ class Trackers:
                 raise InputError(f"trackers: {name} does not start: {text_of(error)}") from error
 
     def write(self, metrics: JsonObject) -> None:
-        """Write one step's metrics, which include `step`.
-
-        A nested dictionary is written as `key/name`. Values that are not numbers (None, a text) go
-        only to metrics.jsonl, where NaN and infinity become null.
-        """
-        metrics = {name: _finite(value) for name, value in metrics.items()}
+        """Write one step's metrics; those that are no numbers go only to metrics.jsonl, where NaN
+        and infinity become null, and nested ones to trackers as `key/name`."""
+        metrics = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, allow_nan=False) + "\n")
-        values = dict(_numbers(metrics))
+            file.write(json.dumps(metrics) + "\n")
+        values = {
+            re.sub(r"[^A-Za-z0-9_./-]", "_", name): float(value)
+            for name, value in leaves(metrics, separator="/")
+            if isinstance(value, int | float)
+        }
         step = int(values.pop("step"))
         self._each(lambda tracker: tracker.write(step, values))
 
@@ -232,21 +224,3 @@ def _cut(path: Path, after_step: int) -> list[JsonObject]:
     except OSError as error:
         raise InputError(f"{path} cannot be resumed from: {error.strerror}") from error
     return rows
-
-
-def _finite(value: object) -> object:
-    """Return the same tree with None for each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in metrics.items():
-        name = prefix + re.sub(r"[^A-Za-z0-9_./-]", "_", key)
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{name}/")
-        elif isinstance(value, int | float):
-            yield name, float(value)

@@ -1,24 +1,21 @@
 """Plain calls for programs: train, evaluate, rollout, serve; `turnwise` exports them.
 
-They run the same commands as the command line, in a separate thread, so that scripts, notebooks and
-programs with a running event loop can all call them. The most common keys of the configuration are
-arguments, and every other key can be passed as a keyword:
-
-    turnwise.train(..., seed=1, sampling={"n": 4}, **{"rollout.max_turns": 4})
-
-`config` may provide the rest: a YAML file, a mapping with the same keys, or a `Config`. Arguments
-take precedence over keywords, and keywords over `config`. Rows and classes passed as objects are
-used directly; the run folder's config.yaml then has no path for rows, and the name of the class.
+They run the commands in a separate thread, so that scripts, notebooks and programs with a running
+event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
+`**{"rollout.max_turns": 4}`), and these over `config`. Rows and classes passed as objects are used
+directly; the run folder's config.yaml then has no path for rows, and the name of the class.
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rich.console import Console
 
 from turnwise.config import NO_DEADLINE, Config, known_keys, load_config, make_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
@@ -87,10 +84,9 @@ def train(
     """
     values = {"model.path": model, "training.steps": steps}
     resolved, inputs = _prepare(config, keys, values, environment, data, eval_data, resume=resume)
-    console, name = Console(quiet=not progress), "the training run"
-    if resume is None:
-        return run_command(lambda: commands.train(resolved, console, None, inputs), name)
-    return run_command(lambda: commands.resume(Path(resume), resolved, console, inputs), name)
+    console, run = Console(quiet=not progress), None if resume is None else Path(resume)
+    work = partial(commands.train, resolved, console, run, inputs)
+    return run_command(work, "the training run")
 
 
 def evaluate(
@@ -127,8 +123,8 @@ def evaluate(
     resolved, inputs = _prepare(
         config, keys, {"model.path": model}, environment, eval_data=data, optional=["data.path"]
     )
-    console = Console(quiet=not progress)
-    return run_command(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
+    work = partial(commands.evaluate, resolved, Console(quiet=not progress), inputs)
+    return run_command(work, "the evaluation")
 
 
 def rollout(
@@ -166,10 +162,8 @@ def rollout(
     """
     resolved, inputs = _prepare(config, keys, {"model.path": model}, environment, data)
     console, file = Console(quiet=not progress), None if output is None else Path(output)
-    trajectories, _ = run_command(
-        lambda: commands.rollout(resolved, console, file, inputs), "the rollouts"
-    )
-    return trajectories
+    work = partial(commands.rollout, resolved, console, file, inputs)
+    return run_command(work, "the rollouts")[0]
 
 
 @contextmanager
@@ -198,8 +192,7 @@ def serve(
         with turnwise.serve(model="Qwen/Qwen3-0.6B", serving={"port": 0}) as server:
             client = openai.OpenAI(base_url=server.base_url, api_key="-")
     """
-    optional = ("environment", "data.path")
-    resolved, _ = _prepare(config, keys, {"model.path": model}, optional=optional)
+    resolved, _ = _prepare(config, keys, {"model.path": model}, optional=NEEDED_KEYS)
     console = Console(quiet=not progress)
     thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
     with thread:
@@ -227,11 +220,8 @@ def _prepare(
     optional: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> tuple[Config, ProgramInputs]:
-    """Return the configuration with the given values, and the objects for the run.
-
-    Values by dotted key take precedence over `keys`, which may be nested; None leaves them to the
-    configuration. Keys that an object replaces need no value.
-    """
+    """Return the configuration with the given values by dotted key, which count more than `keys`
+    (None leaves them to these), and the objects for the run."""
 
     def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
         for key, value in values.items():

@@ -1,9 +1,4 @@
-"""The commands as coroutines: train, resume, evaluate, rollout, serve; and export.
-
-The command line and `turnwise.run.api`, the plain calls for programs, share them. Each command
-checks its inputs, which are the configuration's or a program's objects, before it imports anything
-slow.
-"""
+"""The commands as coroutines: they check their inputs before anything slow is imported."""
 
 import itertools
 import shutil
@@ -18,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from turnwise.config import Config, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.config.explain import NEEDED_KEYS
 from turnwise.config.resume import check_unchanged
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -47,10 +42,8 @@ if TYPE_CHECKING:
     """Called with the trajectories of each group of a command, also of one that was not run."""
 
 _LOADING = "importing libraries and reading the data"
-_LOAD_SECONDS = 6 * 3600.0
-"""Deadline for opening the data, which may be a download of hours."""
-_PROVIDED = (*NEEDED_KEYS, "data.eval_path")
-"""Keys whose values a program may have provided as objects."""
+_LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
+_PROVIDED = (*NEEDED_KEYS, "data.eval_path")  # those that a program may have given as objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +82,9 @@ def run_folder(config: Config) -> Path:
 class ProgramInputs:
     """Objects that a program passes instead of configuration keys; None uses the key."""
 
-    environment: "EnvironmentType | None" = None
-    """Makes an environment from a row; replaces `environment`."""
-    rows: Sequence[JsonObject] | None = None
-    """Training rows; replace data.path."""
-    eval_rows: Sequence[JsonObject] | None = None
-    """Held-out rows; replace data.eval_path."""
+    environment: "EnvironmentType | None" = None  # makes one from a row; replaces `environment`
+    rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
+    eval_rows: Sequence[JsonObject] | None = None  # held-out rows; replace data.eval_path
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -113,8 +103,7 @@ class ProgramInputs:
         return with_arguments(self.environment, config.environment_args)
 
 
-FROM_CONFIG = ProgramInputs()
-"""Inputs that leave everything to the configuration."""
+FROM_CONFIG = ProgramInputs()  # inputs that leave everything to the configuration
 
 
 def check_sources(config: Config, *data: str | None) -> None:
@@ -162,10 +151,11 @@ def load_problems(
 async def train(
     config: Config,
     console: Console,
-    resume: "Resume | None" = None,
+    run: Path | None = None,
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
-    """Train to the last step, with up to `training.restarts` restarts after the trainer dies."""
+    """Train to the last step, from the newest complete checkpoint of `run` on, if it is given."""
+    resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
@@ -177,7 +167,7 @@ async def train(
                 all_problems, config, inputs, name="the data", seconds=_LOAD_SECONDS
             )
 
-        async def run(folder: RunDir, start: "Resume | None") -> ExactnessReport:
+        async def play(folder: RunDir, start: "Resume | None") -> ExactnessReport:
             # A function, so that nothing of an attempt that failed lives on in the next one.
             from turnwise.observe.prometheus import serving_metrics
             from turnwise.run.trainer import TrainingLoop
@@ -199,7 +189,7 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await run(folder, resume)
+                exactness = await play(folder, resume)
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -214,10 +204,8 @@ async def train(
     return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
 
 
-async def resume(
-    run: Path, config: Config, console: Console, inputs: ProgramInputs = FROM_CONFIG
-) -> TrainingResult:
-    """Continue training from the newest complete checkpoint of a run."""
+async def _resumable(run: Path, config: Config) -> "Resume":
+    """Return the newest complete checkpoint of a run, if the configuration can go on with it."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
@@ -236,7 +224,7 @@ async def resume(
             f"{config.eval.target:g}: the run is complete; set eval.target=null to "
             "continue to training.steps"
         )
-    return await train(config, console, found, inputs)
+    return found
 
 
 def config_of_run(
@@ -262,10 +250,7 @@ async def evaluate(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
-    """Evaluate the model on held-out rows; trajectories go to eval.jsonl in the run folder.
-
-    Finished groups are in the file at once, so that an early end loses none of them.
-    """
+    """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl."""
     paths = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
@@ -298,11 +283,8 @@ async def rollout(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> tuple[Sequence[Trajectory], Counter[str]]:
-    """Sample the groups of all training rows, as in training.
-
-    Finished groups are in the file `output` at once; None keeps them in memory. Returns the
-    trajectories in the rows' order, and the number of failed ones by reason.
-    """
+    """Sample the groups of all training rows; finished ones are at once in the file `output`, or in
+    memory. Returns the trajectories in the rows' order, and the number of failed ones by reason."""
     paths = inputs.paths(config, heldout=False)
     playing = _playing(config, console, inputs, paths, "rollout", on_group)
     async with playing as (run_group, problems, advance):
@@ -330,10 +312,7 @@ async def _playing(
     phase: Literal["evaluate", "rollout"],
     on_group: "OnGroup",
 ) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Callable[[Group], None]]]":
-    """Check the rows' paths, read the rows and start the engines, without a trainer.
-
-    Yields a function that runs a group, the problems, and a function to call with each group.
-    """
+    """Read the rows, start the engines; yield what runs a group, the problems, a callback."""
     check_sources(config, *paths)
     heldout = phase == "evaluate"
     with logs.open_logs(config), _display(config, console) as display:
@@ -388,12 +367,8 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
 
 
 def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
-    """Write what a run has trained to a folder, which is returned: the model, or with LoRA the
-    adapter.
-
-    The run may be the folder of a checkpoint. `output`, which must not exist, is `export` by
-    default, or `merged` where the adapter is added to its model.
-    """
+    """Write what a run, or a checkpoint's folder, has trained: the model, or with LoRA the adapter.
+    Returns the folder, `output`: by default `export`, or `merged` for an adapter in its model."""
     chosen = run
     if (run / "state").is_dir():
         run = run.resolve().parents[1]

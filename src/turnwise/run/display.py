@@ -17,10 +17,8 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
 _REFRESH_PER_SECOND = 4
-_QUIET_SECONDS = 10.0
-"""Without a terminal, silence during the start after which the current activity is printed."""
-_QUIET_STEP_SECONDS = 60.0
-"""The same after the first step."""
+_QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
+_QUIET_STEP_SECONDS = 60.0  # the same after the first step
 _Result = TypeVar("_Result")
 
 
@@ -32,15 +30,13 @@ class Display:
         self._steps = steps
         self._console = console
         self._success = f"reward ≥ {success_reward:g}"
-        self._parts: dict[str, float] = {}
-        """Start time of each part in progress, by its name."""
+        self._parts: dict[str, float] = {}  # start time of each part in progress, by its name
         self._phase, self._done, self._total = "start", 0, 0
         self._last: StepMetrics | None = None
         self._accuracy: float | None = None
         self._started = self._phase_began = self._printed = time.perf_counter()
         self._first_step: float | None = None
-        self._steps_here = 0
-        """Steps done by this process; a resumed run begins at a later step."""
+        self._steps_here = 0  # steps done by this process; a resumed run begins at a later step
         self._ended = threading.Event()
         self._live = Live(
             console=console,
@@ -206,5 +202,4 @@ async def show_part(display: Display, name: str, work: Callable[[], Awaitable[_R
         return await work()
 
 
-SILENT = Display("", 0, Console(quiet=True), 0.0)
-"""Shows nothing."""
+SILENT = Display("", 0, Console(quiet=True), 0.0)  # shows nothing

@@ -12,16 +12,13 @@ from pathlib import Path
 
 import yaml
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, translate_unwritable
 
-HUB_MODEL = "Qwen/Qwen3-0.6B"
-"""The model of a project outside a clone."""
+HUB_MODEL = "Qwen/Qwen3-0.6B"  # the model of a project outside a clone
 _TEMPLATES = Path(__file__).with_name("new_project")
 _DEMO = Path("examples", "calculator", "warm_started")
 _NAME = re.compile(r"[\w][\w.-]*")
 _ROWS = 64
-
-
 _KEYS = ("model_keys", "max_tokens", "steps", "learning_rate", "training_keys")
 """Values of config.yaml that depend on the size of the model."""
 _SMALL = ("  max_length: 512", "64", "10", "0.0003", "  updates_per_step: 2")
@@ -30,10 +27,7 @@ _QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:
 
 
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
-    """Write a project's files into a new folder, whose name becomes the run's; return their paths.
-
-    Without a model it is the demo's in a clone, and else `HUB_MODEL`.
-    """
+    """Write a project into a new folder, whose name becomes the run's; return its files."""
     name = folder.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(f"{name!r} cannot name a project: use letters, digits, _, - and .")
@@ -56,20 +50,16 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
                 value = yaml.safe_dump(value, width=1_000_000).removesuffix("\n...\n").strip()
             text = text.replace(f"{{{key}}}", value)
         files[template.stem] = text.rstrip("\n") + "\n"
-    try:
+    with translate_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"the project {folder} cannot be written: {error}") from error
     return [folder / file for file in sorted(files)]
 
 
 def _rows() -> Iterator[dict[str, str | int]]:
-    """Yield problems of two and three steps, without negative results; the same in every project.
-
-    The demo's model solves most of the first kind and a quarter of the second.
-    """
+    """Yield problems of two and three steps, of which the demo's model solves most and a quarter;
+    the same in every project, without negative results."""
     draw = random.Random(0)
     for number in range(_ROWS):
         a, b, c = draw.randint(500, 999), draw.randint(100, 499), draw.randint(10, 999)

@@ -1,16 +1,4 @@
-"""A run's folder: the files that a run writes.
-
-runs/NAME/
-  config.yaml                     the resolved configuration
-  metrics.jsonl                   one object per step; step 0 is the initial model
-  tensorboard/                    the same metrics
-  trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
-  timeline/                       a file for each of these: times and workers of the turns
-  training/step-NNNN.safetensors  the values of each trained token; see `token_values`
-  exactness.json                  audit of every sampled token, and the first violation
-  checkpoints/step-NNNN/          Hugging Face format, and state/ to resume from
-  reward.png                      reward and held-out accuracy against step
-"""
+"""A run's folder: the files that a run writes, as docs/how-to/viewer.md describes them."""
 
 import importlib.util
 import json
@@ -39,8 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE = (-0.02, 1.02)
-"""Limits of the y axis for values between 0 and 1."""
+_SHARE = (-0.02, 1.02)  # limits of the y axis for values between 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +37,7 @@ class Resume:
     checkpoint: Path
     step: int
     state: JsonObject
-    flaws: list[str]
-    """Flaws of newer checkpoints, which are skipped."""
+    flaws: list[str]  # flaws of newer checkpoints, which are skipped
 
 
 def find_resume(run: Path) -> Resume:
@@ -102,10 +88,7 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
 class RunDir:
     """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
-    overwritten.
-
-    Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
-    """
+    overwritten; a TurnwiseError when a file cannot be written, such as on a full disk."""
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:
         self.path = Path(config.output_dir) / config.name
@@ -121,39 +104,30 @@ class RunDir:
             write_file(self.path / "config.yaml", dump_config(config), private=private)
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
-        self._keep_last = config.training.keep_last
-        self._keep_steps = config.trajectories.keep
-        self._success_reward = config.eval.success_reward
+        self._config = config
         self.metrics = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        folder = self.path / "trajectories"
-        write_jsonl(folder / f"step-{step:04d}.jsonl", trajectories)
-        self._prune(folder, "step", ".jsonl")
+        write_jsonl(self._place("trajectories", "step", step), trajectories)
 
     def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        write_times(self.path / TIMELINE / f"step-{step:04d}.jsonl", calls)
-        self._prune(self.path / TIMELINE, "step", ".jsonl")
+        write_times(self._place(TIMELINE, "step", step), calls)
 
     def group_log(self, kind: str, step: int) -> GroupLog:
         """Return the files to which the groups of an evaluation are appended as they come."""
-        name = f"{kind}-{step:04d}.jsonl"
-        folders = self.path / "trajectories", self.path / TIMELINE
-        for folder in folders:
-            self._prune(folder, kind, ".jsonl", room=1)
-        return GroupLog(*(folder / name for folder in folders))
+        return GroupLog(*(self._place(name, kind, step) for name in ("trajectories", TIMELINE)))
 
     def write_token_values(self, step: int, columns: Columns) -> None:
-        folder = self.path / "training"
-        write_columns(folder / f"step-{step:04d}.safetensors", columns)
-        self._prune(folder, "step", ".safetensors")
+        write_columns(self._place("training", "step", step, ".safetensors"), columns)
 
-    def _prune(self, folder: Path, kind: str, suffix: str, room: int = 0) -> None:
-        """Remove the files of the oldest steps, if only some are kept; `room` are still to come."""
-        if self._keep_steps is not None:
-            files = numbered(folder, kind, suffix)
-            for path in files[: max(0, len(files) + room - self._keep_steps)]:
-                path.unlink(missing_ok=True)
+    def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Path:
+        """Return the path of a step's file; remove the oldest others if only some are kept."""
+        folder, keep = self.path / name, self._config.trajectories.keep
+        path = folder / f"{kind}-{step:04d}{suffix}"
+        others = [each for each in numbered(folder, kind, suffix) if each != path]
+        for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
+            old.unlink(missing_ok=True)
+        return path
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"
@@ -176,14 +150,14 @@ class RunDir:
             if row["accuracy_heldout"] is not None and row["step"] in saved
         ]
         best = max(measured)[1] if measured else None  # the newest if tied
-        checkpoint.prune(folder.parent, self._keep_last, best, step)
+        checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 
     def draw(self) -> None:
         """Draw reward, and held-out accuracy where it was measured, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return
-        figure = make_figure(self.path.name, self.metrics.rows, self._success_reward)
+        figure = make_figure(self.path.name, self.metrics.rows, self._config.eval.success_reward)
         picture = self.path / "reward.png"
         with translate_unwritable(picture):
             figure.savefig(picture, dpi=120)

@@ -28,8 +28,7 @@ def columns_of(
     version: int,
 ) -> Columns:
     """Return the values of a step's trained tokens; each sample's trajectory is found by its `id`,
-    and numbered as in the step's file. `version` is that of the weights at the start of the step.
-    """
+    and numbered as in the step's file. `version` is that of the step's first weights."""
     numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
     parts: list[Columns] = []
     ordered = sorted(trained, key=lambda pair: numbers[id(origins[id(pair[0])])])

@@ -8,7 +8,6 @@ that the viewer reads, and the tokenizer.
 
 import hashlib
 import json
-import mmap
 import re
 import tempfile
 import threading
@@ -16,38 +15,33 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import yaml
 
-from turnwise.config import masked_value
+from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
-from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.core.json_types import JsonObject, leaves
+from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
-from turnwise.observe.conversations import said
+from turnwise.observe.conversations import NO_TRAJECTORY, said
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Comparison, comparison
 
-RECORDING = Path(__file__).with_name("demo_runs.zip")
-"""The archive of the recorded runs."""
-_EXCERPT = 160
-"""Characters of a question or an answer in a summary."""
-_INDICES = 8
-"""Files whose summaries are kept in memory, for each run."""
-_PLACE_BYTES = 4096
-"""Bytes before a place in metrics.jsonl by which it is found again."""
+RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
+_EXCERPT = 160  # characters of a question or an answer in a summary
+_INDICES = 8  # files whose summaries are kept in memory, for each run
+_PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
-_SEPARATE = ("eval", "rollouts")
-"""Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
+_SEPARATE = ("eval", "rollouts")  # written by these commands, beside the files of the steps
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -58,36 +52,16 @@ _BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
 """GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileIndex:
+class FileIndex(NamedTuple):
     """The lines of one file of trajectories."""
 
-    version: tuple[int, int]
-    """Size and time of change of the file that was scanned."""
-    ranges: list[tuple[int, int]]
-    """Start and length of each line, in bytes."""
-    summaries: list[JsonObject]
-    """One for each line: what lists and filters show."""
-
-    @classmethod
-    def scan(cls, path: Path, version: tuple[int, int]) -> "FileIndex":
-        ranges, summaries, start = [], [], 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break  # still written
-                try:
-                    summaries.append(summarise(parse(line)))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
-                ranges.append((start, len(line)))
-                start += len(line)
-        return cls(version, ranges, summaries)
+    version: tuple[int, int]  # size and time of change of the file that was scanned
+    ranges: list[tuple[int, int]]  # start and length of each line, in bytes
+    summaries: list[JsonObject]  # one for each line: what lists and filters show
 
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
-    """Return the bytes of each token of a `tokenizer.json` by its id, and whether it is an added
-    one; None knows no token."""
+    """Return the bytes of each token of a `tokenizer.json`, and whether it is an added one."""
     if path is None:
         return {}
     tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
@@ -110,10 +84,8 @@ def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
 
 
 def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -> JsonObject:
-    """Return `[text, bytes as hex, whether the token is an added one]` by id, as JSON has it.
-
-    Bytes that are no whole character are shown as `\\xNN`. Unknown ids are left out.
-    """
+    """Return `[text, bytes as hex, whether the token is an added one]` of each known id; bytes that
+    are no whole character are shown as `\\xNN`."""
     known = ((token, *vocabulary[token]) for token in sorted(ids) if token in vocabulary)
     return {
         str(token): [text.decode("utf-8", "backslashreplace"), text.hex(" "), added]
@@ -121,22 +93,16 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
     }
 
 
-@dataclass
 class RunFiles:
-    """Reads one run folder; safe to use from several threads.
+    """Reads one run folder, in any thread; a file, line or turn that is not there is a LookupError,
+    one that cannot be read an InputError."""
 
-    A file, line or turn that is not there is a LookupError, and one that cannot be read an
-    InputError.
-    """
-
-    path: Path
-    name: str
-    _indices: dict[str, FileIndex] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        if not (self.path / "config.yaml").is_file():
-            raise InputError(f"there is no run in {self.path} (a folder with config.yaml)")
+    def __init__(self, path: Path, name: str) -> None:
+        if not (path / "config.yaml").is_file():
+            raise InputError(f"there is no run in {path} (a folder with config.yaml)")
+        self.path, self.name = path, name
+        self._indices: dict[str, FileIndex] = {}
+        self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
         """Return the run's name, place and files of trajectories."""
@@ -144,12 +110,8 @@ class RunFiles:
         return {"name": self.name, "path": str(self.path), "files": files}
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the whole lines of metrics.jsonl after a place ("": all lines), and the place
-        after them.
-
-        If the bytes before the place are no longer those that were read, a resumed run has written
-        the file again: all its lines are returned, with `reset` true.
-        """
+        """Return the whole lines of metrics.jsonl after a place ("": all), and the place after
+        them; all, with `reset`, if a resumed run has written other bytes before the place."""
         if not _OFFSET.fullmatch(after):
             raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
@@ -167,17 +129,8 @@ class RunFiles:
 
     def config(self, *, public: bool = False) -> dict[str, object]:
         """Return the configuration by dotted key; if `public`, secrets are masked."""
-        tree = self._config()
-        if public:
-            tree = {key: masked_value(key, value) for key, value in tree.items()}
-        return dict(_flat(tree))
-
-    def _config(self) -> JsonObject:
-        try:
-            tree = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{self.path / 'config.yaml'} cannot be read: {error}") from error
-        return tree if isinstance(tree, dict) else {}
+        tree = read_tree(self.path / "config.yaml")
+        return dict(leaves(masked_value("", tree) if public else tree))
 
     def alarms(self) -> JsonObject:
         """Return the run's alarms, and the reason if they cannot be found."""
@@ -210,47 +163,54 @@ class RunFiles:
         with self._lock:
             kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = FileIndex.scan(path, version)
+                kept, start = FileIndex(version, [], []), 0
+                for number, line in enumerate(_whole_lines(path), start=1):
+                    try:
+                        kept.summaries.append(summarise(parse(line)))
+                    except NO_TRAJECTORY as error:
+                        why = f"{path}, line {number} is no trajectory: {error}"
+                        raise InputError(why) from error
+                    kept.ranges.append((start, len(line)))
+                    start += len(line)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
         return kept
 
-    def files_with(self, problem: str) -> list[str]:
+    def files_with(self, problem: str) -> JsonObject:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        found = []
-        for name, path in self.files().items():
-            with path.open("rb") as file:
-                if not path.stat().st_size:  # an empty file cannot be mapped
-                    continue
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                    if view.find(start) >= 0:
-                        found.append(name)
-        return found
+        found = [
+            name
+            for name, path in self.files().items()
+            if any(line.startswith(start) for line in _whole_lines(path))
+        ]
+        return {"files": found}
 
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line."""
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
-        return _read_range(self._file(name), *ranges[index])
+        start, length = ranges[index]
+        with self._file(name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
-    def search(self, name: str, text: str) -> list[int]:
+    def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
-        path = self._file(name)
-        for index, place in enumerate(self.index(name).ranges):
-            line = _read_range(path, *place)
+        for index in range(len(self.index(name).ranges)):
+            line = self.line(name, index)
             if plain and wanted.encode() not in line.lower():
                 continue
             tree = parse(line)
             spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
             if any(wanted in said(message).casefold() for message in chain(*spoken)):
                 found.append(index)
-        return found
+        return {"found": found}
 
     def audit(self, name: str, index: int) -> JsonObject:
         return audit(self._trajectory(name, index)).to_dict()
@@ -259,12 +219,11 @@ class RunFiles:
         line = self.line(name, index)
         try:
             return Trajectory.from_json(line.decode())
-        except (TrajectoryError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except NO_TRAJECTORY as error:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def token_values(self, name: str, index: int) -> JsonObject:
-        """Return the values of a trajectory's trained tokens as lists by name, or nothing if the
-        run has none for this file."""
+        """Return the values of a trajectory's trained tokens, if the run has them."""
         path = self.path / "training" / f"{self._file(name).stem}.safetensors"
         if not path.is_file():
             return {}
@@ -279,7 +238,7 @@ class RunFiles:
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}") from error
 
-    def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
+    def vocabulary(self, name: str, *indices: int) -> JsonObject:
         """Return text and bytes of every token of trajectories, by id."""
         ids: set[int] = set()
         for index in indices:
@@ -293,7 +252,7 @@ class RunFiles:
 
     @cached_property
     def _compare(self) -> Comparison:
-        model = self._config().get("model")
+        model = read_tree(self.path / "config.yaml").get("model")
         tokenizer = find_tokenizer(self.path, self.config())
         return comparison(tokenizer, model if isinstance(model, dict) else {})
 
@@ -368,14 +327,12 @@ def parse(line: bytes) -> JsonObject:
     return tree
 
 
-def _read_range(path: Path, start: int, length: int) -> bytes:
+def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
+        yield from (line for line in file if line.endswith(b"\n"))  # the last may still be written
 
 
 def _place(data: bytes, offset: int) -> str:
-    """Return a place in a file as a text that names the bytes before it too."""
     before = data[max(0, offset - _PLACE_BYTES) : offset]
     return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
 
@@ -386,10 +343,8 @@ def _is_own(path: Path) -> bool:
 
 
 def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
-    """Return for each tool the number of its answers, and of those that are errors.
-
-    An error begins with "Error", as a `Toolbox` writes it; a call without a name was unreadable.
-    """
+    """Return for each tool the number of its answers, and of those that are errors: they begin with
+    "Error", as a `Toolbox` writes it, or have no name because the call was unreadable."""
     counts: dict[str, list[int]] = {}
     names: dict[object, str] = {}
     for message in messages:
@@ -403,20 +358,9 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
     return counts
 
 
-def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
-    """Return the `tokenizer.json` of a run, or None if it is gone.
-
-    Looks in the run's checkpoints, at `model.tokenizer` and `model.path` (from the working
-    directory, and from the folder above `runs`), and in the cache of the Hugging Face Hub.
-    """
+    """Return the `tokenizer.json` of a run, of its checkpoints, `model.tokenizer` or `model.path`
+    (here, above `runs`, or in the cache of the Hugging Face Hub), or None if it is gone."""
     folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:

@@ -1,8 +1,7 @@
 """The page that shows run folders: served over HTTP to who has the token, or as one file.
 
-The file shows a step, or a trajectory, without a server (`turnwise view --export`): it holds the
-page's scripts and styles and the answers that the page asks for. Nothing in it can load or send
-anything: its policy allows only its own scripts, by their hashes.
+The file (`turnwise view --export`) holds the page's scripts and styles and the answers that the
+page asks for; its policy allows only its own scripts, by their hashes, and no network.
 """
 
 import asyncio
@@ -12,18 +11,15 @@ import hmac
 import json
 import re
 import secrets
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from importlib import resources
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -32,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
+from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
@@ -50,8 +47,7 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 
-_LARGEST = 100 * 2**20
-"""Bytes of trajectories that one file may hold; browsers read more only slowly."""
+_LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
@@ -59,36 +55,27 @@ _MODULES = (
 """The page's modules, each after those that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
-
-
-Answer = Callable[[RunFiles, Mapping[str, Any], Mapping[str, str]], object]
-"""Returns the answer to a request from its run, the parts of its path, and its query."""
-_ANSWERS: dict[str, Answer] = {
-    "metrics": lambda run, at, query: run.rows(query.get("offset", "")),
-    "alarms": lambda run, at, query: run.alarms(),
-    "config": lambda run, at, query: run.config(),
-    "problem": lambda run, at, query: {"files": run.files_with(query["name"])},
-    "files/{file}": lambda run, at, query: {"trajectories": run.index(at["file"]).summaries},
-    "files/{file}/search": lambda run, at, query: {"found": run.search(at["file"], query["q"])},
-    "files/{file}/timeline": lambda run, at, query: run.timeline(at["file"]),
-    "files/{file}/{index:int}": lambda run, at, query: run.line(at["file"], at["index"]),
-    "files/{file}/{index:int}/tokens": (
-        lambda run, at, query: run.vocabulary(at["file"], [at["index"]])
-    ),
-    "files/{file}/{index:int}/audit": lambda run, at, query: run.audit(at["file"], at["index"]),
-    "files/{file}/{index:int}/values": (
-        lambda run, at, query: run.token_values(at["file"], at["index"])
-    ),
-    "files/{file}/{index:int}/template/{leaf:int}": (
-        lambda run, at, query: run.compare_with_template(at["file"], at["index"], at["leaf"])
-    ),
+_ANSWERS: dict[str, Callable[..., object]] = {
+    "metrics": RunFiles.rows,
+    "alarms": RunFiles.alarms,
+    "config": RunFiles.config,
+    "problem": RunFiles.files_with,
+    "files/{file}": lambda run, file: {"trajectories": run.index(file).summaries},
+    "files/{file}/search": RunFiles.search,
+    "files/{file}/timeline": RunFiles.timeline,
+    "files/{file}/{index:int}": RunFiles.line,
+    "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
+    "files/{file}/{index:int}/audit": RunFiles.audit,
+    "files/{file}/{index:int}/values": RunFiles.token_values,
+    "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
 }
-"""The answers below /api/runs/RUN; bytes are JSON already."""
+"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already."""
+_QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
+"""A part of the query that is the last argument of an answer."""
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
-    """Return the application that shows runs to those who know the token; the port names its
-    cookie."""
+    """Return the application for those who know the token; the port names its cookie."""
     pages = static_files()
 
     def page(request: Request) -> Response:
@@ -98,10 +85,12 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def list_runs(_: Request) -> Response:
         return JSONResponse({"runs": [run.describe() for run in runs.values()]})
 
-    def route(path: str, read: Answer) -> Route:
+    def route(path: str, read: Callable[..., object]) -> Route:
         def answer(request: Request) -> Response:  # in a thread
-            at = request.path_params
-            found = read(runs[at["run"]], at, request.query_params)
+            run, *at = request.path_params.values()
+            if path in _QUERIES:
+                at.append(request.query_params.get(_QUERIES[path], ""))
+            found = read(runs[run], *at)
             if isinstance(found, bytes) and (b"NaN" in found or b"Infinity" in found):
                 found = parse(found)  # JSON has no such numbers
             text = found if isinstance(found, bytes) else json.dumps(found, default=str)
@@ -121,37 +110,29 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
-    """Return an application that answers only who has the token: one host, reading only, and
-    headers that trust no text.
-
-    The token comes once in the query; it is then kept in a cookie, and the address no longer
-    contains it. A host name other than this machine's is refused, so that no other site's name can
-    be pointed here.
-    """
+    """Return an application that answers only who has the token: one host, so that no other site's
+    name can be pointed here, reading only, and headers that trust no text. The token comes once in
+    the query, and is then kept in a cookie."""
     cookie = f"turnwise-view-{port}"
 
     def matches(given: str) -> bool:
         return hmac.compare_digest(given.encode(), token.encode())
 
     def chosen(scope: Scope) -> ASGIApp:
-        headers = Headers(scope=scope)
-        if headers.get("host", "").rpartition(":")[0] not in _HOSTS:
+        request = Request(scope)
+        if request.headers.get("host", "").rpartition(":")[0] not in _HOSTS:
             return PlainTextResponse("unknown host", 403)
-        if scope["method"] not in ("GET", "HEAD"):
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("read only", 405)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = dict(query).get("token")
+        given, kept = request.query_params.get("token"), request.cookies.get(cookie)
         if given is not None and matches(given):
+            query = request.query_params.multi_items()
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             target = "/" + scope["path"].lstrip("/\\") + (f"?{rest}" if rest else "")
             response = RedirectResponse(target, 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
             return response
-        try:
-            kept = SimpleCookie(headers.get("cookie", "")).get(cookie)
-        except CookieError:
-            kept = None
-        if given is None and kept is not None and matches(kept.value):
+        if given is None and kept is not None and matches(kept):
             return app
         return PlainTextResponse(
             "open the address that `turnwise view` printed: it contains the token", 403
@@ -182,26 +163,21 @@ def static_files() -> dict[str, str]:
 async def view(
     folders: Sequence[Path], port: int, announce: Callable[[str], None], *, demo: bool = False
 ) -> None:
-    """Serve runs on this machine until cancelled; port 0 takes a free one.
-
-    `announce` is called with the address, which contains the token, once the server listens.
-    """
+    """Serve runs on this machine until cancelled; port 0 takes a free one. `announce` gets the
+    address, which contains the token, once the server listens."""
     with ExitStack() as stack:
         recorded = stack.enter_context(demo_runs()) if demo else []
         runs = open_runs([*folders, *recorded])
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((_HOST, port))
-        except OSError as error:
-            listening.close()
-            raise InputError(f"--port {port}: {error.strerror}; choose another") from error
+            listening = listen(_HOST, port)
+        except InputError as error:
+            raise InputError(f"--port {port}: {error.__cause__}; choose another") from error
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         app = make_app(runs, token, port)
-        server = _Server(
+        server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", access_log=False, ws="none", lifespan="off")
         )
-        listening.listen()
+        vars(server)["capture_signals"] = nullcontext  # the command line handles them
         announce(f"http://{_HOST}:{port}/?token={token}")
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
@@ -209,14 +185,6 @@ async def view(
         finally:
             server.should_exit = server.force_exit = True
             await serving
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without handling of signals, which the command line does."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def write_page(
@@ -247,7 +215,7 @@ def write_page(
         f"{prefix}/config": run.config(public=True),
         f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
         f"{prefix}/files/{file}/timeline": run.timeline(file),
-        "tokens": run.vocabulary(file, chosen),
+        "tokens": run.vocabulary(file, *chosen),
     }
     for i in chosen:
         line = run.line(file, i)

@@ -1,9 +1,8 @@
 """The ids of a branch against those that the chat template renders from its messages.
 
-A branch keeps the ids that the model sampled. A program that renders the messages again at each
-turn would have other ids wherever the template writes an answer differently than the model did.
-The tokenizer is loaded at the first use, from the run's files or a local cache; no code of a model
-is run, and nothing is downloaded.
+They differ wherever the template writes an answer otherwise than the model did. The tokenizer is
+loaded at the first use, from the run's files or a local cache; no code of a model is run, and
+nothing is downloaded.
 """
 
 import json
@@ -27,26 +26,17 @@ HISTORY_CHANGED = (
     "The template changes the messages of the first prompt once there is an answer. Descriptions "
     "of tools, which are not in the run's files, are missing from its rendering."
 )
-
-_MOST_COMPARED = 250_000
-"""Largest product of two lengths that are compared id by id."""
-
-
 Comparison = Callable[[Trajectory, int], JsonObject]
 
 
 def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
-    """Return a function that compares the branch that ends with a turn with the rendering of its
-    messages; threads may share it.
+    """Return a function, for any thread, that compares the branch that ends with a turn with the
+    rendering of its messages, by the run's `tokenizer.json` and section `model`.
 
     It returns `error`, a sentence, if the branch cannot be rendered; otherwise null, and
     `identical`, the numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered
     ids, whether the texts are equal]`, the ids that the template adds at the end (`closing`), and a
     `note`.
-
-    Args:
-        tokenizer: The run's `tokenizer.json`, loaded when it is first needed.
-        model: The section `model` of the run's configuration.
     """
     own, lock = model or {}, threading.Lock()
 
@@ -89,31 +79,17 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
 
 
 def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return the places in which two lists of ids differ, in their order: start and end in each.
-
-    Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
-    so that the time grows with the length.
-    """
+    """Return the places in which two lists of ids differ, in their order: start and end in each."""
     first = common_prefix(ids, other)
     last = common_prefix(ids[first:][::-1], other[first:][::-1])
     own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
-    width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
-    a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
-    found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
-    # Ids are often frequent (spaces, line ends), and must be found too; stretches rarely are.
-    matcher = SequenceMatcher(None, a, b, autojunk=width > 1)
-    for start, other_start, size in matcher.get_matching_blocks():
-        length = size + width - 1
-        if not size:  # the last one, at both ends
-            start, other_start = len(own), len(theirs)
-        elif (inside := max(at - start, other_at - other_start)) > 0:  # of the match before
-            start, other_start, length = start + inside, other_start + inside, length - inside
-            if length <= 0:
-                continue
-        if start > at or other_start > other_at:
-            found.append((first + at, first + start, first + other_at, first + other_start))
-        at, other_at = start + length, other_start + length
-    return found
+    # In long lists, no match begins with a frequent id, so that the time grows with the length.
+    codes = SequenceMatcher(None, own, theirs).get_opcodes()
+    return [
+        (first + start, first + end, first + other_start, first + other_end)
+        for kind, start, end, other_start, other_end in codes
+        if kind != "equal"
+    ]
 
 
 def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:
@@ -145,11 +121,8 @@ def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonO
 
 
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
-    """Return the ids of a branch's messages, and a note for people; "" if there is none.
-
-    Descriptions of tools are not known. They are part of the prompt of the branch's first turn, so
-    this prompt is used as it is where the rendering of its messages has not changed since.
-    """
+    """Return the ids of a branch's messages, and a note for people or "". Descriptions of tools are
+    known from the first turn's prompt only, which is used as it is if the template keeps it."""
     stops = {*template.tokenizer.all_special_ids, *template.stop_token_ids}
 
     def decode(ids: Sequence[int]) -> str:
@@ -175,8 +148,7 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
 
 
 def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
-    """Return the turns that end with one, each of which begins with the whole path of the one
-    before it."""
+    """Return the turns that end with one, each of which continues the whole path before it."""
     turns, chain = trajectory.turns, [leaf]
     while (parent := turns[chain[0]].parent) is not None:
         if turns[chain[0]].prefix_length != turns[parent].path_length:

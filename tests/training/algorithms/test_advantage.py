@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import group_advantages
-from turnwise.config import DrGrpo, Gae, Grpo, ReinforcePP, Rloo
+from turnwise.config.algorithm import DrGrpo, Gae, Grpo, ReinforcePP, Rloo
 
 Rewards = list[list[float]]
 

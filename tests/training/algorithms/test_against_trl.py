@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
+from turnwise.config import Config, parse_config
+from turnwise.config.algorithm import AlgorithmConfig, Gae
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import gradient_N, token_loss, tokens_of
-from turnwise.config import Cispo
+from turnwise.config.algorithm import Cispo
 
 
 @given(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import some_tokens
-from turnwise.config import CorrectionConfig
+from turnwise.config.algorithm import CorrectionConfig
 from turnwise.training.algorithms import Tokens
 from turnwise.training.algorithms.losses import correction_weights
 

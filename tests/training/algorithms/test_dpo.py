@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
-from turnwise.config import Dpo
+from turnwise.config.algorithm import Dpo
 from turnwise.training.algorithms.losses import choose_pairs, token_weights
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.config import Gae
+from turnwise.config.algorithm import Gae
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
 
 number = st.floats(-3, 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
-from turnwise.config import Gspo
+from turnwise.config.algorithm import Gspo
 from turnwise.training.algorithms import Tokens
 from turnwise.training.algorithms.losses import token_weights
 

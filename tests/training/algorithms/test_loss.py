@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
-from turnwise.config import Cispo, Dpo, Gspo, PpoClip
+from turnwise.config.algorithm import Cispo, Dpo, Gspo, PpoClip
 from turnwise.training.algorithms.interface import importance_ratio
 from turnwise.training.algorithms.losses import token_weights
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import gradient_N, token_loss, tokens_of
-from turnwise.config import PpoClip
+from turnwise.config.algorithm import PpoClip
 
 
 def reference(log_ratio: float, advantage: float, config: PpoClip) -> tuple[float, float, bool]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
+from turnwise.config import Config, parse_config
+from turnwise.config.algorithm import Gae, MtGrpo, TurnReturns
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_advantage, make_algorithm

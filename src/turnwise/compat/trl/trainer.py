@@ -156,7 +156,7 @@ class GRPOTrainer:
                 run = run.parent.parent if run.parent.name == "checkpoints" else run
             home = {"output_dir": str(run.parent), "name": run.name}
             config = config.model_copy(update=home)
-            work = partial(commands.resume, run, config, self._console, self._inputs)
+            work = partial(commands.train, config, self._console, run, self._inputs)
         else:
             work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from turnwise.config import Gae, MtGrpo, ReinforcePP, TurnReturns
+from turnwise.config.algorithm import Gae, MtGrpo, ReinforcePP, TurnReturns
 from turnwise.training.algorithms.interface import Advantage, ValueModel
 
 _EPSILON = 1e-6

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from turnwise.config import AlgorithmConfig, Cispo, CorrectionConfig, Dpo, Gspo, PpoClip
+from turnwise.config.algorithm import AlgorithmConfig, Cispo, CorrectionConfig, Dpo, Gspo, PpoClip
 from turnwise.training.algorithms.advantages import has_signal
 from turnwise.training.algorithms.interface import (
     MAX_LOG_RATIO,
