@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from turnwise.config import NO_DEADLINE, Config, load_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
@@ -36,7 +37,7 @@ class LLMServerManager:
 
     def __init__(self, config: str | Path | Config, overrides: Sequence[str] = ()) -> None:
         if not isinstance(config, Config):
-            config = load_config(config, overrides, optional=("environment", "data.path"))
+            config = load_config(config, overrides, optional=NEEDED_KEYS)
         self.config = config
         self._thread = EventLoopThread(lambda: open_manager(self.config), "the manager")
         self._asleep = False

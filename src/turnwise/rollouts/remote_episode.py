@@ -130,12 +130,13 @@ class _Reply(TypedDict):
     error: NotRequired[Failure]
 
 
-PROMPT: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)
+# A `_Message` is a `Message` that has been checked.
+PROMPT: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)  # type: ignore[arg-type]
 PREVIEW = TypeAdapter(Opened | None)
 OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
 _Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
-MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)
+MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)  # type: ignore[arg-type]
 """The next player's name, "" if it is no game, with the messages that the model reads before."""
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
@@ -224,7 +225,8 @@ class RemoteEpisode(Episode):
     async def open(self) -> None:
         await self.connect(*await run_in_thread(self._processes.start))
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
-        vars(self).update(await self.ask(OPENED, "open", seconds=seconds))
+        opened = await self.ask(OPENED, "open", seconds=seconds)
+        vars(self).update(opened)
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
