@@ -1,10 +1,8 @@
 """Chat completions without HTTP, and users' classes that lead conversations with them.
 
-`ChatCompletionScheduler` has the methods of verl's class of that name: a request has
-OpenAI's keys, and a callback gets the `ChatCompletion` and may submit the next turn. `ChatBackend`
-answers in this process with the OpenAI server's own code: sessions keep each conversation's tokens
-exactly as they were sampled, and every key of a request means the same as over HTTP. User code
-runs on its own event loop, and its requests on the backend's.
+`ChatCompletionScheduler` has the methods of verl's class of that name. `ChatBackend` answers in
+this process with the OpenAI server's own code: sessions keep each conversation's tokens exactly as
+they were sampled, and every key of a request means the same as over HTTP.
 """
 
 import asyncio
@@ -33,7 +31,6 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.requests import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -175,13 +172,8 @@ class ChatBackend:
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
-        self._app = await vllm_app.build(
-            self.config,
-            self._generator,
-            lambda: True,
-            self.sessions,
-            [self.model_name],
-        )
+        names = [self.model_name]
+        self._app = await vllm_app.build(self.config, self._generator, self.sessions, names)
         self._chats = self._app.state.chats
         self.tokenizer = self._chats.tokenizer
 
@@ -235,12 +227,8 @@ class ChatBackend:
     ) -> None:
         """Run one conversation, a batch of one, with an instance of the scheduler class.
 
-        `trajectory` records the sampled turns. Requests may not change `sampling`; `group`, `clock`
-        and `calls` are those of a `Session`.
-
-        Raises:
-            TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
-                (chat_scheduler_silent).
+        `trajectory` records the sampled turns. Requests may not change `sampling`. TrajectoryError
+        when the class raises (chat_scheduler_error) or samples nothing (chat_scheduler_silent).
         """
         session = self.sessions.open_private(
             trajectory,
@@ -342,7 +330,7 @@ class ChatBackend:
         own: Session | None,
         replies: "asyncio.Queue[Reply]",
     ) -> None:
-        """Put the completion into a queue; or None, a stream's chunks, and None; or an error."""
+        """Reply with the completion; or with None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         whole: ChatCompletion | None = None
@@ -357,7 +345,7 @@ class ChatBackend:
                     f"x-request-id: no completion {previous} is remembered "
                     "(serving.session_idle, serving.session_memory_mb)"
                 )
-            with serving(self.sessions, name, previous) as context:
+            with self._chats.serving(name, previous) as context:
                 answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
                     whole = ChatCompletion.model_validate(_checked(answer))

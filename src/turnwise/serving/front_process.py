@@ -24,7 +24,7 @@ from turnwise.core.watchdog import last_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, InputError
 from turnwise.serving.openai import import_server
-from turnwise.serving.openai.address import both_urls, listen
+from turnwise.serving.openai.address import listen
 from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
@@ -131,7 +131,7 @@ class FrontProcess:
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
         assert self._server is not None
         session = self._server.sessions.open(name, training=training, group=group)
-        return {**session.describe(), **both_urls(self._server.session_url(session.id))}
+        return {**session.describe(), **self._server.urls(session.id)}
 
     async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
         """Return a page of the sessions of clients; see `SessionStore.page`."""

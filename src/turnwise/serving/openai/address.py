@@ -5,7 +5,6 @@ import socket
 from contextlib import suppress
 
 from turnwise.config import Config
-from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
 QUEUE = 2_048
@@ -48,11 +47,6 @@ def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
     ) from failure
 
 
-def both_urls(base_url: str) -> JsonObject:
-    """Return a base URL as OpenAI's and Anthropic's clients take it."""
-    return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
-
-
 def reachable(host: str) -> str:
     """Return the address at which other machines reach a server that listens on `host`."""
     if host not in EVERYWHERE:
@@ -68,15 +62,11 @@ def reachable(host: str) -> str:
 
 
 def api_key(config: Config) -> str | None:
-    """Return the key that clients must send: `serving.api_key`, or TURNWISE_API_KEY; None if there
-    is none."""
+    """Return the key that clients must send (`serving.api_key` or TURNWISE_API_KEY), or None."""
     return config.serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
 
 def with_api_key(config: Config) -> Config:
-    """Return the configuration for servers in other processes, on any node.
-
-    On another node the environment of this process, which may set the key, is not known.
-    """
+    """Return the configuration for servers on any node, where the environment is not known."""
     serving = config.serving.model_copy(update={"api_key": api_key(config)})
     return config.model_copy(update={"serving": serving})

@@ -2,17 +2,15 @@
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 
 from turnwise.chat.session import NAME_PATTERN, Session
-from turnwise.chat.session_store import Place
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.errors import answer_error
 from turnwise.serving.openai.metrics import metrics_text
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME
@@ -56,10 +54,9 @@ def add_routes(app: FastAPI) -> None:
     routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path
-    # The last is raised after the body was read.
-    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, ValidationError]
-    for kind in kinds:
-        app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(HTTPException, answer_error)
+    app.add_exception_handler(RequestValidationError, answer_error)
+    app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
     # vLLM's middleware handles scaling, browsers and its own metrics.
     app.user_middleware.clear()
     app.middleware_stack = FastAPI.build_middleware_stack(app)
@@ -146,13 +143,11 @@ async def list_sessions(
     """List the sessions that clients opened, without their tokens, the oldest first; `next` is
     the `after` of the next page, null on the last."""
     server = _server(request)
-    place: Place | None = None
-    if after is not None:
-        created, _, name = after.partition(":")
-        try:
-            place = float(created), name
-        except ValueError:
-            raise HTTPException(400, "after must be the next of the page before") from None
+    created, _, name = (after or "").partition(":")
+    try:
+        place = None if after is None else (float(created), name)
+    except ValueError:
+        raise HTTPException(400, "after must be the next of the page before") from None
     listed = server.sessions.page(place, limit + 1)
     if server.processes is not None:
         listed += await server.processes.list_sessions(place, limit + 1)
@@ -166,19 +161,19 @@ async def list_sessions(
 async def open_session(request: Request, opening: _Opening | None = None) -> JsonObject:
     """Open a session; the response contains its base URLs. The body is optional."""
     server, opening = _server(request), opening or _Opening()
-    name, training, group = opening.id, opening.training, opening.group
-    store, processes = server.sessions, server.processes
+    options = opening.model_dump(exclude={"id"})
+    store, processes, name = server.sessions, server.processes, opening.id
     try:
         if processes is not None and (name is None or store.get(name) is None):
-            elsewhere = await processes.open(name, training=training, group=group)
+            elsewhere = await processes.open(name, **options)
             if elsewhere is not None:
                 return elsewhere
-        session = store.open(name, training=training, group=group)
+        session = store.open(name, **options)
     except InputError as error:
         raise HTTPException(409, str(error)) from None
     except TurnwiseError as error:
         raise HTTPException(503, str(error)) from None
-    return {**session.describe(), **both_urls(server.session_url(session.id))}
+    return {**session.describe(), **server.urls(session.id)}
 
 
 @router.post("/sessions/{session_id}/v1/sessions", status_code=201)
@@ -189,11 +184,10 @@ async def open_session_under(
     contains its id and base URLs. The body is optional."""
     server, parent = _server(request), _opened(request, session_id)
     try:
-        name = opening.id if opening is not None else None
-        session = server.sessions.open_under(parent, name)
+        session = server.sessions.open_under(parent, opening.id if opening is not None else None)
     except InputError as error:
         raise HTTPException(409, str(error)) from None
-    return {"id": session.id, **both_urls(server.session_url(session.id))}
+    return {"id": session.id, **server.urls(session.id)}
 
 
 @router.get("/sessions/{session_id}")

@@ -8,10 +8,9 @@ A request passes CORS, where it is configured, the gate (`protection`) and the s
 import asyncio
 import ipaddress
 import logging
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config
 from turnwise.core.aio import freeze_gc
-from turnwise.core.deadlines import deadline
+from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Generator
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
 from turnwise.serving.openai.metrics import EngineMetrics
@@ -29,21 +28,16 @@ from turnwise.serving.openai.middleware import SessionMiddleware
 from turnwise.serving.openai.protection import Connection, guarded, most_connections
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.vllm_app import build
-from turnwise.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from turnwise.serving.front_processes import FrontProcesses
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 120
-"""Time that an idle connection stays open.
-
-It is longer than that of clients (OpenAI 5 s, aiohttp 15, Go 90): otherwise a request can arrive on
-a connection that is just being closed.
-"""
+"""Time that an idle connection stays open: longer than that of clients (OpenAI 5 s, aiohttp 15, Go
+90), otherwise a request can arrive on a connection that is just being closed."""
 
 
 class OpenAIServer:
@@ -78,7 +72,7 @@ class OpenAIServer:
         self._generator = generator
         self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -100,23 +94,31 @@ class OpenAIServer:
             app = await self.application()
             if self.processes is not None:
                 await self.processes.start()
+            options = uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                log_level="error",  # invalid requests would fill the log with warnings
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                backlog=Connection.most // 2,  # connections that asyncio accepts at once
+            )
+            options.load()
+            # In steps, because `uvicorn.Server.serve` would handle signals.
+            self._server = server = uvicorn.Server(options)
+            server.lifespan = options.lifespan_class(options)
+            await server.startup(sockets=[listening])
         except BaseException:
             listening.close()
             raise
-        options = uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            log_level="error",  # invalid requests would fill the log with warnings
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            backlog=Connection.most // 2,  # connections that asyncio accepts at once
-        )
-        self._server = _Server(options)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        async with deadline(_START_SECONDS, f"the OpenAI server at {host}:{port} was not up"):
-            await self._server.ready.wait()
+        listening.listen(QUEUE)  # asyncio sets a shorter queue
+
+        async def serve() -> None:
+            await server.main_loop()
+            await server.shutdown(sockets=[listening])
+
+        self._serving = asyncio.create_task(serve())
         freeze_gc()
         address = reachable(host)
         self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
@@ -125,25 +127,21 @@ class OpenAIServer:
     def session_url(self, session_id: str) -> str:
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
 
+    def urls(self, session_id: str) -> JsonObject:
+        """Return a session's base URL as OpenAI's and Anthropic's clients take it."""
+        url = self.session_url(session_id)
+        return {"base_url": url, "anthropic_base_url": url.removesuffix("/v1")}
+
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
-        serving, store, counts = self._config.serving, self.sessions, self.requests
-        processes, key, generator = self.processes, api_key(self._config), self._generator
-        app = await build(
-            self._config,
-            generator,
-            lambda: (
-                not isinstance(generator, Scheduler)
-                or any(worker.usable for worker in generator.workers.values())
-            ),
-            store,
-            # model.path is also a name, unless another was configured
-            [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
-        )
+        serving, key = self._config.serving, api_key(self._config)
+        # model.path is also a name, unless another was configured
+        names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
+        app = await build(self._config, self._generator, self.sessions, names)
         add_routes(app)
         app.state.server = self  # for the routes, and vLLM's error handler
-        sessions = SessionMiddleware(app, app.state.chats, store, counts, processes, key)
-        return guarded(sessions, serving, key, store)
+        sessions = SessionMiddleware(app, app.state.chats, self.requests, self.processes, key)
+        return guarded(sessions, serving, key, self.sessions)
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
@@ -152,28 +150,6 @@ class OpenAIServer:
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._serving
-        except TimeoutError:
-            self._server.force_exit = True
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which sets `ready` once it listens and does not handle signals."""
-
-    def __init__(self, options: uvicorn.Config) -> None:
-        super().__init__(options)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(QUEUE)  # asyncio sets a shorter queue
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -4,11 +4,6 @@ Completions, Responses, Anthropic Messages, tokenisation, and chats with streami
 log-probs, grammars or reasoning are vLLM's code. Some parts are ours, put in the place of vLLM's
 methods: turning a conversation into ids, which sessions make exact, choosing an adapter, sampling
 ids (`EngineClient`), and keeping responses. The server's tests fail if vLLM moves these parts.
-
-A session keeps the input and the output of each of its responses, as long as it lives. A request
-that continues one by `previous_response_id` is sent to vLLM with the whole conversation as its
-input, so that it takes the same path as one that sends all items itself. vLLM's own store is off:
-it is never emptied, and it loses calls of functions.
 """
 
 import asyncio
@@ -40,9 +35,17 @@ from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Gener
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
-from turnwise.serving.openai.chat_service import ChatService, client_error, echo_of
+from turnwise.serving.openai.chat_service import (
+    CURRENT,
+    ChatService,
+    ChoiceKey,
+    RequestContext,
+    client_error,
+    echo_of,
+)
 from turnwise.serving.openai.errors import UNKNOWN, explain
-from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext, settle
+from turnwise.serving.openai.requests import settle
+from turnwise.serving.scheduler import Scheduler
 
 Create = Callable[..., Awaitable[object]]
 """A method of vLLM's that answers or renders a request."""
@@ -72,21 +75,13 @@ _ITEM_BYTES = 1_000
 
 
 async def build(
-    config: Config,
-    generator: Generator,
-    healthy: Callable[[], bool],
-    store: SessionStore,
-    names: Sequence[str],
+    config: Config, generator: Generator, store: SessionStore, names: Sequence[str]
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
 
-    Its `state.chats` is the chat service. Raises `InputError` when vLLM refuses the model, or has
-    no parser of the configured name.
-
-    Args:
-        healthy: Returns whether anything can be served now.
-        names: The model's names for clients; responses have the first. Requests may use any name
-            unless there are adapters.
+    Its `state.chats` is the chat service. Responses have the first of the model's `names`; requests
+    may use any name unless there are adapters. Raises `InputError` when vLLM refuses the model, or
+    has no parser of the configured name.
     """
     arguments = [
         *("--model", resolve_model(config.model.path)),
@@ -107,7 +102,7 @@ async def build(
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
     vllm.CompletionRequest.model_fields["max_tokens"].default = None
     try:
-        client = EngineClient(config, healthy)
+        client = EngineClient(config, generator)
         root = logging.getLogger()
         level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
         try:
@@ -121,7 +116,7 @@ async def build(
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
     _serve_adapters(app.state, config.serving.adapters, names)
-    service = ChatService(config, generator, app.state, store.remember_completion)
+    service = ChatService(config, generator, app.state, store)
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
@@ -370,7 +365,7 @@ class EngineClient:
     tasks = ("generate",)
     service: ChatService
 
-    def __init__(self, config: Config, healthy: Callable[[], bool]) -> None:
+    def __init__(self, config: Config, generator: Generator) -> None:
         adapters = EngineAdapters.of(config)
         arguments = engine_arguments(config.model, config.engine, config.deterministic, adapters)
         arguments["generation_config"] = "vllm"  # only our defaults
@@ -382,13 +377,14 @@ class EngineClient:
         self._outputs = vllm.OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling = config.sampling
-        self._healthy = healthy
+        self._workers = generator.workers if isinstance(generator, Scheduler) else None
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Admit every request: they wait in the engines."""
 
     async def check_health(self) -> None:
-        if not self._healthy():
+        workers = self._workers
+        if workers is not None and not any(worker.usable for worker in workers.values()):
             raise vllm.EngineDeadError
 
     def shutdown(self, timeout: float | None = None) -> None:
