@@ -235,7 +235,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     second.supervisor.excuse_death()
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
-    process.close("no worker is left")
+    process.scheduler.close("no worker is left")
     for name in ("worker-0", "worker-1"):
         process.remove(name)
     with pytest.raises(EngineError, match="no worker is left"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = tuple[str, tuple[object, ...]]
-"""A method of a `FrontProcess` that the driver calls, and its arguments."""
+"""A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
 REPORT_SECONDS = 0.25
 """Time between two reports of a process that has nothing urgent."""
 LOST = "was lost when its process died"
@@ -59,11 +59,9 @@ class Report:
     progressed: bool
     """Whether a wait ended or tokens arrived."""
     loads: dict[str, float]
-    """Load that the process puts on each worker, by name."""
     events: Counter[str]
-    """Counts to add to `Scheduler.events`."""
     counts: dict[str, Counter[str]]
-    """Counts to add to each worker's, by name: turns, tokens, and its failed turns by outcome."""
+    """Counts of each worker: turns, tokens, and its failed turns by outcome."""
     failures: list[tuple[str, str]]
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
     excused: list[str]
@@ -74,11 +72,7 @@ class Report:
 
 
 class FrontProcess:
-    """An actor's class: a scheduler, and an OpenAI server or a runner of groups that uses it.
-
-    Args:
-        open_runner: Makes the runner; None starts a server.
-    """
+    """An actor's class: a scheduler, and a runner of groups or (without one) an OpenAI server."""
 
     def __init__(self, config: Config, open_runner: OpenRunner | None = None) -> None:
         self.config = config
@@ -100,12 +94,8 @@ class FrontProcess:
         self._reaching: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
-        """Make the runner or start the server; return the base URL and the id of the node.
-
-        Args:
-            port: Port to listen on, if no other program has taken it; 0 takes a free one.
-            lost: Names of the sessions of the process before this one, which are refused.
-        """
+        """Make the runner, or start the server at a port that is free or becomes so; return the
+        base URL and the id of the node. Sessions of the process before, `lost`, are refused."""
         logs.follow()
         base_url = ""
         if self._open_runner is not None:
@@ -143,7 +133,7 @@ class FrontProcess:
         await self._stack.aclose()
         return True
 
-    # What the driver tells this process; see `Follower`.
+    # What the driver tells this process, beside the scheduler's own methods; see `Follower`.
 
     def add(self, name: str, worker: RayActor) -> None:
         self.remove(name)
@@ -193,12 +183,6 @@ class FrontProcess:
             if isinstance(worker.engine, WorkerHandle):
                 worker.engine.fail(f"{name} is lost")
 
-    def close(self, why: str) -> None:
-        self.scheduler.close(why)
-
-    def prefer(self, names: Sequence[str]) -> None:
-        self.scheduler.prefer(names)
-
     async def wake(self) -> None:
         """End a `report` that waits: the driver has messages."""
         self.urgent.set()
@@ -206,12 +190,11 @@ class FrontProcess:
     async def report(self, messages: Sequence[Message] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
 
-        Args:
-            messages: What the driver tells this process. Ray's asynchronous actors may begin calls
-                in another order than they were made, so all messages come by this one.
+        Ray's asynchronous actors may begin calls in another order than they were made, so all
+        messages of the driver come by this one.
         """
         for method, arguments in messages:
-            getattr(self, method)(*arguments)
+            getattr(self if hasattr(self, method) else self.scheduler, method)(*arguments)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
                 await self.urgent.wait()

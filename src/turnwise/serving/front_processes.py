@@ -1,13 +1,10 @@
-"""The processes that sample from the driver's engines, each with a scheduler of its own.
+"""The processes that sample from the driver's engines (`front_process`), and their owner.
 
-One event loop samples about a thousand turns a second, and answers a few hundred requests, whatever
-the engines could do. So the work is spread over actors (`front_process`): they serve the sessions
-that clients open (`serving.session_processes`), or run groups (`rollouts.processes`). They talk to
-the engines directly. The driver remains the only one that starts, checks and restarts engines.
-
-Each process has some of the engines for the sessions that it begins, and balances them as one
-scheduler does. Choosing among all engines by loads that are a moment old would be worse: all
-processes would choose the same ones (`python -m benchmarks.scale`).
+One event loop samples about a thousand turns a second, and answers a few hundred requests. The
+driver remains the only one that starts, checks and restarts engines. Each process has some of them
+for the sessions that it begins, and balances them as one scheduler does. Choosing among all engines
+by loads that are a moment old would be worse: all processes would choose the same ones (`python -m
+benchmarks.scale`).
 """
 
 import asyncio
@@ -182,22 +179,68 @@ class FrontProcesses:
             process.actor = None
             actor.kill()
             raise
-
-        async def watch() -> None:
-            """Receive the process's reports; restart it when it dies or hangs."""
-            seconds = REPORT_SECONDS + self.config.serving.health_timeout
-            try:
-                while True:
-                    messages, process.messages = process.messages, []
-                    what = "report its health"
-                    self._take(
-                        process, await actor.call("report", messages, what=what, seconds=seconds)
-                    )
-            except Exception as error:  # none may end the watch without a restart
-                await self._restart(process, actor, text_of(error))
-
-        process.watching = asyncio.create_task(watch())
+        if process.watching is None:
+            process.watching = asyncio.create_task(self._watch(process))
         self.changed.set()
+
+    async def _watch(self, process: Process) -> None:
+        """Receive a process's reports; when it dies or hangs, start it again, up to
+        `serving.max_restarts` times, or give it up.
+
+        Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
+        wait for a process must not wait for ever.
+        """
+        seconds = REPORT_SECONDS + self.config.serving.health_timeout
+        actor, limit, why = process.actor, self.config.serving.max_restarts, ""
+        try:
+            while actor is not None or process.restarts < limit:
+                try:
+                    if actor is None:
+                        process.restarts += 1
+                        # Seconds; what it needs may still be taken.
+                        await asyncio.sleep(process.restarts - 1)
+                        await self._start(process)
+                        actor = process.actor
+                    else:
+                        messages, process.messages = process.messages, []
+                        what = "report its health"
+                        report = await actor.call("report", messages, what=what, seconds=seconds)
+                        self._take(process, report)
+                except Exception as error:
+                    why = text_of(error)
+                    if actor is None:
+                        unexpected = not isinstance(error, TurnwiseError)
+                        logger.info("%s does not start", process.name, exc_info=unexpected)
+                    else:
+                        self._lose(process, actor, why)
+                        actor = None
+            why = f"{process.name} was restarted {limit} times; the last: {why}"
+        finally:
+            if actor is None and not is_cancelled():
+                logger.error(why)
+                process.given_up = True
+                if all(one.given_up for one in self.processes):
+                    self.failure = why
+                self.changed.set()
+
+    def _lose(self, process: Process, actor: ActorHandle, why: str) -> None:
+        """End what is left of a process, and its sessions."""
+        process.actor = None
+        if not process.lost.done():
+            process.lost.set_result(why)
+        try:
+            actor.kill()
+            process.loads = {}
+            names = [name for name, owner in self._owners.items() if owner is process]
+            for name in names:
+                self._take_away(name)
+            self.store.refuse(names, LOST)
+            process.lost_sessions += names
+            del process.lost_sessions[:-REMEMBERED_NAMES]
+            self._assign()
+        except Exception:
+            logger.exception("%s could not be ended", process.name)
+        logger.warning("%s is restarted: %s", process.name, why)
 
     def _take(self, process: Process, report: Report) -> None:
         """Add what a process reports to the driver's counts."""
@@ -232,49 +275,6 @@ class FrontProcesses:
                 self._take_away(name)
                 self.store.refuse([name], why)
 
-    async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
-        """Start a lost process again, up to `serving.max_restarts` times, or give it up.
-
-        Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
-        wait for a process must not wait for ever.
-        """
-        process.actor = None
-        try:
-            if not process.lost.done():
-                process.lost.set_result(why)
-            try:
-                actor.kill()
-                process.loads = {}
-                names = [name for name, owner in self._owners.items() if owner is process]
-                for name in names:
-                    self._take_away(name)
-                self.store.refuse(names, LOST)
-                process.lost_sessions += names
-                del process.lost_sessions[:-REMEMBERED_NAMES]
-                self._assign()
-            except Exception:
-                logger.exception("%s could not be ended", process.name)
-            logger.warning("%s is restarted: %s", process.name, why)
-            limit = self.config.serving.max_restarts
-            while process.restarts < limit:
-                process.restarts += 1
-                # Seconds; what it needs may still be taken.
-                await asyncio.sleep(process.restarts - 1)
-                try:
-                    return await self._start(process)
-                except Exception as error:
-                    unexpected = not isinstance(error, TurnwiseError)
-                    logger.info("%s does not start", process.name, exc_info=unexpected)
-                    why = text_of(error)
-            why = f"{process.name} was restarted {limit} times; the last: {why}"
-        finally:
-            if process.actor is None and not is_cancelled():
-                logger.error(why)
-                process.given_up = True
-                if all(one.given_up for one in self.processes):
-                    self.failure = why
-                self.changed.set()
-
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
             process.messages.append((method, arguments))
@@ -304,8 +304,8 @@ class FrontProcesses:
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
         """Open a session in the process with the fewest, and describe it; None if none is up.
 
-        Raises `InputError` when a session of that name is open, or is being opened, and
-        `DeadlineError` when a process does not answer, which may have opened it.
+        InputError when one of that name is open, or is being opened; DeadlineError when a process
+        does not answer, which may have opened it.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")
@@ -376,6 +376,7 @@ class FrontProcesses:
             process.actor = None
             if process.watching is not None:
                 process.watching.cancel()
+                process.watching = None
 
         async def stop(actor: ActorHandle) -> None:
             with suppress(TurnwiseError):
