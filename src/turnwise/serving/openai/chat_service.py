@@ -497,17 +497,10 @@ class ChatService:
         return self._with_variables(json.dumps(own, sort_keys=True, default=str))
 
     async def sample(
-        self, context: RequestContext | None, key: ChoiceKey, request: Request
+        self, context: RequestContext, key: ChoiceKey, request: Request
     ) -> AsyncGenerator[Chunk, None]:
-        """Sample a request's tokens for its session; the finished completion becomes a turn.
-
-        The route of `request` names only the adapter. Without a `context` there is no session.
-        """
-        if context is None:
-            async with aclosing(self._generator.stream(request)) as pieces:
-                async for chunk in pieces:
-                    yield chunk
-            return
+        """Sample a request's tokens for its session; the finished completion becomes a turn. The
+        route of `request` names only the adapter."""
         session, sampling = context.session, request.sampling
         route = Route(session.id, session.group, request.route.adapter)
         request, turn = request._replace(route=route), len(session.trajectory.turns)

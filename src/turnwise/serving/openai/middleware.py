@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,7 +42,7 @@ _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses
 """Path of each API, by a key that only its requests have."""
 _OPENING = "/v1/sessions"
 """Path, below that of a session, that opens another under it."""
-_OWN_HEADERS = b"endpoint-load-metrics-format"
+_OWN_HEADERS = "endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
 
 
@@ -77,16 +78,16 @@ class SessionMiddleware:
         self._running: dict[bytes, _Running] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        elsewhere = self._url_elsewhere(scope, headers)
+        headers = Headers(scope=scope)
+        elsewhere = self._url_elsewhere(scope, headers.get("x-session-id", ""))
         name, path = _split_path(scope["path"])
-        idempotent = headers.get(b"idempotency-key")
-        count = headers.get(b"x-stainless-retry-count")
-        conversation = headers.get(b"x-session-id", b"")
+        idempotent, count = headers.get("idempotency-key"), headers.get("x-stainless-retry-count")
+        conversation = headers.get("x-session-id")
         if not conversation and not name:
-            conversation = headers.get(b"x-request-id") or None
+            conversation = headers.get("x-request-id") or None
         # Equal requests that name neither may be two clients', each for a sample of its own.
-        shared = idempotent is not None or (count is not None and conversation is not None)
+        named = name is not None or conversation is not None
+        shared = idempotent is not None or (count is not None and named)
         whole = shared or path in (*GENERATING, _BATCH, _INVOCATIONS)
         # Of a redirected request, too: a connection whose body comes after the answer would have
         # no deadline from then on.
@@ -101,9 +102,9 @@ class SessionMiddleware:
         elif body is None or not shared:
             await self._handle(scope, body, receive, send)
         else:
-            parts = [scope["path"].encode(), conversation or b"", idempotent or b"", body]
-            is_retry = idempotent is not None or count != b"0"
-            running = self._join(hashlib.sha256(b"\0".join(parts)).digest(), is_retry, scope, body)
+            parts = [scope["path"], conversation or "", idempotent or "", ""]
+            key = hashlib.sha256("\0".join(parts).encode() + body).digest()
+            running = self._join(key, idempotent is not None or count != "0", scope, body)
             await running.relay(receive, send)
 
     def _join(self, key: bytes, is_retry: bool, scope: Scope, body: bytes) -> "_Running":
@@ -128,10 +129,12 @@ class SessionMiddleware:
         running.task.add_done_callback(end)
         return running
 
-    def _url_elsewhere(self, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
-        """Return the URL of a request whose session another process serves; None for others."""
-        path: str = scope["path"]
-        name, begin = headers.get(b"x-session-id", b"").decode("latin-1"), ""
+    def _url_elsewhere(self, scope: Scope, name: str) -> str | None:
+        """Return the URL of a request whose session another process serves; None for others.
+
+        A session in the path counts, or else the `name` in a header.
+        """
+        path, begin = str(scope["path"]), ""
         if path.startswith("/sessions/"):
             name = path.removeprefix("/sessions/").partition("/")[0]
         elif path.startswith("/v1/"):
@@ -152,21 +155,22 @@ class SessionMiddleware:
         if path in (_BATCH, _INVOCATIONS) and body is not None:
             await self._unwrap(path, scope, body, receive, send)
             return
-        headers = dict(scope["headers"])
-        own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
+        # The route that opens a session under another needs the session's name in its path.
+        scope = _at(scope, scope["path"] if path == _OPENING else path)
+        headers = MutableHeaders(scope=scope)
+        own = headers.get("x-session-id")
         if name is None:
             name, own = own, None
         elif own == name:
             own = None
-        at = scope if path == _OPENING else _at(scope, path)  # its route needs the session's name
-        scope = {**at, SESSION_NAME: name}
+        scope[SESSION_NAME] = name
         if path not in GENERATING or body is None:
             await self._app(scope, receive if body is None else _replaying(body, receive), send)
             return
-        previous = headers.pop(b"x-request-id", b"").decode("latin-1")
         with ExitStack() as held:
             try:
-                context = held.enter_context(self._chats.serving(name, previous, own))
+                serving = self._chats.serving(name, headers.get("x-request-id"), own)
+                context = held.enter_context(serving)
             except InputError as error:  # 409: it has too many sessions under it
                 refused = refusal(getattr(error, "status", 409), str(error))
                 await refused(scope, receive, send)
@@ -188,15 +192,11 @@ class SessionMiddleware:
                     context.deliver()
                 await send(message)
 
-            headers[b"x-session-id"] = context.session.id.encode()
-            scope["headers"] = list(headers.items())
-            trace = {
-                each: value.decode("latin-1")
-                for each in TRACE_HEADERS
-                if (value := headers.get(each.encode()))
-            }
+            del headers["x-request-id"]
+            headers["x-session-id"] = context.session.id
+            trace = {each: headers[each] for each in TRACE_HEADERS if headers.get(each)}
             held.enter_context(joined(trace or context.session.trace))
-            is_json = headers.get(b"content-type", b"").startswith(b"application/json")
+            is_json = headers.get("content-type", "").startswith("application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
                 body, complete = await self._chats.plan_body(body, context)
                 if complete is not None:

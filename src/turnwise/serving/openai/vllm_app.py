@@ -175,10 +175,9 @@ def _refusing() -> Iterator[None]:
         yield
     except vllm.VLLMError:
         raise
-    except RefusedParameter as error:
-        raise vllm.VLLMValidationError(str(error), parameter=error.parameter) from error
-    except TrajectoryError as error:
-        raise vllm.VLLMValidationError(str(error), parameter="messages") from error
+    except (RefusedParameter, TrajectoryError) as error:
+        parameter = getattr(error, "parameter", "messages")
+        raise vllm.VLLMValidationError(str(error), parameter=parameter) from error
     except Exception as error:  # a client's messages may be anything
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
@@ -377,14 +376,14 @@ class EngineClient:
         self._outputs = vllm.OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling = config.sampling
-        self._workers = generator.workers if isinstance(generator, Scheduler) else None
+        self._generator = generator
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Admit every request: they wait in the engines."""
 
     async def check_health(self) -> None:
-        workers = self._workers
-        if workers is not None and not any(worker.usable for worker in workers.values()):
+        fleet = self._generator
+        if isinstance(fleet, Scheduler) and not any(w.usable for w in fleet.workers.values()):
             raise vllm.EngineDeadError
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -465,7 +464,10 @@ class EngineClient:
                 whole=params.output_kind != vllm.RequestOutputKind.DELTA,
             )
             with_logprobs = params.num_logprobs is not None
-            async with aclosing(self.service.sample(context, key, asked)) as chunks:
+            stream = self._generator.stream
+            if context is not None:
+                stream = partial(self.service.sample, context, key)
+            async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
                     for output in _outputs(request.request_id, chunk, with_logprobs):
                         self._outputs.process_outputs([output])
