@@ -184,6 +184,16 @@ class ChatBackend:
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
+        replies = self._replies(request, session)
+        if (first := await anext(replies)) is None:
+            return cast("AsyncGenerator[ChatCompletionChunk, None]", replies)
+        await replies.aclose()
+        return cast("ChatCompletion", first)
+
+    async def _replies(
+        self, request: Mapping[str, object], session: Session | None
+    ) -> AsyncGenerator[object, None]:
+        """Yield the completion; or None, and the chunks of a stream. Closing it ends the request."""
         replies: asyncio.Queue[Reply] = asyncio.Queue()
         try:
             tree, headers = _read(request)  # here: its objects may be the user's own
@@ -192,27 +202,19 @@ class ChatBackend:
             raise own from own.__cause__
         answering = self._answer(tree, headers, session, replies)
         running = asyncio.run_coroutine_threadsafe(answering, self._loop)
-
-        async def following() -> object:
-            waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
-            reply = await asyncio.wrap_future(waiting)
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
-
-        async def chunks() -> AsyncGenerator["ChatCompletionChunk", None]:
-            try:
-                while (piece := await following()) is not None:
-                    yield cast("ChatCompletionChunk", piece)
-            finally:
-                running.cancel()
-
+        begun = False
         try:
-            first = await following()
-        except asyncio.CancelledError:
+            while True:
+                waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
+                reply = await asyncio.wrap_future(waiting)
+                if isinstance(reply, Exception):
+                    raise reply
+                if begun and reply is None:
+                    return
+                begun = True
+                yield reply
+        finally:
             running.cancel()
-            raise
-        return chunks() if first is None else cast("ChatCompletion", first)
 
     async def converse(
         self,
@@ -390,15 +392,13 @@ def _own(error: Exception) -> Exception:
     """Return an error of vLLM's application as ours, and any other one as it is."""
     from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
-    if isinstance(error, TurnwiseError):
-        return error
+    own = error
     if isinstance(error, GracefulHTTPError):
-        own: TurnwiseError = EngineError(str(error))
+        own = EngineError(str(error))
     elif isinstance(error, (VLLMError, ValueError, TypeError)):
         own = InputError(_sentence(error))
-    else:
-        return error
-    own.__cause__ = error
+    if own is not error:
+        own.__cause__ = error
     return own
 
 

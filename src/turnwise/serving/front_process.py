@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,15 +60,15 @@ class Report:
     """Whether a wait ended or tokens arrived."""
     loads: dict[str, float]
     events: Counter[str]
-    counts: dict[str, Counter[str]]
-    """Counts of each worker: turns, tokens, and its failed turns by outcome."""
     failures: list[tuple[str, str]]
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
     excused: list[str]
     """Workers whose death a single request caused."""
-    sessions: dict[str, str]
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    """Counts of each worker: turns, tokens, and its failed turns by outcome."""
+    sessions: dict[str, str] = field(default_factory=dict)
     """Sessions of clients that began ("") or ended (why), by name."""
-    requests: Counter[str]
+    requests: Counter[str] = field(default_factory=Counter)
 
 
 class FrontProcess:
@@ -203,14 +203,10 @@ class FrontProcess:
         events, self._events = self._events, Counter(self.scheduler.events)
         workers = self.scheduler.workers
         report = Report(
-            progressed=self._moved != moved,
-            loads={name: worker.load for name, worker in workers.items()},
-            events=self._events - events,
-            counts={},
-            failures=self.failures,
-            excused=self.excused,
-            sessions={},
-            requests=Counter(),
+            self._moved != moved,
+            {name: worker.load for name, worker in workers.items()},
+            self._events - events,
+            *(self.failures, self.excused),
         )
         self.failures, self.excused = [], []
         if self._server is not None:

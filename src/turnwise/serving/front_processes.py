@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
 from turnwise.config import Config
 from turnwise.core.actor import ActorHandle, on_node
-from turnwise.core.aio import is_cancelled, task_group, together
+from turnwise.core.aio import is_cancelled, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
@@ -84,11 +84,7 @@ class FrontProcesses:
     """The owner of such actors, which knows who has each session.
 
     A process that dies is restarted at the same address. Its sessions are lost: requests to them
-    are answered with 410.
-
-    Args:
-        names: Names of the processes; by default there are `serving.session_processes`.
-        open_runner: See `FrontProcess`.
+    are answered with 410. By default, of `names`, there are `serving.session_processes`.
     """
 
     def __init__(
@@ -136,9 +132,7 @@ class FrontProcesses:
         """Start all processes; if one fails or does not start in time, end them all."""
         self._scheduler.lead(self.follow)
         try:
-            async with task_group() as starting:
-                for process in self.processes:
-                    starting.create_task(self._start(process))
+            await together(map(self._start, self.processes))
         except BaseException:
             await self.stop()
             raise
