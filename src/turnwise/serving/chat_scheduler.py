@@ -193,7 +193,7 @@ class ChatBackend:
     async def _replies(
         self, request: Mapping[str, object], session: Session | None
     ) -> AsyncGenerator[object, None]:
-        """Yield the completion; or None, and the chunks of a stream. Closing it ends the request."""
+        """Yield the completion; or None, and the chunks of a stream. Closing ends the request."""
         replies: asyncio.Queue[Reply] = asyncio.Queue()
         try:
             tree, headers = _read(request)  # here: its objects may be the user's own

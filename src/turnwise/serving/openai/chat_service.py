@@ -25,10 +25,10 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from turnwise.chat import prompts
-from turnwise.chat.messages import Answer, Conversation, answer, plain
+from turnwise.chat.messages import Answer, Conversation, answer, in_thread_if_long, plain
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
-from turnwise.chat.template import in_thread_if_long, load_template
+from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
