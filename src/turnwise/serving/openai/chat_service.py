@@ -91,10 +91,8 @@ class RequestContext:
         return most if room is None else min(most, room)
 
     def deliver(self) -> None:
-        """Record the finished completions: the next bytes that the client gets have their end.
-
-        A client can leave as soon as it has read these, or send the next request.
-        """
+        """Record the finished completions, before the client gets the bytes that have their end: it
+        can leave as soon as it has read these, or send the next request."""
         for record in self.undelivered:
             record()
         self.undelivered.clear()
@@ -195,12 +193,7 @@ def read(tree: object) -> tuple[PlainRequest, list[JsonObject]] | None:
 
 
 class ChatService:
-    """Answers the chats of sessions.
-
-    Args:
-        generator: Samples the tokens.
-        state: State of vLLM's application.
-    """
+    """Answers the chats of sessions; `state` is that of vLLM's application."""
 
     def __init__(
         self, config: Config, generator: Generator, state: State, store: SessionStore
@@ -236,10 +229,8 @@ class ChatService:
     def serving(
         self, name: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[RequestContext]:
-        """Hold the session of a request, and make the request `CURRENT`, until it is answered.
-
-        Completions that were not delivered then are lost. Raises as `SessionStore.request` does.
-        """
+        """Hold the session of a request, and make the request `CURRENT`, until it is answered;
+        completions not delivered then are lost. Raises as `SessionStore.request` does."""
         with ExitStack() as held:
             session = held.enter_context(self._store.request(name, previous, child))
             context = RequestContext(session, held)
@@ -452,11 +443,8 @@ class ChatService:
     async def exact_prompt(
         self, context: RequestContext, request: vllm.SamplingRequest
     ) -> list[int] | None:
-        """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
-
-        Refuses a request without a chat template, and in a training session one whose tools or
-        messages the template leaves out.
-        """
+        """Return a prompt's ids, or None if vLLM has to render it; refuse a request without a chat
+        template, and in a training session one whose tools or messages the template leaves out."""
         session, asked, template = context.session, context.asked, self._template_of(request)
         messages, training = asked.messages, session.sampling is not None
         if template.missing:
@@ -548,10 +536,8 @@ class ChatService:
         context.undelivered.append(record)
 
     def _read_answer(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
-        """Return an answer as the client got it, or would have got it from the whole text.
-
-        Its tool calls are counted as a loop does: the client may not notice a broken one.
-        """
+        """Return an answer as the client got it, or would have got it from the whole text; count
+        its tool calls as a loop does, because the client may not notice a broken one."""
         said, request = context.answers.get(key[1]), context.request
         if said is None:
             text = context.texts.get(key)

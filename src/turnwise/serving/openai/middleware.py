@@ -209,11 +209,7 @@ class SessionMiddleware:
     async def _unwrap(
         self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """Answer a batch of chats, or a request to the one path for every API.
-
-        The answer to a batch is that of one chat, with a choice for each conversation, in their
-        order. If one conversation cannot be answered, its error is the answer.
-        """
+        """Answer a batch of chats, or a request to the one path for every API."""
         answer: Response | None
         try:
             tree: JsonObject = msgspec.json.decode(body, type=dict)
@@ -231,7 +227,8 @@ class SessionMiddleware:
             await answer(scope, receive, send)
 
     async def _ask_all(self, tree: JsonObject, scope: Scope) -> Response:
-        """Ask for each chat of a batch, and return the answer."""
+        """Ask for each chat of a batch; return the answer of one chat, with a choice for each in
+        their order, or the first error."""
         conversations, wrong = tree.get("messages"), ""
         if not isinstance(conversations, list) or not conversations:
             wrong = "messages: a batch needs a list of conversations, each a list of messages"
@@ -335,14 +332,12 @@ class _Running:
 
 
 def _split_path(path: str) -> tuple[str | None, str]:
-    """Return the session's name in a path, or None, and the path without it.
-
-    Anthropic's clients add /v1 to a base URL that already ends with it.
-    """
+    """Return the session's name in a path, or None, and the path without it."""
     name = None
     if path.startswith("/sessions/") and "/v1/" in path:
         name, _, rest = path.removeprefix("/sessions/").partition("/v1/")
         path = "/v1/" + rest
+    # Anthropic's clients add /v1 to a base URL that already ends with it.
     return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 

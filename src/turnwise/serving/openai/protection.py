@@ -51,10 +51,8 @@ _BODIES = 8
 
 
 def most_connections() -> int:
-    """Raise the soft limit of open files to the hard one; return how many connections there may be.
-
-    They are at most half of that limit: requests open further files.
-    """
+    """Raise the soft limit of open files to the hard one; return how many connections there may be:
+    at most half of it, because requests open further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Programs that agents start inherit the limit, and some close every number up to it.
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
@@ -306,11 +304,8 @@ class Gate:
 
 
 def ticket(key: str, session: str) -> str:
-    """Return what stands for the key in requests of one session.
-
-    A client that is redirected to another process has it in the URL: HTTP libraries send the key
-    to no other address than the first.
-    """
+    """Return what stands for the key in requests of one session: in the URL of a redirect, because
+    HTTP libraries send the key to no other address than the first."""
     return hmac.new(key.encode(), f"session {session}".encode(), "sha256").hexdigest()
 
 

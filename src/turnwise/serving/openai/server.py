@@ -43,10 +43,8 @@ _KEEP_ALIVE_SECONDS = 120
 class OpenAIServer:
     """Serves a generator over HTTP: one engine, or the scheduler of several.
 
-    Args:
-        port: Port to listen on; None is serving.port, 0 a free one.
-        processes: Processes that serve the sessions that clients open; started and stopped with
-            the server. None without any.
+    The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
+    that clients open; they are started and stopped with the server.
     """
 
     def __init__(
@@ -58,8 +56,7 @@ class OpenAIServer:
     ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config) if processes is None else processes.store
-        self.base_url = ""
-        """URL of the API, including /v1; "" before the start."""
+        self.base_url = ""  # including /v1
         path = config.model.adapter or config.model.path
         self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
         """Model name in responses; requests may use any name if there are no adapters."""
@@ -76,10 +73,8 @@ class OpenAIServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen, and return the base URL.
-
-        Raises `InputError` when the address cannot be used, or vLLM refuses the model.
-        """
+        """Listen, and return the base URL; InputError when the address cannot be used, or vLLM
+        refuses the model."""
         serving = self._config.serving
         listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
@@ -100,6 +95,7 @@ class OpenAIServer:
                 ws="none",
                 log_level="error",  # invalid requests would fill the log with warnings
                 access_log=False,
+                proxy_headers=False,  # nothing asks for the client's address
                 lifespan="off",
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 backlog=Connection.most // 2,  # connections that asyncio accepts at once

@@ -193,11 +193,9 @@ async def _answer_chat(
     request: vllm.ChatCompletionRequest,
     raw_request: object = None,
 ) -> object:
-    """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for.
-
-    With `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
-    arguments which are not JSON are none; other answers of theirs need no notes.
-    """
+    """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for. With
+    `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
+    arguments which are not JSON are none; other answers of theirs need no notes."""
     response, context = await create(request, raw_request), CURRENT.get()
     if context is None:
         return response
@@ -222,11 +220,8 @@ async def _answer_chat(
 async def _watched(
     events: AsyncGenerator[str, None], answers: dict[int, Answer], objects: bool
 ) -> AsyncGenerator[str, None]:
-    """Pass on the events of a stream, and note each answer once it is finished.
-
-    vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
-    answer than the whole text parsed at once would give; the client sends back what it got.
-    """
+    """Pass on the events of a stream, and note each finished answer as the client will send it
+    back: where a call is malformed, that may differ from the whole text parsed at once."""
     texts: dict[int, list[str]] = defaultdict(list)
     calls: dict[int, dict[int, list[str]]] = defaultdict(dict)
     async for event in events:
@@ -257,11 +252,9 @@ def _is_json(text: str) -> bool:
 
 
 def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[str]) -> None:
-    """List adapters next to the model, and let requests choose one by their `model`.
-
-    A request of a session that names no model keeps the adapter of the session's last turn. A
-    training session is sampled by the policy alone. Without adapters a request may name any model.
-    """
+    """List adapters next to the model, and let requests choose one by their `model`, or by that of
+    their session's last turn. A training session is sampled by the policy alone. Without adapters
+    a request may name any model."""
     models = state.openai_serving_models
     if not adapters:
         models.is_base_model = lambda name: True
@@ -300,10 +293,9 @@ async def _store_response(
     request: vllm.ResponsesRequest,
     raw_request: object = None,
 ) -> object:
-    """Answer one of Responses' requests by vLLM's method; keep the response, to be continued.
-
-    A request whose `store` is false is not kept. An unknown id is answered by vLLM, with 404.
-    """
+    """Answer one of Responses' requests by vLLM's method; keep the response, unless `store` is
+    false. A request that continues one is sent with the whole conversation; vLLM's own store is
+    off, because it is never emptied, and loses calls. vLLM answers an unknown id, with 404."""
     if request.background:
         raise vllm.VLLMValidationError(
             "background responses are not served: leave `background` out, and read the answer "
@@ -356,10 +348,8 @@ async def _store_response(
 
 
 class EngineClient:
-    """The part of vLLM's engine client that its application uses: `generate`, and some attributes.
-
-    vLLM's own classes check and detokenise, and split requests for several completions.
-    """
+    """The part of vLLM's engine client that its application uses; vLLM's own classes check and
+    detokenise, and split requests for several completions."""
 
     tasks = ("generate",)
     service: ChatService
