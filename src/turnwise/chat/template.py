@@ -3,6 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
+from turnwise.chat.messages import in_thread_if_long as in_thread_if_long
 from turnwise.config import Config, ModelConfig
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer

@@ -12,9 +12,8 @@ from functools import partial
 from typing import cast, get_type_hints
 
 import turnwise.tools
-from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.prompts import PromptCache
-from turnwise.chat.template import missing_stop
+from turnwise.chat.template import in_thread_if_long, missing_stop
 from turnwise.config import LOOP_NAMES, Config, ToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
