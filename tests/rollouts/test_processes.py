@@ -24,8 +24,7 @@ from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
-from turnwise.serving.front_process import FrontProcess
-from turnwise.serving.front_processes import Process
+from turnwise.serving.front_processes import FrontProcess, Process
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
