@@ -53,7 +53,6 @@ ROUTES = {
     "/health",
     "/ping",
     "/version",
-    "/metrics",
     "/openapi.json",
     "/docs",
     "/static",
