@@ -335,7 +335,7 @@ class ChatService:
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
             variables = vllm.template_variables(self._chat, request)
-            if dumped and self._chat.parser_cls is not None:
+            if dumped:
                 parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
             content = vllm.resolve_chat_template_content_format(
@@ -432,7 +432,7 @@ class ChatService:
         variables: JsonObject,
     ) -> tuple[str | None, list[vllm.FunctionCall]]:
         """Return the content and the calls that a client gets for a text."""
-        if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
+        if not hasattr(request, "tool_choice"):
             return text, []
         parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
         _, content, calls = parser.parse(
@@ -549,8 +549,7 @@ class ChatService:
                 logger.debug("an answer cannot be parsed", exc_info=True)
                 content, found = text, []
             said = answer(content, [(call.name, call.arguments) for call in found])
-        tools = context.asked.tools
-        if tools and self._chat.parser_cls is not None:
+        if tools := context.asked.tools:
             text, calls = said
             names = [str((tool.get("function") or tool).get("name")) for tool in tools]
             readable = sum(is_object(arguments) for _, arguments in calls)

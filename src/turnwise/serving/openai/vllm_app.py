@@ -123,10 +123,9 @@ async def build(
     renderer.render_completion = partial(_render_completion, renderer.render_completion, config)
     chat.create_chat_completion = partial(_answer_chat, chat.create_chat_completion, service, False)
     responses.create_responses = partial(_store_response, responses.create_responses, store)
-    messages = app.state.anthropic_serving_messages
-    if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
-        create = messages.create_chat_completion
-        messages.create_chat_completion = partial(_answer_chat, create, service, True)
+    messages = app.state.anthropic_serving_messages  # which are streamed from chunks of a chat
+    create = messages.create_chat_completion
+    messages.create_chat_completion = partial(_answer_chat, create, service, True)
     return app
 
 
@@ -282,8 +281,7 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
     # Each looks up its request's adapter.
     for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
         vllm.choose_adapters(getattr(state, kind), choose)
-    if state.anthropic_serving_messages is not None:
-        vllm.choose_adapters(state.anthropic_serving_messages, choose)
+    vllm.choose_adapters(state.anthropic_serving_messages, choose)
 
 
 async def _store_response(
