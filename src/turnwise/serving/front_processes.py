@@ -74,13 +74,13 @@ OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]
 class Report:
     """News of a process since its last report."""
 
-    progressed: bool
+    progressed: bool = False
     """Whether a wait ended or tokens arrived."""
-    loads: dict[str, float]
-    events: Counter[str]
-    failures: list[tuple[str, str]]
+    loads: dict[str, float] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[str, str]] = field(default_factory=list)
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
-    excused: list[str]
+    excused: list[str] = field(default_factory=list)
     """Workers whose death a single request caused."""
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of each worker: turns, tokens, and its failed turns by outcome."""
@@ -100,10 +100,9 @@ class FrontProcess:
         self._run_group: RunGroup | None = None
         self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
-        self.urgent = asyncio.Event()
+        self._news = Report()
+        self._urgent = asyncio.Event()
         """Set when something is to be reported at once."""
-        self.failures: list[tuple[str, str]] = []
-        self.excused: list[str] = []
         self._counted: dict[Worker, Counter[str]] = {}
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
@@ -157,8 +156,8 @@ class FrontProcess:
         self.remove(name)
 
         def excuse_death() -> None:
-            self.excused.append(name)
-            self.urgent.set()
+            self._news.excused.append(name)
+            self._urgent.set()
 
         supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
         added = self.scheduler.add(name, self._attach(name, worker), supervisor)
@@ -168,8 +167,8 @@ class FrontProcess:
         return WorkerHandle.attach(worker, name, self.config)
 
     def _report_failure(self, name: str, why: str) -> None:
-        self.failures.append((name, why))
-        self.urgent.set()
+        self._news.failures.append((name, why))
+        self._urgent.set()
 
     def restore(self, name: str) -> None:
         """Use a worker again, once this process can reach it; report it as long as it cannot."""
@@ -178,18 +177,20 @@ class FrontProcess:
         seconds = self.config.serving.health_timeout
 
         async def reach() -> None:
+            why = ""
             try:
                 async with asyncio.timeout(seconds):
                     await worker.engine.check_health()
             except (EngineError, DeadlineError, TimeoutError) as error:
-                if self.scheduler.workers.get(name) is worker:
-                    self.scheduler.suspend(name)
-                    await asyncio.sleep(_REACH_SECONDS)
-                    why = str(error) or f"{name} did not answer within {seconds:g} s"
-                    self._report_failure(name, why)
-            else:
-                if self.scheduler.workers.get(name) is worker:
-                    self.scheduler.restore(name)
+                why = str(error) or f"{name} did not answer within {seconds:g} s"
+            if self.scheduler.workers.get(name) is not worker:
+                return
+            if not why:
+                self.scheduler.restore(name)
+                return
+            self.scheduler.suspend(name)
+            await asyncio.sleep(_REACH_SECONDS)
+            self._report_failure(name, why)
 
         task = asyncio.create_task(reach())
         self._reaching.add(task)
@@ -203,7 +204,7 @@ class FrontProcess:
 
     async def wake(self) -> None:
         """End a `report` that waits: the driver has messages."""
-        self.urgent.set()
+        self._urgent.set()
 
     async def report(self, messages: Sequence[Message] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
@@ -215,18 +216,15 @@ class FrontProcess:
             getattr(self if hasattr(self, method) else self.scheduler, method)(*arguments)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
-                await self.urgent.wait()
-        self.urgent.clear()
+                await self._urgent.wait()
+        self._urgent.clear()
+        report, self._news = self._news, Report()
         moved, self._moved = self._moved, last_progress()
+        report.progressed = self._moved != moved
         events, self._events = self._events, Counter(self.scheduler.events)
+        report.events = self._events - events
         workers = self.scheduler.workers
-        report = Report(
-            self._moved != moved,
-            {name: worker.load for name, worker in workers.items()},
-            self._events - events,
-            *(self.failures, self.excused),
-        )
-        self.failures, self.excused = [], []
+        report.loads = {name: worker.load for name, worker in workers.items()}
         if self._server is not None:
             requests, self._requests = self._requests, Counter(self._server.requests)
             report.requests = self._requests - requests
