@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread, task_group, together
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code, describe_user_error
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     Completions: TypeAlias = ChatCompletion | AsyncGenerator[ChatCompletionChunk, None]
-    Reply: TypeAlias = ChatCompletion | ChatCompletionChunk | Exception | None
 
 _HEADERS = {"x-request-id", "x-session-id"}
 _SAMPLING_NAMES = {"max_completion_tokens": "max_tokens", "vllm_xargs": "logits_processor_args"}
@@ -139,12 +138,10 @@ class ChatCompletionScheduler:
             if exception is not None:
                 raise exception
 
-        async with task_group() as group:
-            for messages in batch.non_tensor_batch["raw_prompt"]:
-                submitted = self.submit_chat_completions(
-                    answered, {}, messages=list(messages), **sampling_params
-                )
-                group.create_task(submitted)
+        await together(
+            self.submit_chat_completions(answered, {}, messages=list(messages), **sampling_params)
+            for messages in batch.non_tensor_batch["raw_prompt"]
+        )
         return None
 
 
@@ -194,7 +191,7 @@ class ChatBackend:
         self, request: Mapping[str, object], session: Session | None
     ) -> AsyncGenerator[object, None]:
         """Yield the completion; or None, and the chunks of a stream. Closing ends the request."""
-        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        replies = asyncio.Queue[object]()
         try:
             tree, headers = _read(request)  # here: its objects may be the user's own
         except Exception as error:
@@ -330,7 +327,7 @@ class ChatBackend:
         tree: JsonObject,
         headers: Mapping[str, str],
         own: Session | None,
-        replies: "asyncio.Queue[Reply]",
+        replies: asyncio.Queue[object],
     ) -> None:
         """Reply with the completion; or with None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
