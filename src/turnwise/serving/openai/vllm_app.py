@@ -25,7 +25,7 @@ from turnwise.chat.messages import Answer, Conversation, answer
 from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import StoredResponse
 from turnwise.chat.session_store import SessionStore
-from turnwise.chat.tool_parser import silence
+from turnwise.chat.tool_parser import is_object, silence
 from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
@@ -234,19 +234,11 @@ async def _watched(
                     call[1] += function.get("arguments") or ""
                 if choice.get("finish_reason"):
                     said = [
-                        (name, given if not objects or _is_json(given) else "{}")
+                        (name, given if not objects or is_object(given) else "{}")
                         for name, given in calls[index].values()
                     ]
                     answers[index] = answer("".join(texts[index]), said)
         yield event
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[str]) -> None:
