@@ -443,7 +443,7 @@ class EngineClient:
                 whole=params.output_kind != vllm.RequestOutputKind.DELTA,
             )
             with_logprobs = params.num_logprobs is not None
-            stream = self._generator.stream
+            stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
             if context is not None:
                 stream = partial(self.service.sample, context, key)
             async with aclosing(stream(asked)) as chunks:
