@@ -51,14 +51,10 @@ logger = logging.getLogger(__name__)
 
 Message = tuple[str, tuple[object, ...]]
 """A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
-REPORT_SECONDS = 0.25
-"""Time between two reports of a process that has nothing urgent."""
-LOST = "was lost when its process died"
-"""End of a session, after "the session NAME"."""
-_REACH_SECONDS = 1.0
-"""Time between two attempts to reach a worker that is alive."""
-_PORT_SECONDS = 3.0
-"""Time in which the port of a process that died becomes free."""
+REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
+LOST = "was lost when its process died"  # end of a session, after "the session NAME"
+_REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
+_PORT_SECONDS = 3.0  # time in which the port of a process that died becomes free
 _MAX_CALLS = 1 << 14
 """Largest number of calls at once in an actor: groups in flight, or sessions being opened."""
 _OPEN_SECONDS = 10.0
@@ -74,14 +70,12 @@ OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]
 class Report:
     """News of a process since its last report."""
 
-    progressed: bool = False
-    """Whether a wait ended or tokens arrived."""
+    progressed: bool = False  # whether a wait ended or tokens arrived
     loads: dict[str, float] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
-    excused: list[str] = field(default_factory=list)
-    """Workers whose death a single request caused."""
+    excused: list[str] = field(default_factory=list)  # workers whose death a single request caused
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of each worker: turns, tokens, and its failed turns by outcome."""
     sessions: dict[str, str] = field(default_factory=dict)
@@ -101,8 +95,7 @@ class FrontProcess:
         self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
         self._news = Report()
-        self._urgent = asyncio.Event()
-        """Set when something is to be reported at once."""
+        self._urgent = asyncio.Event()  # set when something is to be reported at once
         self._counted: dict[Worker, Counter[str]] = {}
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
@@ -261,8 +254,7 @@ class Process:
 
     name: str
     actor: ActorHandle | None = None
-    base_url: str = ""
-    """Base URL of its server, also while it is down."""
+    base_url: str = ""  # base URL of its server, also while it is down
     node: str = ""
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -270,10 +262,8 @@ class Process:
     """Set to the reason when the actor died or hangs."""
     lost_sessions: list[str] = field(default_factory=list)
     """Names of the sessions that died with it."""
-    busy: int = 0
-    """Number of groups in flight, or of open sessions."""
-    restarts: int = 0
-    """Restarts since it last finished anything."""
+    busy: int = 0  # number of groups in flight, or of open sessions
+    restarts: int = 0  # restarts since it last finished anything
     given_up: bool = False
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
@@ -303,19 +293,15 @@ class FrontProcesses:
         if names is None:
             names = [f"sessions-{index}" for index in range(config.serving.session_processes)]
         self.processes = [Process(name) for name in names]
-        self.failure = ""
-        """Reason why no process is left; "" while one is."""
-        self.changed = asyncio.Event()
-        """Set when a process is up, or no process is left."""
+        self.failure = ""  # reason why no process is left; "" while one is
+        self.changed = asyncio.Event()  # set when a process is up, or no process is left
         self.requests: Counter[str] = Counter()
         self.store = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._class = process_class
         self._open_runner = open_runner
-        self._workers: dict[str, Worker] = {}
-        """The last worker of each name, removed or not."""
-        self._owners: dict[str, Process] = {}
-        """Processes of the open sessions, by name."""
+        self._workers: dict[str, Worker] = {}  # the last worker of each name, removed or not
+        self._owners: dict[str, Process] = {}  # processes of the open sessions, by name
         self._opening: set[str] = set()
 
     @property

@@ -7,8 +7,7 @@ from contextlib import suppress
 from turnwise.config import Config
 from turnwise.errors import InputError
 
-QUEUE = 2_048
-"""Maximum number of connections waiting to be accepted."""
+QUEUE = 2_048  # maximum number of connections waiting to be accepted
 EVERYWHERE = ("0.0.0.0", "::")
 """Values of `serving.host` that stand for all addresses of the machine."""
 

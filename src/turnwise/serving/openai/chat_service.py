@@ -45,8 +45,7 @@ logger = logging.getLogger(__name__)
 
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
-_TEMPLATES = 16
-"""Maximum number of cached templates, one for each set of template variables."""
+_TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
@@ -68,8 +67,7 @@ class RequestContext:
     """One request on its way to the engine and back."""
 
     session: Session
-    held: ExitStack
-    """Closed at the end of the request."""
+    held: ExitStack  # closed at the end of the request
     request: vllm.SamplingRequest | None = None
     """The request as parsed by vLLM; None before rendering."""
     asked: Conversation = field(default_factory=Conversation)
@@ -149,8 +147,7 @@ class PlainRequest(Struct, forbid_unknown_fields=True):
     messages: Annotated[list[_System | _User | _Tool | _Assistant], Meta(min_length=1)]
     model: str | None = None
     user: str | None = None
-    tools: list[JsonObject] | None = None
-    """As the client sent them: vLLM checks them."""
+    tools: list[JsonObject] | None = None  # as the client sent them: vLLM checks them
     tool_choice: Literal["auto"] | None = None
     parallel_tool_calls: bool | None = None
     n: Literal[1] | None = None
@@ -222,8 +219,7 @@ class ChatService:
             usage=vllm.UsageInfo(),
             system_fingerprint=self._chat.system_fingerprint,
         )
-        self._empty: JsonObject = empty.model_dump()
-        """An answer with all of vLLM's keys."""
+        self._empty: JsonObject = empty.model_dump()  # an answer with all of vLLM's keys
 
     @contextmanager
     def serving(

@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from turnwise.core.json_types import JsonObject
 
-UNKNOWN = object()
-"""A value of which only the errors are known."""
+UNKNOWN = object()  # a value of which only the errors are known
 _TAGS = ("role", "type")
 _NAMED = 8
 _SHOWN = 80

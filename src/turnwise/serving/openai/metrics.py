@@ -20,8 +20,7 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 2.0
-"""Time for all workers to answer: below the 10 s after which Prometheus gives up."""
+_SECONDS = 2.0  # time for all workers to answer: below the 10 s after which Prometheus gives up
 
 
 @dataclass(frozen=True)

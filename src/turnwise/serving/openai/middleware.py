@@ -40,8 +40,7 @@ _BATCH = "/v1/chat/completions/batch"
 _INVOCATIONS = "/invocations"
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
-_OPENING = "/v1/sessions"
-"""Path, below that of a session, that opens another under it."""
+_OPENING = "/v1/sessions"  # path, below that of a session, that opens another under it
 _OWN_HEADERS = "endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
 
@@ -286,10 +285,8 @@ class _Running:
     task: "asyncio.Future[None]"
 
     def __init__(self, alone: bool) -> None:
-        self.alone = alone
-        """Whether no equal request is in flight, so that a retry is unambiguous."""
-        self.abandoned = asyncio.Event()
-        """Set when the last client has disconnected."""
+        self.alone = alone  # whether no equal request is in flight, so that a retry is unambiguous
+        self.abandoned = asyncio.Event()  # set when the last client has disconnected
         self._sent: list[Message] = []
         self._changed = asyncio.Event()
         """Set, and replaced, when the answer grows or ends, or a client disconnects."""

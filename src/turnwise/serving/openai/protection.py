@@ -30,15 +30,11 @@ from turnwise.config.serving import ServingConfig
 from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
-ANY = "*"
-"""Entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all."""
-TICKET = "ticket"
-"""Parameter of a URL with the `ticket` of its session."""
+ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
+TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
-_BODY_SECONDS = 120.0
-"""Time for a whole body: any network transfers serving.max_body_mb faster."""
-_READ_SECONDS = 60.0
-"""Time for a client to read the next part of its answer."""
+_BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
+_READ_SECONDS = 60.0  # time for a client to read the next part of its answer
 _HEAD_BYTES = 65_536
 _MOST = 4_096
 _FILES = 1 << 20
@@ -46,8 +42,7 @@ _FILES = 1 << 20
 _TOKENIZE_BYTES = 2 << 20
 """Maximum body of /tokenize and /detokenize: no context length bounds their text, and tokenizers
 take 150 bytes for each byte of it."""
-_BODIES = 8
-"""Number of bodies of maximum size that are in memory at once."""
+_BODIES = 8  # number of bodies of maximum size that are in memory at once
 
 
 def most_connections() -> int:
@@ -202,8 +197,7 @@ class Gate:
         self._names = {canonical(name) for name in names}
         self._origins = serving.cors_origins
         self._most = serving.max_body_mb << 20
-        self._held = 0
-        """Size of all bodies of requests in flight, in bytes."""
+        self._held = 0  # size of all bodies of requests in flight, in bytes
         self._key = key
         self._store = store
 

@@ -47,8 +47,7 @@ from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import settle
 from turnwise.serving.scheduler import Scheduler
 
-Create = Callable[..., Awaitable[object]]
-"""A method of vLLM's that answers or renders a request."""
+Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
 ROUTES = {
     "/health",
     "/ping",
@@ -69,8 +68,7 @@ ROUTES = {
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
-_ITEM_BYTES = 1_000
-"""Estimated memory of an item of a response without its text."""
+_ITEM_BYTES = 1_000  # estimated memory of an item of a response without its text
 
 
 async def build(
