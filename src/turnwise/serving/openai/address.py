@@ -13,15 +13,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
-    """Return a listening socket.
-
-    Args:
-        port: 0 takes a free one.
-        ports: The range from which a free one is taken (`serving.ports`); None takes any.
-
-    Raises:
-        InputError: when the address cannot be used.
-    """
+    """Return a listening socket; InputError when the address cannot be used. Port 0 takes a free
+    one, of the range `ports` (`serving.ports`) if it is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = map(int, (ports or "0-0").split("-"))
     for each in [port] if port else range(first, last + 1):
@@ -36,14 +29,13 @@ def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
             failure = error
         else:
             return listening
-    if ports is not None and not port:
-        raise InputError(
-            f"no port of {ports} (serving.ports) is free on {host} ({failure})"
-        ) from failure
-    raise InputError(
+    why = (
         f"the server cannot listen on {host}:{port} ({failure}); choose another serving.port "
         "(0 takes a free one) or serving.host"
-    ) from failure
+    )
+    if ports is not None and not port:
+        why = f"no port of {ports} (serving.ports) is free on {host} ({failure})"
+    raise InputError(why) from failure
 
 
 def reachable(host: str) -> str:

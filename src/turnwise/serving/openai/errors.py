@@ -51,12 +51,8 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
 
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
-    """Return the sentence for errors of one body, and the path of the value that is wrong.
-
-    Args:
-        errors: pydantic's.
-        body: The body, which tells a key from a member of a union; or `UNKNOWN`.
-    """
+    """Return the sentence for pydantic's errors of one body, and the path of the value that is
+    wrong. The body tells a key from a member of a union; it may be `UNKNOWN`."""
     path, message = _meant([(_steps(error, body), error) for error in errors], body)
     path = path.removeprefix(".") or "body"
     return f"{path}: {message}", path

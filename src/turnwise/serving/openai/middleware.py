@@ -55,10 +55,6 @@ class SessionMiddleware:
     retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
     `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
     before it. A request is aborted when the last client waiting for it disconnects.
-
-    Args:
-        counts: Counts answers by their status, and retries that joined a request as `joined`.
-        key: The key that clients send; None without one.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class SessionMiddleware:
     ) -> None:
         self._app = app
         self._chats = chats
-        self._counts = counts
+        self._counts = counts  # answers by status, and retries that joined a request as `joined`
         self._processes = processes
         self._key = key
         self._running: dict[bytes, _Running] = {}

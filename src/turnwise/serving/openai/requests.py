@@ -37,12 +37,9 @@ _NEUTRAL: dict[str, object] = {
 
 
 def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Config) -> None:
-    """Set the sampling parameters of a request: those that it does not set are the configured ones.
-
-    The default of `n` remains 1, as in OpenAI's API. Limits of tokens beyond the context are
-    lowered to it; vLLM lowers them further to what the prompt leaves. A parameter that cannot be
-    served is refused; `own` is the sampling of a training session.
-    """
+    """Set the sampling parameters that a request does not set to the configured ones, but for `n`,
+    and lower limits of tokens to the context, as vLLM does to what the prompt leaves. Refuse those
+    that cannot be served; `own` is the sampling of a training session."""
     n, listed = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
     prompts = 1
     if isinstance(listed, list) and listed and not isinstance(listed[0], int):
