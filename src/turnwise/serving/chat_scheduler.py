@@ -267,16 +267,13 @@ class ChatBackend:
     async def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Run `sampling.n` conversations for each prompt, at most `rollout.concurrency` at once.
+        """Run `sampling.n` conversations for each prompt (a list of messages, or a row of
+        `raw_prompt`), at most `rollout.concurrency` at once. `sampling_params` change the
+        configuration's `sampling`, by its keys or OpenAI's.
 
-        Args:
-            prompts: Conversations, in `non_tensor_batch["raw_prompt"]` or as lists of messages.
-            sampling_params: Changes to the configuration's `sampling`, by its keys or OpenAI's.
-
-        Returns:
-            A row for each conversation (or for each of its branches), in the prompts' order, as in
-            `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-            reason. If all fail, the first error is raised.
+        There is a row for each conversation (or for each of its branches), in the prompts' order,
+        as in `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
+        reason. If all fail, the first error is raised.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)

@@ -65,9 +65,10 @@ def _steps(error: JsonObject, body: object) -> list[_Step]:
     if isinstance(body, Mapping) and isinstance(place[0] if place else "", int):
         value = UNKNOWN  # the place is relative to a value inside
     for number, part in enumerate(place, start=1):
-        here = _holds(value, part) or (number == len(place) and error["type"] == "missing")
+        holds, inner = _inside(value, part)
+        here = holds or (number == len(place) and error["type"] == "missing")
         steps.append((here, part))
-        value = _inside(value, part) if here else value
+        value = inner if here else value
     return steps
 
 
@@ -79,7 +80,7 @@ def _meant(errors: _Placed, value: object) -> tuple[str, str]:
     groups = _by_first_step(errors)
     for (here, part), inner in groups.items():
         if here:
-            path, message = _meant(inner, _inside(value, part))
+            path, message = _meant(inner, _inside(value, part)[1])
             return (f"[{part}]" if isinstance(part, int) else f".{part}") + path, message
     members = list(groups.values())
     direct = [[_message(error) for steps, error in member if not steps] for member in members]
@@ -114,20 +115,16 @@ def _fits(errors: _Placed) -> bool:
     return not members or any(map(_fits, members))
 
 
-def _holds(value: object, part: str | int) -> bool:
+def _inside(value: object, part: str | int) -> tuple[bool, object]:
+    """Return whether a value has a key or index, and what is there, or `UNKNOWN`."""
     if value is UNKNOWN:
         name = str(part)
-        return isinstance(part, int) or (name.isidentifier() and name.islower())
-    if isinstance(value, list):
-        return isinstance(part, int) and part < len(value)
-    return isinstance(value, Mapping) and part in value
-
-
-def _inside(value: object, part: str | int) -> object:
-    if isinstance(value, list | Mapping) and _holds(value, part):
-        inner: object = value[part]  # type: ignore[index]
-        return inner
-    return UNKNOWN
+        return isinstance(part, int) or (name.isidentifier() and name.islower()), UNKNOWN
+    if isinstance(value, list) and isinstance(part, int) and part < len(value):
+        return True, value[part]
+    if isinstance(value, Mapping) and part in value:
+        return True, value[part]
+    return False, UNKNOWN
 
 
 def _unknown_tag(errors: _Placed, value: Mapping[str, object]) -> tuple[str, str] | None:

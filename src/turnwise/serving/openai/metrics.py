@@ -1,7 +1,4 @@
-"""Prometheus metrics of the server, its sessions, its workers and all engines.
-
-Metrics of engines have the label `worker`.
-"""
+"""Prometheus metrics of the server, its sessions, its workers and (by `worker`) its engines."""
 
 import asyncio
 import logging

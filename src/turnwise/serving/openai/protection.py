@@ -59,12 +59,9 @@ def most_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection; uvicorn makes them.
-
-    There are deadlines for receiving a request's header and body and for the client's reading of
-    the answer. Beyond `most` connections of a server, each new one closes the one that has waited
-    for its client the longest.
-    """
+    """One client's connection, with deadlines for receiving a request's header and body and for the
+    client's reading of the answer. Beyond `most` connections of a server, each new one closes the
+    one that has waited for its client the longest."""
 
     most: ClassVar[int] = _MOST
     _deadline: asyncio.TimerHandle | None = None
