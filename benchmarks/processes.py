@@ -36,8 +36,7 @@ from turnwise.engine.protocol import Chunk, Engine, Request
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
-from turnwise.serving.front_process import FrontProcess
-from turnwise.serving.front_processes import FrontProcesses
+from turnwise.serving.front_processes import FrontProcess, FrontProcesses
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory.audit import audit

@@ -125,7 +125,7 @@ def routes() -> str:
 def own_routes() -> list[tuple[str, str]]:
     """Method and path of each route that Turnwise adds, with its handler's docstring."""
     found = []
-    for node in ast.walk(ast.parse((_OPENAI / "routes.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((_OPENAI / "server.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.AsyncFunctionDef):
             for call in node.decorator_list:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):

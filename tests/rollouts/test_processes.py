@@ -24,8 +24,7 @@ from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
-from turnwise.serving.front_process import FrontProcess
-from turnwise.serving.front_processes import Process
+from turnwise.serving.front_processes import FrontProcess, Process
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
@@ -235,7 +234,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     second.supervisor.excuse_death()
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
-    process.close("no worker is left")
+    process.scheduler.close("no worker is left")
     for name in ("worker-0", "worker-1"):
         process.remove(name)
     with pytest.raises(EngineError, match="no worker is left"):

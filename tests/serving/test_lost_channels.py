@@ -21,8 +21,7 @@ from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.engine_worker import EngineWorker, Mailbox
-from turnwise.serving.front_process import FrontProcess
-from turnwise.serving.front_processes import FrontProcesses, Process
+from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process
 from turnwise.serving.manager import WorkerFailure, WorkerSupervisor
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle

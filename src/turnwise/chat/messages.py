@@ -7,10 +7,12 @@ white space in arguments, keys that are null. Digests of the canonical form are 
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.trajectory import Message
 
@@ -19,6 +21,16 @@ Answer = tuple[str, tuple[tuple[str, str], ...]]
 
 _VIEWED = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content")
 _VIEW_BYTES = 300  # memory of a view's dictionary, in bytes
+_Result = TypeVar("_Result")
+_LONG = 16_384
+"""Characters that take a few milliseconds to tokenise; longer texts would delay other requests."""
+
+
+async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
+    """Call `work`, in a thread if the messages are long, so as not to delay other trajectories."""
+    if sum(len(str(message)) for message in messages) < _LONG:
+        return work()
+    return await run_in_thread(work)
 
 
 @dataclass

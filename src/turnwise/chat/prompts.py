@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from turnwise.chat.messages import Conversation, plain
-from turnwise.chat.template import in_thread_if_long
+from turnwise.chat.messages import Conversation, in_thread_if_long, plain
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens

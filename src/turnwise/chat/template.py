@@ -1,23 +1,17 @@
-"""The configured model's chat template, and threads for long renderings."""
+"""The configured model's tokenizer and chat template."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from turnwise.config import Config, ModelConfig
-from turnwise.core.aio import run_in_thread
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
-from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.bridge import find_seam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-_Result = TypeVar("_Result")
-_LONG = 16_384
-"""Characters that take a few milliseconds to tokenise; longer texts would delay other requests."""
 
 
 def load_tokenizer(config: Config) -> "Tokenizer":
@@ -104,10 +98,3 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     if known:
         return ""
     return f"model.chat_template ends turns with {mark}, at which no answer ends: set {set_to}"
-
-
-async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
-    """Call `work`, in a thread if the messages are long, so as not to delay other trajectories."""
-    if sum(len(str(message)) for message in messages) < _LONG:
-        return work()
-    return await run_in_thread(work)

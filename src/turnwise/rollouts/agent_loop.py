@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.prompts import next_prompt, response_room
-from turnwise.chat.template import in_thread_if_long
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock

@@ -1,6 +1,6 @@
 """Rollouts in several processes (`rollout.processes`), and the servers of a runner's agents.
 
-Groups are spread over actors (`serving.front_process`), each with an event loop, tools, templates
+Groups are spread over actors (`serving.front_processes`), each with an event loop, tools, templates
 and sessions of its own, which sample from the engines directly.
 """
 
@@ -29,8 +29,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner, reward_functions_of
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.serving.front_process import FrontProcess, RunGroup
-from turnwise.serving.front_processes import FrontProcesses, Process
+from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process, RunGroup
 from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler import Scheduler
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_type_hints
 
 import turnwise.tools
-from turnwise.chat.template import in_thread_if_long, load_template, missing_stop
+from turnwise.chat.messages import in_thread_if_long
+from turnwise.chat.template import load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import LOOP_NAMES, Config, SamplingConfig, ToolConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group

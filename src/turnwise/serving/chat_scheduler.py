@@ -1,10 +1,8 @@
 """Chat completions without HTTP, and users' classes that lead conversations with them.
 
-`ChatCompletionScheduler` has the methods of verl's class of that name: a request has
-OpenAI's keys, and a callback gets the `ChatCompletion` and may submit the next turn. `ChatBackend`
-answers in this process with the OpenAI server's own code: sessions keep each conversation's tokens
-exactly as they were sampled, and every key of a request means the same as over HTTP. User code
-runs on its own event loop, and its requests on the backend's.
+`ChatCompletionScheduler` has the methods of verl's class of that name. `ChatBackend` answers in
+this process with the OpenAI server's own code: sessions keep each conversation's tokens exactly as
+they were sampled, and every key of a request means the same as over HTTP.
 """
 
 import asyncio
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread, task_group, together
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code, describe_user_error
@@ -33,14 +31,12 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.requests import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     Completions: TypeAlias = ChatCompletion | AsyncGenerator[ChatCompletionChunk, None]
-    Reply: TypeAlias = ChatCompletion | ChatCompletionChunk | Exception | None
 
 _HEADERS = {"x-request-id", "x-session-id"}
 _SAMPLING_NAMES = {"max_completion_tokens": "max_tokens", "vllm_xargs": "logits_processor_args"}
@@ -142,12 +138,10 @@ class ChatCompletionScheduler:
             if exception is not None:
                 raise exception
 
-        async with task_group() as group:
-            for messages in batch.non_tensor_batch["raw_prompt"]:
-                submitted = self.submit_chat_completions(
-                    answered, {}, messages=list(messages), **sampling_params
-                )
-                group.create_task(submitted)
+        await together(
+            self.submit_chat_completions(answered, {}, messages=list(messages), **sampling_params)
+            for messages in batch.non_tensor_batch["raw_prompt"]
+        )
         return None
 
 
@@ -175,13 +169,8 @@ class ChatBackend:
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
-        self._app = await vllm_app.build(
-            self.config,
-            self._generator,
-            lambda: True,
-            self.sessions,
-            [self.model_name],
-        )
+        names = [self.model_name]
+        self._app = await vllm_app.build(self.config, self._generator, self.sessions, names)
         self._chats = self._app.state.chats
         self.tokenizer = self._chats.tokenizer
 
@@ -192,7 +181,17 @@ class ChatBackend:
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
-        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        replies = self._replies(request, session)
+        if (first := await anext(replies)) is None:
+            return cast("AsyncGenerator[ChatCompletionChunk, None]", replies)
+        await replies.aclose()
+        return cast("ChatCompletion", first)
+
+    async def _replies(
+        self, request: Mapping[str, object], session: Session | None
+    ) -> AsyncGenerator[object, None]:
+        """Yield the completion; or None, and the chunks of a stream. Closing ends the request."""
+        replies = asyncio.Queue[object]()
         try:
             tree, headers = _read(request)  # here: its objects may be the user's own
         except Exception as error:
@@ -200,27 +199,19 @@ class ChatBackend:
             raise own from own.__cause__
         answering = self._answer(tree, headers, session, replies)
         running = asyncio.run_coroutine_threadsafe(answering, self._loop)
-
-        async def following() -> object:
-            waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
-            reply = await asyncio.wrap_future(waiting)
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
-
-        async def chunks() -> AsyncGenerator["ChatCompletionChunk", None]:
-            try:
-                while (piece := await following()) is not None:
-                    yield cast("ChatCompletionChunk", piece)
-            finally:
-                running.cancel()
-
+        begun = False
         try:
-            first = await following()
-        except asyncio.CancelledError:
+            while True:
+                waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
+                reply = await asyncio.wrap_future(waiting)
+                if isinstance(reply, Exception):
+                    raise reply
+                if begun and reply is None:
+                    return
+                begun = True
+                yield reply
+        finally:
             running.cancel()
-            raise
-        return chunks() if first is None else cast("ChatCompletion", first)
 
     async def converse(
         self,
@@ -235,12 +226,8 @@ class ChatBackend:
     ) -> None:
         """Run one conversation, a batch of one, with an instance of the scheduler class.
 
-        `trajectory` records the sampled turns. Requests may not change `sampling`; `group`, `clock`
-        and `calls` are those of a `Session`.
-
-        Raises:
-            TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
-                (chat_scheduler_silent).
+        `trajectory` records the sampled turns. Requests may not change `sampling`. TrajectoryError
+        when the class raises (chat_scheduler_error) or samples nothing (chat_scheduler_silent).
         """
         session = self.sessions.open_private(
             trajectory,
@@ -280,16 +267,13 @@ class ChatBackend:
     async def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Run `sampling.n` conversations for each prompt, at most `rollout.concurrency` at once.
+        """Run `sampling.n` conversations for each prompt (a list of messages, or a row of
+        `raw_prompt`), at most `rollout.concurrency` at once. `sampling_params` change the
+        configuration's `sampling`, by its keys or OpenAI's.
 
-        Args:
-            prompts: Conversations, in `non_tensor_batch["raw_prompt"]` or as lists of messages.
-            sampling_params: Changes to the configuration's `sampling`, by its keys or OpenAI's.
-
-        Returns:
-            A row for each conversation (or for each of its branches), in the prompts' order, as in
-            `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-            reason. If all fail, the first error is raised.
+        There is a row for each conversation (or for each of its branches), in the prompts' order,
+        as in `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
+        reason. If all fail, the first error is raised.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
@@ -340,9 +324,9 @@ class ChatBackend:
         tree: JsonObject,
         headers: Mapping[str, str],
         own: Session | None,
-        replies: "asyncio.Queue[Reply]",
+        replies: asyncio.Queue[object],
     ) -> None:
-        """Put the completion into a queue; or None, a stream's chunks, and None; or an error."""
+        """Reply with the completion; or with None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         whole: ChatCompletion | None = None
@@ -357,7 +341,7 @@ class ChatBackend:
                     f"x-request-id: no completion {previous} is remembered "
                     "(serving.session_idle, serving.session_memory_mb)"
                 )
-            with serving(self.sessions, name, previous) as context:
+            with self._chats.serving(name, previous) as context:
                 answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
                     whole = ChatCompletion.model_validate(_checked(answer))
@@ -402,15 +386,13 @@ def _own(error: Exception) -> Exception:
     """Return an error of vLLM's application as ours, and any other one as it is."""
     from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
-    if isinstance(error, TurnwiseError):
-        return error
+    own = error
     if isinstance(error, GracefulHTTPError):
-        own: TurnwiseError = EngineError(str(error))
+        own = EngineError(str(error))
     elif isinstance(error, (VLLMError, ValueError, TypeError)):
         own = InputError(_sentence(error))
-    else:
-        return error
-    own.__cause__ = error
+    if own is not error:
+        own.__cause__ = error
     return own
 
 

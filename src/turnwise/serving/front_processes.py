@@ -1,31 +1,34 @@
-"""The processes that sample from the driver's engines, each with a scheduler of its own.
+"""Processes that sample from the driver's engines, each with a scheduler of its own.
 
-One event loop samples about a thousand turns a second, and answers a few hundred requests, whatever
-the engines could do. So the work is spread over actors (`front_process`): they serve the sessions
-that clients open (`serving.session_processes`), or run groups (`rollouts.processes`). They talk to
-the engines directly. The driver remains the only one that starts, checks and restarts engines.
-
-Each process has some of the engines for the sessions that it begins, and balances them as one
-scheduler does. Choosing among all engines by loads that are a moment old would be worse: all
-processes would choose the same ones (`python -m benchmarks.scale`).
+One event loop samples about a thousand turns a second, and answers a few hundred requests. The
+driver remains the only one that starts, checks and restarts engines. Each process has some of them
+for the sessions that it begins, and balances them as one scheduler does. Choosing among all engines
+by loads that are a moment old would be worse: all processes would choose the same ones (`python -m
+benchmarks.scale`).
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import ray
+from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
-from turnwise.config import Config
+from turnwise.config import Config, SamplingConfig
+from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, on_node
-from turnwise.core.aio import is_cancelled, task_group, together
+from turnwise.core.aio import is_cancelled, set_within, together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.watchdog import made_progress
+from turnwise.core.optional import Foreign
+from turnwise.core.watchdog import last_progress, made_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import (
     DeadlineError,
@@ -35,24 +38,212 @@ from turnwise.errors import (
     TurnwiseError,
     text_of,
 )
-from turnwise.serving.front_process import (
-    LOST,
-    REPORT_SECONDS,
-    FrontProcess,
-    Message,
-    OpenRunner,
-    Report,
-)
-from turnwise.serving.openai.address import EVERYWHERE, with_api_key
-from turnwise.serving.routing import Worker
+from turnwise.serving.openai import import_server
+from turnwise.serving.openai.address import EVERYWHERE, listen, with_api_key
+from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.worker_handle import WorkerHandle
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
+Message = tuple[str, tuple[object, ...]]
+"""A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
+REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
+LOST = "was lost when its process died"  # end of a session, after "the session NAME"
+_REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
+_PORT_SECONDS = 3.0  # time in which the port of a process that died becomes free
 _MAX_CALLS = 1 << 14
 """Largest number of calls at once in an actor: groups in flight, or sessions being opened."""
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
+
+RunGroup = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
+"""Runs the group of a problem, under a unique tag."""
+OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]]
+"""Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
+
+
+@dataclass(slots=True)
+class Report:
+    """News of a process since its last report."""
+
+    progressed: bool = False  # whether a wait ended or tokens arrived
+    loads: dict[str, float] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
+    excused: list[str] = field(default_factory=list)  # workers whose death a single request caused
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    """Counts of each worker: turns, tokens, and its failed turns by outcome."""
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Sessions of clients that began ("") or ended (why), by name."""
+    requests: Counter[str] = field(default_factory=Counter)
+
+
+class FrontProcess:
+    """An actor's class: a scheduler, and a runner of groups or (without one) an OpenAI server."""
+
+    def __init__(self, config: Config, open_runner: OpenRunner | None = None) -> None:
+        self.config = config
+        seconds = config.engine.start_timeout + config.engine.request_timeout
+        self.scheduler = Scheduler(config.serving, seconds)
+        self._open_runner = open_runner
+        self._run_group: RunGroup | None = None
+        self._stack = AsyncExitStack()
+        self._server: OpenAIServer | None = None
+        self._news = Report()
+        self._urgent = asyncio.Event()  # set when something is to be reported at once
+        self._counted: dict[Worker, Counter[str]] = {}
+        """Reported counts of each worker, also of removed ones whose turns are not over."""
+        self._events: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
+        self._moved = 0.0
+        self._reaching: set[asyncio.Task[None]] = set()
+
+    async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
+        """Make the runner, or start the server at a port that is free or becomes so; return the
+        base URL and the id of the node. Sessions of the process before, `lost`, are refused."""
+        logs.follow()
+        base_url = ""
+        if self._open_runner is not None:
+            opening = self._open_runner(self.config, self.scheduler)
+            self._run_group = await self._stack.enter_async_context(opening)
+        else:
+            make = await import_server()
+            port = await _free_port(self.config.serving.host, port)
+            base_url = await self.serve(make(self.config, self.scheduler, port), lost)
+        return base_url, ray.get_runtime_context().get_node_id()
+
+    async def serve(self, server: "OpenAIServer", lost: Sequence[str]) -> str:
+        self._server = server
+        self._stack.push_async_callback(server.stop)
+        server.sessions.refuse(lost, LOST)
+        server.sessions.changes = {}
+        return await server.start()
+
+    async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object:
+        assert self._run_group is not None
+        return await self._run_group(problem, sampling, tag)
+
+    async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
+        assert self._server is not None
+        session = self._server.sessions.open(name, training=training, group=group)
+        return {**session.describe(), **self._server.urls(session.id)}
+
+    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+        """Return a page of the sessions of clients; see `SessionStore.page`."""
+        assert self._server is not None
+        return self._server.sessions.page(after, most)
+
+    async def stop(self) -> bool:
+        """End the server or the runner, and return True; the owner kills the actor."""
+        await self._stack.aclose()
+        return True
+
+    # What the driver tells this process, beside the scheduler's own methods; see `Follower`.
+
+    def add(self, name: str, worker: RayActor) -> None:
+        self.remove(name)
+
+        def excuse_death() -> None:
+            self._news.excused.append(name)
+            self._urgent.set()
+
+        supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
+        added = self.scheduler.add(name, self._attach(name, worker), supervisor)
+        self._counted[added] = Counter()
+
+    def _attach(self, name: str, worker: RayActor) -> Engine:
+        return WorkerHandle.attach(worker, name, self.config)
+
+    def _report_failure(self, name: str, why: str) -> None:
+        self._news.failures.append((name, why))
+        self._urgent.set()
+
+    def restore(self, name: str) -> None:
+        """Use a worker again, once this process can reach it; report it as long as it cannot."""
+        if (worker := self.scheduler.workers.get(name)) is None:
+            return
+        seconds = self.config.serving.health_timeout
+
+        async def reach() -> None:
+            why = ""
+            try:
+                async with asyncio.timeout(seconds):
+                    await worker.engine.check_health()
+            except (EngineError, DeadlineError, TimeoutError) as error:
+                why = str(error) or f"{name} did not answer within {seconds:g} s"
+            if self.scheduler.workers.get(name) is not worker:
+                return
+            if not why:
+                self.scheduler.restore(name)
+                return
+            self.scheduler.suspend(name)
+            await asyncio.sleep(_REACH_SECONDS)
+            self._report_failure(name, why)
+
+        task = asyncio.create_task(reach())
+        self._reaching.add(task)
+        task.add_done_callback(self._reaching.discard)
+
+    def remove(self, name: str) -> None:
+        if name in self.scheduler.workers:
+            worker = self.scheduler.remove(name)
+            if isinstance(worker.engine, WorkerHandle):
+                worker.engine.fail(f"{name} is lost")
+
+    async def wake(self) -> None:
+        """End a `report` that waits: the driver has messages."""
+        self._urgent.set()
+
+    async def report(self, messages: Sequence[Message] = ()) -> Report:
+        """Return the news at the next urgent event, or after `REPORT_SECONDS`.
+
+        Ray's asynchronous actors may begin calls in another order than they were made, so all
+        messages of the driver come by this one.
+        """
+        for method, arguments in messages:
+            getattr(self if hasattr(self, method) else self.scheduler, method)(*arguments)
+        await set_within(self._urgent, REPORT_SECONDS)
+        self._urgent.clear()
+        report, self._news = self._news, Report()
+        moved, self._moved = self._moved, last_progress()
+        report.progressed = self._moved != moved
+        events, self._events = self._events, Counter(self.scheduler.events)
+        report.events = self._events - events
+        workers = self.scheduler.workers
+        report.loads = {name: worker.load for name, worker in workers.items()}
+        if self._server is not None:
+            requests, self._requests = self._requests, Counter(self._server.requests)
+            report.requests = self._requests - requests
+            store = self._server.sessions
+            report.sessions, store.changes = store.changes or {}, {}
+        for worker, before in list(self._counted.items()):
+            new = Counter({**worker.failed_turns, "turns": worker.turns, "tokens": worker.tokens})
+            known = report.counts.get(worker.name, Counter())  # of a worker before it
+            report.counts[worker.name] = known + (new - before)
+            if worker.running or workers.get(worker.name) is worker:
+                self._counted[worker] = new
+            else:
+                del self._counted[worker]
+        return report
+
+
+async def _free_port(host: str, port: int) -> int:
+    """Return the port once it is free; 0 if another program has taken it."""
+    for _ in range(10 if port else 0):
+        try:
+            listen(host, port).close()
+            return port
+        except InputError as error:
+            why = error
+            await asyncio.sleep(_PORT_SECONDS / 10)
+    if port:
+        logger.warning("the address of lost sessions is given up, for another port: %s", why)
+    return 0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +252,7 @@ class Process:
 
     name: str
     actor: ActorHandle | None = None
-    base_url: str = ""
-    """Base URL of its server, also while it is down."""
+    base_url: str = ""  # base URL of its server, also while it is down
     node: str = ""
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -70,10 +260,8 @@ class Process:
     """Set to the reason when the actor died or hangs."""
     lost_sessions: list[str] = field(default_factory=list)
     """Names of the sessions that died with it."""
-    busy: int = 0
-    """Number of groups in flight, or of open sessions."""
-    restarts: int = 0
-    """Restarts since it last finished anything."""
+    busy: int = 0  # number of groups in flight, or of open sessions
+    restarts: int = 0  # restarts since it last finished anything
     given_up: bool = False
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
@@ -87,11 +275,7 @@ class FrontProcesses:
     """The owner of such actors, which knows who has each session.
 
     A process that dies is restarted at the same address. Its sessions are lost: requests to them
-    are answered with 410.
-
-    Args:
-        names: Names of the processes; by default there are `serving.session_processes`.
-        open_runner: See `FrontProcess`.
+    are answered with 410. By default, of `names`, there are `serving.session_processes`.
     """
 
     def __init__(
@@ -107,19 +291,15 @@ class FrontProcesses:
         if names is None:
             names = [f"sessions-{index}" for index in range(config.serving.session_processes)]
         self.processes = [Process(name) for name in names]
-        self.failure = ""
-        """Reason why no process is left; "" while one is."""
-        self.changed = asyncio.Event()
-        """Set when a process is up, or no process is left."""
+        self.failure = ""  # reason why no process is left; "" while one is
+        self.changed = asyncio.Event()  # set when a process is up, or no process is left
         self.requests: Counter[str] = Counter()
         self.store = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._class = process_class
         self._open_runner = open_runner
-        self._workers: dict[str, Worker] = {}
-        """The last worker of each name, removed or not."""
-        self._owners: dict[str, Process] = {}
-        """Processes of the open sessions, by name."""
+        self._workers: dict[str, Worker] = {}  # the last worker of each name, removed or not
+        self._owners: dict[str, Process] = {}  # processes of the open sessions, by name
         self._opening: set[str] = set()
 
     @property
@@ -139,9 +319,7 @@ class FrontProcesses:
         """Start all processes; if one fails or does not start in time, end them all."""
         self._scheduler.lead(self.follow)
         try:
-            async with task_group() as starting:
-                for process in self.processes:
-                    starting.create_task(self._start(process))
+            await together(map(self._start, self.processes))
         except BaseException:
             await self.stop()
             raise
@@ -182,22 +360,68 @@ class FrontProcesses:
             process.actor = None
             actor.kill()
             raise
-
-        async def watch() -> None:
-            """Receive the process's reports; restart it when it dies or hangs."""
-            seconds = REPORT_SECONDS + self.config.serving.health_timeout
-            try:
-                while True:
-                    messages, process.messages = process.messages, []
-                    what = "report its health"
-                    self._take(
-                        process, await actor.call("report", messages, what=what, seconds=seconds)
-                    )
-            except Exception as error:  # none may end the watch without a restart
-                await self._restart(process, actor, text_of(error))
-
-        process.watching = asyncio.create_task(watch())
+        if process.watching is None:
+            process.watching = asyncio.create_task(self._watch(process))
         self.changed.set()
+
+    async def _watch(self, process: Process) -> None:
+        """Receive a process's reports; when it dies or hangs, start it again, up to
+        `serving.max_restarts` times, or give it up.
+
+        Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
+        wait for a process must not wait for ever.
+        """
+        seconds = REPORT_SECONDS + self.config.serving.health_timeout
+        actor, limit, why = process.actor, self.config.serving.max_restarts, ""
+        try:
+            while actor is not None or process.restarts < limit:
+                try:
+                    if actor is None:
+                        process.restarts += 1
+                        # Seconds; what it needs may still be taken.
+                        await asyncio.sleep(process.restarts - 1)
+                        await self._start(process)
+                        actor = process.actor
+                    else:
+                        messages, process.messages = process.messages, []
+                        what = "report its health"
+                        report = await actor.call("report", messages, what=what, seconds=seconds)
+                        self._take(process, report)
+                except Exception as error:
+                    why = text_of(error)
+                    if actor is None:
+                        unexpected = not isinstance(error, TurnwiseError)
+                        logger.info("%s does not start", process.name, exc_info=unexpected)
+                    else:
+                        self._lose(process, actor, why)
+                        actor = None
+            why = f"{process.name} was restarted {limit} times; the last: {why}"
+        finally:
+            if actor is None and not is_cancelled():
+                logger.error(why)
+                process.given_up = True
+                if all(one.given_up for one in self.processes):
+                    self.failure = why
+                self.changed.set()
+
+    def _lose(self, process: Process, actor: ActorHandle, why: str) -> None:
+        """End what is left of a process, and its sessions."""
+        process.actor = None
+        if not process.lost.done():
+            process.lost.set_result(why)
+        try:
+            actor.kill()
+            process.loads = {}
+            names = [name for name, owner in self._owners.items() if owner is process]
+            for name in names:
+                self._take_away(name)
+            self.store.refuse(names, LOST)
+            process.lost_sessions += names
+            del process.lost_sessions[:-REMEMBERED_NAMES]
+            self._assign()
+        except Exception:
+            logger.exception("%s could not be ended", process.name)
+        logger.warning("%s is restarted: %s", process.name, why)
 
     def _take(self, process: Process, report: Report) -> None:
         """Add what a process reports to the driver's counts."""
@@ -232,49 +456,6 @@ class FrontProcesses:
                 self._take_away(name)
                 self.store.refuse([name], why)
 
-    async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
-        """Start a lost process again, up to `serving.max_restarts` times, or give it up.
-
-        Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
-        wait for a process must not wait for ever.
-        """
-        process.actor = None
-        try:
-            if not process.lost.done():
-                process.lost.set_result(why)
-            try:
-                actor.kill()
-                process.loads = {}
-                names = [name for name, owner in self._owners.items() if owner is process]
-                for name in names:
-                    self._take_away(name)
-                self.store.refuse(names, LOST)
-                process.lost_sessions += names
-                del process.lost_sessions[:-REMEMBERED_NAMES]
-                self._assign()
-            except Exception:
-                logger.exception("%s could not be ended", process.name)
-            logger.warning("%s is restarted: %s", process.name, why)
-            limit = self.config.serving.max_restarts
-            while process.restarts < limit:
-                process.restarts += 1
-                # Seconds; what it needs may still be taken.
-                await asyncio.sleep(process.restarts - 1)
-                try:
-                    return await self._start(process)
-                except Exception as error:
-                    unexpected = not isinstance(error, TurnwiseError)
-                    logger.info("%s does not start", process.name, exc_info=unexpected)
-                    why = text_of(error)
-            why = f"{process.name} was restarted {limit} times; the last: {why}"
-        finally:
-            if process.actor is None and not is_cancelled():
-                logger.error(why)
-                process.given_up = True
-                if all(one.given_up for one in self.processes):
-                    self.failure = why
-                self.changed.set()
-
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
             process.messages.append((method, arguments))
@@ -304,8 +485,8 @@ class FrontProcesses:
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
         """Open a session in the process with the fewest, and describe it; None if none is up.
 
-        Raises `InputError` when a session of that name is open, or is being opened, and
-        `DeadlineError` when a process does not answer, which may have opened it.
+        InputError when one of that name is open, or is being opened; DeadlineError when a process
+        does not answer, which may have opened it.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")
@@ -376,6 +557,7 @@ class FrontProcesses:
             process.actor = None
             if process.watching is not None:
                 process.watching.cancel()
+                process.watching = None
 
         async def stop(actor: ActorHandle) -> None:
             with suppress(TurnwiseError):

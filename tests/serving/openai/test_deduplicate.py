@@ -8,8 +8,6 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from turnwise.chat.session_store import SessionStore
-from turnwise.config import SamplingConfig
 from turnwise.serving.openai.middleware import SessionMiddleware
 
 PATH, BODY = "/v1/chat/completions", {"messages": [{"role": "user", "content": "12 plus 30?"}]}
@@ -39,8 +37,7 @@ async def test_a_retry_joins_only_what_it_names(
             await PlainTextResponse(str(number))(scope, receive, send)
 
     unused: Any = None
-    store = SessionStore(SamplingConfig())
-    transport = httpx.ASGITransport(Waiting(unused, unused, store, counts, None, None))
+    transport = httpx.ASGITransport(Waiting(unused, unused, counts, None, None))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
         first, retry = (
             asyncio.create_task(

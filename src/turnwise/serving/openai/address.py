@@ -5,25 +5,16 @@ import socket
 from contextlib import suppress
 
 from turnwise.config import Config
-from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
-QUEUE = 2_048
-"""Maximum number of connections waiting to be accepted."""
+QUEUE = 2_048  # maximum number of connections waiting to be accepted
 EVERYWHERE = ("0.0.0.0", "::")
 """Values of `serving.host` that stand for all addresses of the machine."""
 
 
 def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
-    """Return a listening socket.
-
-    Args:
-        port: 0 takes a free one.
-        ports: The range from which a free one is taken (`serving.ports`); None takes any.
-
-    Raises:
-        InputError: when the address cannot be used.
-    """
+    """Return a listening socket; InputError when the address cannot be used. Port 0 takes a free
+    one, of the range `ports` (`serving.ports`) if it is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = map(int, (ports or "0-0").split("-"))
     for each in [port] if port else range(first, last + 1):
@@ -38,19 +29,13 @@ def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
             failure = error
         else:
             return listening
-    if ports is not None and not port:
-        raise InputError(
-            f"no port of {ports} (serving.ports) is free on {host} ({failure})"
-        ) from failure
-    raise InputError(
+    why = (
         f"the server cannot listen on {host}:{port} ({failure}); choose another serving.port "
         "(0 takes a free one) or serving.host"
-    ) from failure
-
-
-def both_urls(base_url: str) -> JsonObject:
-    """Return a base URL as OpenAI's and Anthropic's clients take it."""
-    return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
+    )
+    if ports is not None and not port:
+        why = f"no port of {ports} (serving.ports) is free on {host} ({failure})"
+    raise InputError(why) from failure
 
 
 def reachable(host: str) -> str:
@@ -68,15 +53,11 @@ def reachable(host: str) -> str:
 
 
 def api_key(config: Config) -> str | None:
-    """Return the key that clients must send: `serving.api_key`, or TURNWISE_API_KEY; None if there
-    is none."""
+    """Return the key that clients must send (`serving.api_key` or TURNWISE_API_KEY), or None."""
     return config.serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
 
 def with_api_key(config: Config) -> Config:
-    """Return the configuration for servers in other processes, on any node.
-
-    On another node the environment of this process, which may set the key, is not known.
-    """
+    """Return the configuration for servers on any node, where the environment is not known."""
     serving = config.serving.model_copy(update={"api_key": api_key(config)})
     return config.model_copy(update={"serving": serving})

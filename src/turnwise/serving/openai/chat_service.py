@@ -1,12 +1,9 @@
 """Chat completions of sessions, over HTTP and in this process.
 
 `ChatService` finds the exact prompt of a conversation, samples within the tokens that are left,
-reads the answer with vLLM's detokenizer and parser, and records the turn. Requests that are no
-`PlainRequest`, or have to be refused, are answered by vLLM's application (`vllm_app`), which takes
-prompts from here and records turns here as well.
-
-vLLM's application checks, renders and answers a request with every option in mind, which takes more
-processor time than all other work of the server, and most requests of agents have no such option.
+reads the answer with vLLM's detokenizer and parser, and records the turn. It takes less processor
+time than vLLM's application (`vllm_app`), which checks, renders and answers requests that are no
+`PlainRequest`, or have to be refused; it takes prompts and records turns here as well.
 """
 
 import asyncio
@@ -14,68 +11,192 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from http import HTTPStatus
+from typing import Annotated, Literal, cast
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.datastructures import State
+from starlette.responses import Response
 
 from turnwise.chat import prompts
-from turnwise.chat.messages import Answer, Conversation, answer, plain
+from turnwise.chat.messages import Answer, Conversation, answer, in_thread_if_long, plain
 from turnwise.chat.session import Session
-from turnwise.chat.template import in_thread_if_long, load_template
+from turnwise.chat.session_store import SessionStore
+from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
+from turnwise.engine.logits_processors import EXTRA_ARG
 from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
-from turnwise.serving.openai.requests import (
-    ECHO,
-    ChoiceKey,
-    PlainRequest,
-    RequestContext,
-    read,
-    texts,
-    without_empty_tools,
-)
+from turnwise.serving.openai.requests import OWN_NAMES
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
 
-Complete = Callable[[], Awaitable[JsonObject]]
-"""Samples a request whose prompt is known, and returns the answer."""
-_Offer = tuple[Conversation, vllm.ChatCompletionRequest, JsonObject, vllm.SamplingParams]
-"""A set of tools: as the template gets them; vLLM's request with them and no messages; variables of
-the chat template, for vLLM's parser; and parameters of the detokenizer."""
-_TEMPLATES = 16
-"""Maximum number of cached templates, one for each set of template variables."""
+ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
+"""Keys of an answer's message by which a client may send its ids back."""
+_TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
 
+Complete = Callable[[], Awaitable[JsonObject]]
+"""Samples a request whose prompt is known, and returns the answer."""
+ChoiceKey = tuple[str, int]
+"""Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
+_Offer = tuple[Conversation, vllm.ChatCompletionRequest, JsonObject, vllm.SamplingParams]
+"""A set of tools: as the template gets them; vLLM's request with them and no messages; variables of
+the chat template, for vLLM's parser; and parameters of the detokenizer."""
+_Limit = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_Item = str | int | float
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request on its way to the engine and back."""
+
+    session: Session
+    held: ExitStack  # closed at the end of the request
+    request: vllm.SamplingRequest | None = None
+    """The request as parsed by vLLM; None before rendering."""
+    asked: Conversation = field(default_factory=Conversation)
+    """Messages and tools of a chat; empty for other requests."""
+    prompt: prompts.NextPrompt = field(default_factory=lambda: prompts.NextPrompt(None))
+    finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
+    texts: dict[ChoiceKey, str] = field(default_factory=dict)
+    undelivered: list[Callable[[], None]] = field(default_factory=list)
+    """For each completion that the client has not got, a function that records it as a turn."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """Answers as the client got them, by the index; of streamed chats only those with tools."""
+    adapter: str = ""
+    began: float = field(default_factory=time.time)
+    """Time when the request came, in seconds since the epoch."""
+
+    def within(self, prompt: Sequence[int], most: int) -> int:
+        """Return how many of `most` tokens may follow a prompt; 0 or less if none may."""
+        room = self.session.room(prompt, self.prompt.fork_reason)
+        return most if room is None else min(most, room)
+
+    def deliver(self) -> None:
+        """Record the finished completions, before the client gets the bytes that have their end: it
+        can leave as soon as it has read these, or send the next request."""
+        for record in self.undelivered:
+            record()
+        self.undelivered.clear()
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+"""The request that the current task serves; None outside requests that sample."""
+
+
+class _Function(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class _Call(Struct, forbid_unknown_fields=True):
+    id: str
+    function: _Function
+    type: Literal["function"]
+
+
+class _System(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+    content: str
+
+
+class _User(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
+    content: str
+
+
+class _Tool(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+    content: str
+    tool_call_id: str
+    name: str | UnsetType = UNSET
+
+
+class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+    """An answer; clients send keys without a value back as well, and may send its ids."""
+
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
+    prompt_token_ids: list[int] | None = None
+    generation_token_ids: list[int] | None = None
+    generation_log_probs: list[float] | None = None
+    weight_versions: list[int] | None = None
+
+
+class PlainRequest(Struct, forbid_unknown_fields=True):
+    """The keys of a plain request, with OpenAI's meaning; None and UNSET stand for the default."""
+
+    messages: Annotated[list[_System | _User | _Tool | _Assistant], Meta(min_length=1)]
+    model: str | None = None
+    user: str | None = None
+    tools: list[JsonObject] | None = None  # as the client sent them: vLLM checks them
+    tool_choice: Literal["auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: _Count | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    min_tokens: _Count | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    vllm_xargs: dict[str, _Item | list[_Item]] | None = None
+
+    @property
+    def sampling(self) -> JsonObject:
+        """The sampling parameters that the client set, but for the limit of tokens."""
+        values = {name: getattr(self, name) for name in OWN_NAMES}
+        if self.vllm_xargs:
+            values["logits_processor_args"] = self.vllm_xargs
+        return {name: value for name, value in values.items() if value not in (None, UNSET)}
+
+
+def read(tree: object) -> tuple[PlainRequest, list[JsonObject]] | None:
+    """Return a plain request and its messages as the client sent them; None for others."""
+    try:
+        request = msgspec.convert(tree, PlainRequest)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if (
+        request.stream
+        or request.logprobs
+        or request.parallel_tool_calls is False
+        or EXTRA_ARG in (request.vllm_xargs or ())
+    ):
+        return None
+    return request, cast(JsonObject, tree)["messages"]
+
 
 class ChatService:
-    """Answers the chats of sessions.
-
-    Args:
-        generator: Samples the tokens.
-        state: State of vLLM's application.
-        remember: Called with each chat completion's id and session.
-    """
+    """Answers the chats of sessions; `state` is that of vLLM's application."""
 
     def __init__(
-        self,
-        config: Config,
-        generator: Generator,
-        state: State,
-        remember: Callable[[str, Session], None],
+        self, config: Config, generator: Generator, state: State, store: SessionStore
     ) -> None:
-        self.remember = remember
+        self.remember = store.remember_completion
+        self._store = store
         self._config = config
         self._generator = generator
         self._chat = state.openai_serving_chat
@@ -97,8 +218,26 @@ class ChatService:
             usage=vllm.UsageInfo(),
             system_fingerprint=self._chat.system_fingerprint,
         )
-        self._empty: JsonObject = empty.model_dump()
-        """An answer with all of vLLM's keys."""
+        self._empty: JsonObject = empty.model_dump()  # an answer with all of vLLM's keys
+
+    @contextmanager
+    def serving(
+        self, name: str | None, previous: str | None, child: str | None = None
+    ) -> Iterator[RequestContext]:
+        """Hold the session of a request, and make the request `CURRENT`, until it is answered;
+        completions not delivered then are lost. Raises as `SessionStore.request` does."""
+        with ExitStack() as held:
+            session = held.enter_context(self._store.request(name, previous, child))
+            context = RequestContext(session, held)
+            token = CURRENT.set(context)
+            try:
+                yield context
+            finally:
+                for _ in context.undelivered:
+                    context.session.lose_turn()
+                context.session.lost_turns += len(context.undelivered)
+                context.undelivered.clear()
+                CURRENT.reset(token)
 
     async def answer(
         self, tree: JsonObject, context: RequestContext
@@ -122,12 +261,19 @@ class ChatService:
             tree = msgspec.json.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return body, None
-        kept = without_empty_tools(tree)
-        complete = await self.plan(kept, context)
+        # Clients without tools send an empty list and a choice among them, which vLLM refuses.
+        bare = (
+            isinstance(tree, dict)
+            and bool(tree.keys() & {"tools", "tool_choice"})
+            and tree.get("tools") in (None, [])
+            and tree.get("tool_choice") in (None, "auto", "none")
+        )
+        if bare:
+            tree = {k: v for k, v in tree.items() if k not in ("tools", "tool_choice")}
+        complete = await self.plan(tree, context)
         if complete is None:
             context.request, context.asked = None, Conversation()  # not all models' chats set them
-            if kept is not tree:
-                body = msgspec.json.encode(kept)
+            body = msgspec.json.encode(tree) if bare else body
         return body, complete
 
     async def plan(self, tree: object, context: RequestContext) -> Complete | None:
@@ -153,10 +299,15 @@ class ChatService:
         context.asked.tools_digest = offered.tools_digest
         try:
             prompt = await self.exact_prompt(context, tools_request)
-            if prompt is None and (shown := texts(messages)) is not None:
-                prompt = await in_thread_if_long(
-                    shown, lambda: self._template.render_first(shown, offered.tools)
-                )
+            if prompt is None:  # every template renders messages of nothing but text
+                shown = [
+                    {k: v for k, v in message.items() if v is not None and k not in ECHO}
+                    for message in messages
+                ]
+                if all(message.keys() == {"role", "content"} for message in shown):
+                    prompt = await in_thread_if_long(
+                        shown, lambda: self._template.render_first(shown, offered.tools)
+                    )
         except Exception:  # a client's messages may be anything: vLLM's path reports the error
             return None
         if prompt is None:
@@ -179,7 +330,7 @@ class ChatService:
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
             variables = vllm.template_variables(self._chat, request)
-            if dumped and self._chat.parser_cls is not None:
+            if dumped:
                 parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
             content = vllm.resolve_chat_template_content_format(
@@ -196,15 +347,15 @@ class ChatService:
             return None
         return Conversation(tools=dumped), request, variables, params
 
-    async def respond(self, complete: Complete) -> tuple[int, bytes]:
-        """Complete a planned request; return the status and the body for an HTTP client."""
+    async def respond(self, complete: Complete) -> Response:
+        """Complete a planned request, for an HTTP client."""
         try:
             status, tree = HTTPStatus.OK.value, await complete()
         except Exception as error:  # raised to this request's client; other requests continue
             refusal = vllm.create_error_response(client_error(error))
             status, tree = refusal.error.code, refusal.model_dump()
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return status, text.encode()
+        return Response(text, status, media_type="application/json")
 
     async def _complete(
         self,
@@ -276,7 +427,7 @@ class ChatService:
         variables: JsonObject,
     ) -> tuple[str | None, list[vllm.FunctionCall]]:
         """Return the content and the calls that a client gets for a text."""
-        if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
+        if not hasattr(request, "tool_choice"):
             return text, []
         parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
         _, content, calls = parser.parse(
@@ -287,11 +438,8 @@ class ChatService:
     async def exact_prompt(
         self, context: RequestContext, request: vllm.SamplingRequest
     ) -> list[int] | None:
-        """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
-
-        Refuses a request without a chat template, and in a training session one whose tools or
-        messages the template leaves out.
-        """
+        """Return a prompt's ids, or None if vLLM has to render it; refuse a request without a chat
+        template, and in a training session one whose tools or messages the template leaves out."""
         session, asked, template = context.session, context.asked, self._template_of(request)
         messages, training = asked.messages, session.sampling is not None
         if template.missing:
@@ -330,20 +478,10 @@ class ChatService:
         return self._with_variables(json.dumps(own, sort_keys=True, default=str))
 
     async def sample(
-        self, context: RequestContext | None, key: ChoiceKey, request: Request
+        self, context: RequestContext, key: ChoiceKey, request: Request
     ) -> AsyncGenerator[Chunk, None]:
-        """Sample a request's tokens for its session; the finished completion becomes a turn.
-
-        Args:
-            context: The client's request; None for one that is no turn of a session.
-            key: Which of its completions this is.
-            request: Its route names only the adapter.
-        """
-        if context is None:
-            async with aclosing(self._generator.stream(request)) as pieces:
-                async for chunk in pieces:
-                    yield chunk
-            return
+        """Sample a request's tokens for its session; the finished completion becomes a turn. The
+        route of `request` names only the adapter."""
         session, sampling = context.session, request.sampling
         route = Route(session.id, session.group, request.route.adapter)
         request, turn = request._replace(route=route), len(session.trajectory.turns)
@@ -391,10 +529,8 @@ class ChatService:
         context.undelivered.append(record)
 
     def _read_answer(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
-        """Return an answer as the client got it, or would have got it from the whole text.
-
-        Its tool calls are counted as a loop does: the client may not notice a broken one.
-        """
+        """Return an answer as the client got it, or would have got it from the whole text; count
+        its tool calls as a loop does, because the client may not notice a broken one."""
         said, request = context.answers.get(key[1]), context.request
         if said is None:
             text = context.texts.get(key)
@@ -406,8 +542,7 @@ class ChatService:
                 logger.debug("an answer cannot be parsed", exc_info=True)
                 content, found = text, []
             said = answer(content, [(call.name, call.arguments) for call in found])
-        tools = context.asked.tools
-        if tools and self._chat.parser_cls is not None:
+        if tools := context.asked.tools:
             text, calls = said
             names = [str((tool.get("function") or tool).get("name")) for tool in tools]
             readable = sum(is_object(arguments) for _, arguments in calls)
@@ -427,11 +562,10 @@ def echo_of(prompt: list[int], completion: Completion) -> JsonObject:
 
 def client_error(error: Exception) -> Exception:
     """Return an error in the form that vLLM sends to a client."""
-    shown = error
     if isinstance(error, EngineError | DeadlineError):
-        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
-    elif isinstance(error, InputError):
-        shown = vllm.VLLMValidationError(str(error))
-    elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
-        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
-    return shown
+        return vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    if isinstance(error, InputError):
+        return vllm.VLLMValidationError(str(error))
+    if isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
+        return vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+    return error

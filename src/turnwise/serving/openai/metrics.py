@@ -1,7 +1,4 @@
-"""Prometheus metrics of the server, its sessions, its workers and all engines.
-
-Metrics of engines have the label `worker`.
-"""
+"""Prometheus metrics of the server, its sessions, its workers and (by `worker`) its engines."""
 
 import asyncio
 import logging
@@ -9,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client import REGISTRY, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -20,8 +17,7 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 2.0
-"""Time for all workers to answer: below the 10 s after which Prometheus gives up."""
+_SECONDS = 2.0  # time for all workers to answer: below the 10 s after which Prometheus gives up
 
 
 @dataclass(frozen=True)
@@ -33,11 +29,8 @@ class Families(Collector):
 
 
 def family(name: str, meaning: str, values: Mapping[str, float], label: str = "") -> Metric:
-    """Return a gauge, or (with a name in _total) a counter.
-
-    Args:
-        values: By the value of the label; of "" without a label.
-    """
+    """Return a gauge, or (with a name in _total) a counter; `values` are by the value of the label,
+    or of "" without a label."""
     kind: type[CounterMetricFamily | GaugeMetricFamily] = (
         CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     )
@@ -48,10 +41,8 @@ def family(name: str, meaning: str, values: Mapping[str, float], label: str = ""
 
 
 class EngineMetrics:
-    """Collects the metrics of one engine, or of each engine of a scheduler.
-
-    An engine that does not answer within `seconds` is left out and does not delay the others.
-    """
+    """Collects the metrics of one engine, or of each engine of a scheduler, but for those that do
+    not answer within `seconds`."""
 
     def __init__(self, generator: Generator, seconds: float = _SECONDS) -> None:
         self.generator = generator
@@ -118,20 +109,14 @@ def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 async def metrics_text(engines: EngineMetrics, sessions: int, requests: Counter[str]) -> bytes:
-    """Return all metrics of a server in Prometheus' text format.
-
-    Args:
-        sessions: Number of open sessions.
-        requests: HTTP requests, by status or event.
-    """
+    """Return all metrics of a server in Prometheus' text format, with its number of open sessions
+    and of its requests by status or event."""
     generator = engines.generator
-    families = [
+    families: list[Metric] = [
         *await engines.collect(),
         *process_metrics(),
         family("turnwise_sessions_open", "Named sessions", {"": sessions}),
         family("turnwise_requests_total", "HTTP requests", requests, "what"),
         *(scheduler_metrics(generator) if isinstance(generator, Scheduler) else ()),
     ]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Families(lambda: families))
-    return generate_latest(registry)
+    return generate_latest(Families(lambda: families))

@@ -2,36 +2,34 @@
 
 The chat service answers the chats that it can plan; all other requests are the application's. A
 request of a session that another process serves is redirected to it. A client's retry gets the
-answer of the request that it repeats.
-
-vLLM's own server knows chats in other envelopes, too: several in one request, and requests to one
-path for every API. A batch is taken apart, so that each of its chats takes the path of a chat that
-is sent alone, and is a turn of the request's session.
+answer of the request that it repeats. Each chat of a batch is answered as one that is sent alone.
 """
 
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.chat.session_store import SessionStore
+from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
-from turnwise.serving.openai.errors import error_body, refuse, send_json
+from turnwise.serving.openai.errors import refusal
 from turnwise.serving.openai.protection import TICKET, ticket
-from turnwise.serving.openai.requests import MAX_COMPLETIONS, serving
+from turnwise.serving.openai.requests import MAX_COMPLETIONS
 
 if TYPE_CHECKING:
     from turnwise.serving.front_processes import FrontProcesses
     from turnwise.serving.openai.chat_service import ChatService
 
-_Result = TypeVar("_Result")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
 _CHAT = "/v1/chat/completions"
@@ -42,9 +40,8 @@ _BATCH = "/v1/chat/completions/batch"
 _INVOCATIONS = "/invocations"
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
-_OPENING = "/v1/sessions"
-"""Path, below that of a session, that opens another under it."""
-_OWN_HEADERS = b"endpoint-load-metrics-format"
+_OPENING = "/v1/sessions"  # path, below that of a session, that opens another under it
+_OWN_HEADERS = "endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
 
 
@@ -58,126 +55,122 @@ class SessionMiddleware:
     retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
     `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
     before it. A request is aborted when the last client waiting for it disconnects.
-
-    Args:
-        counts: Counts answers by their status, and retries that joined a request as `joined`.
-        key: The key that clients send; None without one.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         chats: "ChatService",
-        store: SessionStore,
         counts: Counter[str],
         processes: "FrontProcesses | None",
         key: str | None,
     ) -> None:
         self._app = app
         self._chats = chats
-        self._store = store
-        self._counts = counts
+        self._counts = counts  # answers by status, and retries that joined a request as `joined`
         self._processes = processes
         self._key = key
         self._running: dict[bytes, _Running] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if (url := self._url_elsewhere(scope, headers)) is not None:
-            # A connection whose body comes after the answer would have no deadline from then on.
-            if await _read_body(receive) is None:
-                return
-            moved = [(b"location", url), (b"content-length", b"0")]
-            await send({"type": "http.response.start", "status": 307, "headers": moved})
-            await send({"type": "http.response.body", "body": b""})
-            return
+        headers = Headers(scope=scope)
+        elsewhere = self._url_elsewhere(scope, headers.get("x-session-id", ""))
         name, path = _split_path(scope["path"])
-        idempotent = headers.get(b"idempotency-key")
-        count = headers.get(b"x-stainless-retry-count")
-        conversation = headers.get(b"x-session-id", b"")
+        idempotent, count = headers.get("idempotency-key"), headers.get("x-stainless-retry-count")
+        conversation = headers.get("x-session-id")
         if not conversation and not name:
-            conversation = headers.get(b"x-request-id") or None
+            conversation = headers.get("x-request-id") or None
         # Equal requests that name neither may be two clients', each for a sample of its own.
-        shared = idempotent is not None or (count is not None and conversation is not None)
-        if scope["method"] != "POST" or not (shared or path in (*GENERATING, _BATCH, _INVOCATIONS)):
-            await self._handle(scope, None, receive, send)
-        elif (body := await _read_body(receive)) is not None:
-            if not shared:
-                await self._handle(scope, body, receive, send)
+        named = name is not None or conversation is not None
+        shared = idempotent is not None or (count is not None and named)
+        whole = shared or path in (*GENERATING, _BATCH, _INVOCATIONS)
+        # Of a redirected request, too: a connection whose body comes after the answer would have
+        # no deadline from then on.
+        body: bytes | None = None
+        if elsewhere is not None or (whole and scope["method"] == "POST"):
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
                 return
-            parts = [scope["path"].encode(), conversation or b"", idempotent or b"", body]
-            key = hashlib.sha256(b"\0".join(parts)).digest()
-            known = self._running.get(key)
-            if known is not None and known.abandoned.is_set():
-                known = None
-            is_retry = idempotent is not None or count != b"0"
-            if is_retry and known is not None and known.alone:
-                self._counts["joined"] += 1
-                running = known
-            else:
-                running = self._running[key] = _Running(alone=known is None)
-                if known is not None:
-                    known.alone = False
-
-                def forget() -> None:
-                    if self._running.get(key) is running:
-                        del self._running[key]
-
-                running.begin(self._handle(scope, body, running.receive, running.send), forget)
-            del parts, body, known
+        if elsewhere is not None:
+            await Response(None, 307, {"location": elsewhere})(scope, receive, send)
+        elif body is None or not shared:
+            await self._handle(scope, body, receive, send)
+        else:
+            parts = [scope["path"], conversation or "", idempotent or "", ""]
+            key = hashlib.sha256("\0".join(parts).encode() + body).digest()
+            running = self._join(key, idempotent is not None or count != "0", scope, body)
             await running.relay(receive, send)
 
-    def _url_elsewhere(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes | None:
-        """Return the URL of a request whose session another process serves; None for others."""
-        if self._processes is None:
-            return None
-        path: str = scope["path"]
-        name, begin = headers.get(b"x-session-id", b"").decode("latin-1"), ""
+    def _join(self, key: bytes, is_retry: bool, scope: Scope, body: bytes) -> "_Running":
+        """Return the request in flight that a retry repeats, or begin one."""
+        known = self._running.get(key)
+        if known is not None and known.abandoned.is_set():
+            known = None
+        if is_retry and known is not None and known.alone:
+            self._counts["joined"] += 1
+            return known
+        running = self._running[key] = _Running(alone=known is None)
+        if known is not None:
+            known.alone = False
+
+        def end(_: object) -> None:
+            if self._running.get(key) is running:
+                del self._running[key]
+            running.wake()
+
+        work = self._handle(scope, body, running.receive, running.send)
+        running.task = asyncio.ensure_future(work)
+        running.task.add_done_callback(end)
+        return running
+
+    def _url_elsewhere(self, scope: Scope, name: str) -> str | None:
+        """Return the URL of a request whose session another process serves; None for others.
+
+        A session in the path counts, or else the `name` in a header.
+        """
+        path, begin = str(scope["path"]), ""
         if path.startswith("/sessions/"):
             name = path.removeprefix("/sessions/").partition("/")[0]
         elif path.startswith("/v1/"):
             begin = f"/sessions/{name}"
         else:
             return None
-        if (base_url := self._processes.base_url_of(name)) is None:
+        if self._processes is None or (base_url := self._processes.base_url_of(name)) is None:
             return None
-        query = [scope["query_string"]] if scope["query_string"] else []
+        query = [scope["query_string"].decode("latin-1")] if scope["query_string"] else []
         if self._key is not None:
-            query.append(f"{TICKET}={ticket(self._key, name)}".encode())
-        url: bytes = base_url.removesuffix("/v1").encode() + begin.encode() + scope["raw_path"]
-        return b"?".join([url, b"&".join(query)]) if query else url
+            query.append(f"{TICKET}={ticket(self._key, name)}")
+        url = base_url.removesuffix("/v1") + begin + scope["raw_path"].decode("latin-1")
+        return f"{url}?{'&'.join(query)}" if query else url
 
     async def _handle(self, scope: Scope, body: bytes | None, receive: Receive, send: Send) -> None:
         """Answer a request in its session; its body is None if it was not read."""
         name, path = _split_path(scope["path"])
-        whole = receive if body is None else _replaying(body, receive)
-        if path == _OPENING and name is not None:  # its route needs the session's name
-            await self._app(scope, whole, send)
-            return
         if path in (_BATCH, _INVOCATIONS) and body is not None:
             await self._unwrap(path, scope, body, receive, send)
             return
-        headers = dict(scope["headers"])
-        own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
+        # The route that opens a session under another needs the session's name in its path.
+        scope = _at(scope, scope["path"] if path == _OPENING else path)
+        headers = MutableHeaders(scope=scope)
+        own = headers.get("x-session-id")
         if name is None:
             name, own = own, None
         elif own == name:
             own = None
-        scope = {**_at(scope, path), SESSION_NAME: name}
+        scope[SESSION_NAME] = name
         if path not in GENERATING or body is None:
-            await self._app(scope, whole, send)
+            await self._app(scope, receive if body is None else _replaying(body, receive), send)
             return
-        previous = headers.pop(b"x-request-id", b"").decode("latin-1")
         with ExitStack() as held:
             try:
-                context = held.enter_context(serving(self._store, name, previous, own))
+                serving = self._chats.serving(name, headers.get("x-request-id"), own)
+                context = held.enter_context(serving)
             except InputError as error:  # 409: it has too many sessions under it
-                await refuse(send, getattr(error, "status", 409), str(error))
+                refused = refusal(getattr(error, "status", 409), str(error))
+                await refused(scope, receive, send)
                 return
-            refused = gone = False
+            failed = gone = False
 
             async def noticed() -> Message:
                 nonlocal gone
@@ -186,58 +179,51 @@ class SessionMiddleware:
                 return message
 
             async def counted(message: Message) -> None:
-                nonlocal refused
+                nonlocal failed
                 if message["type"] == "http.response.start":
                     self._counts[str(message["status"])] += 1
-                    refused = message["status"] >= 400
-                if not (refused or gone):
+                    failed = message["status"] >= 400
+                if not (failed or gone):
                     context.deliver()
                 await send(message)
 
-            headers[b"x-session-id"] = context.session.id.encode()
-            scope["headers"] = list(headers.items())
-            trace = {
-                each: value.decode("latin-1")
-                for each in TRACE_HEADERS
-                if (value := headers.get(each.encode()))
-            }
+            del headers["x-request-id"]
+            headers["x-session-id"] = context.session.id
+            trace = {each: headers[each] for each in TRACE_HEADERS if headers.get(each)}
             held.enter_context(joined(trace or context.session.trace))
-            is_json = headers.get(b"content-type", b"").startswith(b"application/json")
+            is_json = headers.get("content-type", "").startswith("application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
                 body, complete = await self._chats.plan_body(body, context)
                 if complete is not None:
-                    work = self._chats.respond(complete)
-                    if (answered := await _unless_gone(work, noticed)) is not None:
-                        await send_json(counted, *answered)
+                    answer = await _unless_gone(self._chats.respond(complete), noticed)
+                    if answer is not None:
+                        await answer(scope, noticed, counted)
                     return
             await self._app(scope, _replaying(body, noticed), counted)
 
     async def _unwrap(
         self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """Answer a batch of chats, or a request to the one path for every API.
-
-        The answer to a batch is that of one chat, with a choice for each conversation, in their
-        order. If one conversation cannot be answered, its error is the answer.
-        """
+        """Answer a batch of chats, or a request to the one path for every API."""
+        answer: Response | None
         try:
-            tree = msgspec.json.decode(body)
-            if not isinstance(tree, dict):
-                raise ValueError("the body is no object")
+            tree: JsonObject = msgspec.json.decode(body, type=dict)
         except (ValueError, RecursionError) as error:
-            await refuse(send, 400, f"the body is not valid JSON: {error}")
-            return
-        if path == _INVOCATIONS:
-            api = next((api for key, api in _APIS.items() if key in tree), None)
-            if api is None:
-                await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
-            else:
+            answer = refusal(400, f"the body is not valid JSON: {error}")
+        else:
+            if path == _BATCH:
+                answer = await _unless_gone(self._ask_all(tree, scope), receive)
+            elif api := next((api for key, api in _APIS.items() if key in tree), None):
                 await self._handle(_at(scope, api), body, receive, send)
-        elif (answered := await _unless_gone(self._ask_all(tree, scope), receive)) is not None:
-            await send_json(send, *answered)
+                return
+            else:
+                answer = refusal(400, f"the body has none of {', '.join(_APIS)}")
+        if answer is not None:
+            await answer(scope, receive, send)
 
-    async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
-        """Ask for each chat of a batch; return the status and the body of the answer."""
+    async def _ask_all(self, tree: JsonObject, scope: Scope) -> Response:
+        """Ask for each chat of a batch; return the answer of one chat, with a choice for each in
+        their order, or the first error."""
         conversations, wrong = tree.get("messages"), ""
         if not isinstance(conversations, list) or not conversations:
             wrong = "messages: a batch needs a list of conversations, each a list of messages"
@@ -250,8 +236,8 @@ class SessionMiddleware:
         elif tree.get("n") not in (None, 1):
             wrong = "n: a batch has one completion of each conversation"
         if wrong:
-            return 400, error_body(400, wrong)
-        scope = _at(scope, scope["path"].removesuffix("/batch"))
+            return refusal(400, wrong)
+        chat = _at(scope, scope["path"].removesuffix("/batch"))
 
         async def ask(messages: object) -> tuple[int, bytes]:
             status, pieces = 500, list[bytes]()
@@ -262,22 +248,17 @@ class SessionMiddleware:
 
             async def keep(message: Message) -> None:
                 nonlocal status
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                else:
-                    pieces.append(message.get("body", b""))
+                status = message.get("status", status)
+                pieces.append(message.get("body", b""))
 
             body = msgspec.json.encode({**tree, "messages": messages})
-            await self._handle(dict(scope), body, never, keep)
+            await self._handle(chat, body, never, keep)
             return status, b"".join(pieces)
 
-        chats: list[object] = conversations or []
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(messages)) for messages in chats]
-        answers = [task.result() for task in asked]
+        answers = await together(map(ask, conversations or ()))
         for status, body in answers:
             if status >= 400:
-                return status, body
+                return Response(body, status, media_type="application/json")
         trees = [msgspec.json.decode(body) for _, body in answers]
         choices = [
             {**choice, "index": index}
@@ -290,28 +271,24 @@ class SessionMiddleware:
             else value
             for name, value in trees[0]["usage"].items()
         }
-        return 200, msgspec.json.encode({**trees[0], "choices": choices, "usage": usage})
+        body = msgspec.json.encode({**trees[0], "choices": choices, "usage": usage})
+        return Response(body, media_type="application/json")
 
 
 class _Running:
     """A request in flight, shared by all clients that wait for its answer."""
 
+    task: "asyncio.Future[None]"
+
     def __init__(self, alone: bool) -> None:
-        self.alone = alone
-        """Whether no equal request is in flight, so that a retry is unambiguous."""
-        self.abandoned = asyncio.Event()
-        """Set when the last client has disconnected."""
+        self.alone = alone  # whether no equal request is in flight, so that a retry is unambiguous
+        self.abandoned = asyncio.Event()  # set when the last client has disconnected
         self._sent: list[Message] = []
         self._changed = asyncio.Event()
-        """Set, and replaced, when the answer grows or ends."""
+        """Set, and replaced, when the answer grows or ends, or a client disconnects."""
         self._clients = 0
 
-    def begin(self, work: Awaitable[None], forget: Callable[[], object]) -> None:
-        self._task: asyncio.Future[None] = asyncio.ensure_future(work)
-        self._task.add_done_callback(lambda _: forget())
-        self._task.add_done_callback(lambda _: self._wake())
-
-    def _wake(self) -> None:
+    def wake(self, _: object = None) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -321,13 +298,13 @@ class _Running:
 
     async def send(self, message: Message) -> None:
         self._sent.append(message)
-        self._wake()
+        self.wake()
 
     async def relay(self, receive: Receive, send: Send) -> None:
         """Send the answer so far, then the rest as it arrives, until the client disconnects."""
         self._clients += 1
         left, done = asyncio.ensure_future(receive()), 0
-        left.add_done_callback(lambda _: self._wake())
+        left.add_done_callback(self.wake)
         try:
             while not left.done():
                 while done < len(self._sent):
@@ -336,8 +313,8 @@ class _Running:
                     done += 1
                     if message["type"] == "http.response.body" and not message.get("more_body"):
                         return
-                if self._task.done():
-                    self._task.result()
+                if self.task.done():
+                    self.task.result()
                     return
                 await self._changed.wait()
         finally:
@@ -348,31 +325,17 @@ class _Running:
 
 
 def _split_path(path: str) -> tuple[str | None, str]:
-    """Return the session's name in a path, or None, and the path without it.
-
-    Anthropic's clients add /v1 to a base URL that already ends with it.
-    """
+    """Return the session's name in a path, or None, and the path without it."""
     name = None
     if path.startswith("/sessions/") and "/v1/" in path:
         name, _, rest = path.removeprefix("/sessions/").partition("/v1/")
         path = "/v1/" + rest
+    # Anthropic's clients add /v1 to a base URL that already ends with it.
     return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
 def _at(scope: Scope, path: str) -> Scope:
     return {**scope, "path": path, "raw_path": path.encode()}
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """Return a request's whole body; None if the client disconnected."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
@@ -385,9 +348,9 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | None:
+async def _unless_gone(work: Awaitable[Response], receive: Receive) -> Response | None:
     """Return the result of `work`; None if the client disconnects first, which cancels the work."""
-    working: asyncio.Future[_Result] = asyncio.ensure_future(work)
+    working: asyncio.Future[Response] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     gone.add_done_callback(lambda _: working.cancel())
     try:

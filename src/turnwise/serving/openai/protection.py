@@ -1,15 +1,10 @@
 """Protection of the server: slow clients, large bodies, clients without the key, and web pages.
 
-A `Connection` has deadlines for receiving a request's header and body and for a client's reading of
-the answer, and limits on the size of a header and on the number of connections: beyond the latter,
-each new connection closes the one that has waited for its client the longest. Clients that send
-half a request, or nothing, cannot block others.
-
-The `Gate` is the outermost layer of the application. A page in a browser can send requests to every
-server that the browser reaches. It may read answers only of its own site, so an attacker lets the
-name of that site stand for the server's address (DNS rebinding); such a request has the site's name
-as its `Host`. Requests of other sites cannot be read but take effect, unless they have JSON as
-their content: a browser asks before it sends that.
+A `Connection` limits times, headers and the number of connections, so that clients that send half a
+request, or nothing, cannot block others. The `Gate` is the outermost layer of the application. A
+page in a browser may read answers only of its own site, so an attacker lets the name of that site
+stand for the server's address (DNS rebinding); such a request has that name as its `Host`. Requests
+of other sites take effect, unread, unless they have JSON: a browser asks before it sends that.
 """
 
 import asyncio
@@ -18,8 +13,9 @@ import hmac
 import resource
 import select
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -32,35 +28,26 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from turnwise.chat.session_store import SessionStore
 from turnwise.config.serving import ServingConfig
 from turnwise.serving.openai.address import EVERYWHERE, reachable
-from turnwise.serving.openai.errors import refuse
+from turnwise.serving.openai.errors import refusal
 
-ANY = "*"
-"""Entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all."""
-TICKET = "ticket"
-"""Parameter of a URL with the `ticket` of its session."""
+ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
+TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
-_BODY_SECONDS = 120.0
-"""Time for a whole body: any network transfers serving.max_body_mb faster."""
-_READ_SECONDS = 60.0
-"""Time for a client to read the next part of its answer."""
+_BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
+_READ_SECONDS = 60.0  # time for a client to read the next part of its answer
 _HEAD_BYTES = 65_536
 _MOST = 4_096
 _FILES = 1 << 20
 """Largest soft limit of open files that a server sets, Linux' own maximum by default."""
 _TOKENIZE_BYTES = 2 << 20
-"""Maximum body of /tokenize and /detokenize.
-
-No context length bounds their text, and tokenizers take 150 bytes for each byte of it.
-"""
-_BODIES = 8
-"""Number of bodies of maximum size that are in memory at once."""
+"""Maximum body of /tokenize and /detokenize: no context length bounds their text, and tokenizers
+take 150 bytes for each byte of it."""
+_BODIES = 8  # number of bodies of maximum size that are in memory at once
 
 
 def most_connections() -> int:
-    """Raise the soft limit of open files to the hard one; return how many connections there may be.
-
-    They are at most half of that limit: requests open further files.
-    """
+    """Raise the soft limit of open files to the hard one; return how many connections there may be:
+    at most half of it, because requests open further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Programs that agents start inherit the limit, and some close every number up to it.
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
@@ -72,10 +59,11 @@ def most_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection; uvicorn makes them."""
+    """One client's connection, with deadlines for receiving a request's header and body and for the
+    client's reading of the answer. Beyond `most` connections of a server, each new one closes the
+    one that has waited for its client the longest."""
 
     most: ClassVar[int] = _MOST
-    """Maximum number of open connections of one server; `most_connections` when one starts."""
     _deadline: asyncio.TimerHandle | None = None
     _waiting_since: float | None = None
     """Time at which the wait for the client began; None while a request is answered."""
@@ -127,12 +115,11 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_clock()
-        self._deadline = self.loop.call_later(_READ_SECONDS, self.transport.abort)
+        self._set_clock(_READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_clock()
+        self._set_clock()
 
     def timeout_keep_alive_handler(self) -> None:
         asked = select.poll()
@@ -147,18 +134,17 @@ class Connection(HttpToolsProtocol):
             else:
                 self._refuse(b"408 Request Timeout")
 
-        self._stop_clock()
+        self._set_clock(seconds, expire)
         self._waiting_since = self.loop.time()
-        self._deadline = self.loop.call_later(seconds, expire)
 
     def _end_wait(self) -> None:
-        self._stop_clock()
+        self._set_clock()
         self._waiting_since = None
 
-    def _stop_clock(self) -> None:
+    def _set_clock(self, seconds: float = 0.0, then: Callable[[], None] | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
+        self._deadline = None if then is None else self.loop.call_later(seconds, then)
 
     def _refuse(self, status: bytes) -> None:
         """Close the connection, with an answer if none has begun."""
@@ -208,19 +194,14 @@ class Gate:
         self._names = {canonical(name) for name in names}
         self._origins = serving.cors_origins
         self._most = serving.max_body_mb << 20
-        self._held = 0
-        """Size of all bodies of requests in flight, in bytes."""
+        self._held = 0  # size of all bodies of requests in flight, in bytes
         self._key = key
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         head = scope["method"] == "HEAD"  # which not all routes of the framework know
-        most = self._most
-        if scope["path"] in ("/tokenize", "/detokenize"):
-            most = min(most, _TOKENIZE_BYTES)
+        limited_path = scope["path"] in ("/tokenize", "/detokenize")
+        most = min(self._most, _TOKENIZE_BYTES) if limited_path else self._most
         read, started = 0, False
 
         def check(size: int) -> None:
@@ -258,7 +239,7 @@ class Gate:
         except HTTPException as error:
             if started:
                 raise
-            await refuse(noting, error.status_code, error.detail)
+            await refusal(error.status_code, error.detail)(scope, receive, noting)
         finally:
             self._held -= read
 
@@ -267,8 +248,8 @@ class Gate:
         bound = canonical((scope.get("server") or ("",))[0])
         for host in headers.getlist("host"):
             name = canonical(host)
-            if _is_ip(name):
-                ours = name == bound or ip_address(name).is_loopback
+            if (address := _ip_of(name)) is not None:
+                ours = name == bound or address.is_loopback
             else:
                 # In-process clients have their URL's name as the bound address. A name without a
                 # dot is theirs; one with a dot can be an attacker's.
@@ -314,11 +295,8 @@ class Gate:
 
 
 def ticket(key: str, session: str) -> str:
-    """Return what stands for the key in requests of one session.
-
-    A client that is redirected to another process has it in the URL: HTTP libraries send the key
-    to no other address than the first.
-    """
+    """Return what stands for the key in requests of one session: in the URL of a redirect, because
+    HTTP libraries send the key to no other address than the first."""
     return hmac.new(key.encode(), f"session {session}".encode(), "sha256").hexdigest()
 
 
@@ -335,15 +313,13 @@ def canonical(host: str) -> str:
         host = host[1:].partition("]")[0]
     elif host.count(":") == 1:
         host = host.partition(":")[0]
-    if not _is_ip(host):
+    if (address := _ip_of(host)) is None:
         return host.rstrip(".")
-    address = ip_address(host)
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def _is_ip(name: str) -> bool:
+def _ip_of(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None

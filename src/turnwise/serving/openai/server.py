@@ -1,58 +1,58 @@
-"""The OpenAI server: one address for one engine or a whole fleet.
+"""The OpenAI server: one address for one engine or a whole fleet, and its own routes.
 
 A request passes CORS, where it is configured, the gate (`protection`) and the sessions
-(`middleware`). The chat service (`chat_service`), vLLM's application (`vllm_app`) and the routes of
-`routes` answer it. The server runs on the event loop of the engine that it serves.
+(`middleware`). The chat service (`chat_service`), vLLM's application (`vllm_app`) and the routes
+here answer it. The server runs on the event loop of the engine that it serves.
 """
 
 import asyncio
 import ipaddress
 import logging
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from turnwise.chat.session import NAME_PATTERN, Session, StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config
 from turnwise.core.aio import freeze_gc
-from turnwise.core.deadlines import deadline
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
-from turnwise.serving.openai.metrics import EngineMetrics
-from turnwise.serving.openai.middleware import SessionMiddleware
+from turnwise.serving.openai.errors import answer_error
+from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
+from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionMiddleware
 from turnwise.serving.openai.protection import Connection, guarded, most_connections
-from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.vllm_app import build
-from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory import MAX_REWARD
 
 if TYPE_CHECKING:
     from turnwise.serving.front_processes import FrontProcesses
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 120
-"""Time that an idle connection stays open.
-
-It is longer than that of clients (OpenAI 5 s, aiohttp 15, Go 90): otherwise a request can arrive on
-a connection that is just being closed.
-"""
+"""Time that an idle connection stays open: longer than that of clients (OpenAI 5 s, aiohttp 15, Go
+90), otherwise a request can arrive on a connection that is just being closed."""
 
 
 class OpenAIServer:
     """Serves a generator over HTTP: one engine, or the scheduler of several.
 
-    Args:
-        port: Port to listen on; None is serving.port, 0 a free one.
-        processes: Processes that serve the sessions that clients open; started and stopped with
-            the server. None without any.
+    The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
+    that clients open; they are started and stopped with the server.
     """
 
     def __init__(
@@ -64,8 +64,7 @@ class OpenAIServer:
     ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config) if processes is None else processes.store
-        self.base_url = ""
-        """URL of the API, including /v1; "" before the start."""
+        self.base_url = ""  # including /v1
         path = config.model.adapter or config.model.path
         self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
         """Model name in responses; requests may use any name if there are no adapters."""
@@ -78,14 +77,12 @@ class OpenAIServer:
         self._generator = generator
         self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen, and return the base URL.
-
-        Raises `InputError` when the address cannot be used, or vLLM refuses the model.
-        """
+        """Listen, and return the base URL; InputError when the address cannot be used, or vLLM
+        refuses the model."""
         serving = self._config.serving
         listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
@@ -100,23 +97,32 @@ class OpenAIServer:
             app = await self.application()
             if self.processes is not None:
                 await self.processes.start()
+            options = uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                log_level="error",  # invalid requests would fill the log with warnings
+                access_log=False,
+                proxy_headers=False,  # nothing asks for the client's address
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                backlog=Connection.most // 2,  # connections that asyncio accepts at once
+            )
+            options.load()
+            # In steps, because `uvicorn.Server.serve` would handle signals.
+            self._server = server = uvicorn.Server(options)
+            server.lifespan = options.lifespan_class(options)
+            await server.startup(sockets=[listening])
         except BaseException:
             listening.close()
             raise
-        options = uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            log_level="error",  # invalid requests would fill the log with warnings
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            backlog=Connection.most // 2,  # connections that asyncio accepts at once
-        )
-        self._server = _Server(options)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        async with deadline(_START_SECONDS, f"the OpenAI server at {host}:{port} was not up"):
-            await self._server.ready.wait()
+        listening.listen(QUEUE)  # asyncio sets a shorter queue
+
+        async def serve() -> None:
+            await server.main_loop()
+            await server.shutdown(sockets=[listening])
+
+        self._serving = asyncio.create_task(serve())
         freeze_gc()
         address = reachable(host)
         self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
@@ -125,25 +131,28 @@ class OpenAIServer:
     def session_url(self, session_id: str) -> str:
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
 
+    def urls(self, session_id: str) -> JsonObject:
+        """Return a session's base URL as OpenAI's and Anthropic's clients take it."""
+        url = self.session_url(session_id)
+        return {"base_url": url, "anthropic_base_url": url.removesuffix("/v1")}
+
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
-        serving, store, counts = self._config.serving, self.sessions, self.requests
-        processes, key, generator = self.processes, api_key(self._config), self._generator
-        app = await build(
-            self._config,
-            generator,
-            lambda: (
-                not isinstance(generator, Scheduler)
-                or any(worker.usable for worker in generator.workers.values())
-            ),
-            store,
-            # model.path is also a name, unless another was configured
-            [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
-        )
-        add_routes(app)
+        serving, key = self._config.serving, api_key(self._config)
+        # model.path is also a name, unless another was configured
+        names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
+        app = await build(self._config, self._generator, self.sessions, names)
         app.state.server = self  # for the routes, and vLLM's error handler
-        sessions = SessionMiddleware(app, app.state.chats, store, counts, processes, key)
-        return guarded(sessions, serving, key, store)
+        app.include_router(router)
+        app.router.redirect_slashes = False  # a redirect would lose the session in the path
+        app.add_exception_handler(HTTPException, answer_error)
+        app.add_exception_handler(RequestValidationError, answer_error)
+        app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
+        # vLLM's middleware handles scaling, browsers and its own metrics.
+        app.user_middleware.clear()
+        app.middleware_stack = FastAPI.build_middleware_stack(app)
+        sessions = SessionMiddleware(app, app.state.chats, self.requests, self.processes, key)
+        return guarded(sessions, serving, key, self.sessions)
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
@@ -152,28 +161,241 @@ class OpenAIServer:
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._serving
-        except TimeoutError:
-            self._server.force_exit = True
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which sets `ready` once it listens and does not handle signals."""
+class _OpeningUnder(BaseModel):
+    """The body of POST /sessions/{id}/v1/sessions."""
 
-    def __init__(self, options: uvicorn.Config) -> None:
-        super().__init__(options)
-        self.ready = asyncio.Event()
+    id: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """Name of the new session, among those under its parent; a random one by default."""
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(QUEUE)  # asyncio sets a shorter queue
-        self.ready.set()
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+class _Opening(_OpeningUnder):
+    """The body of POST /sessions."""
+
+    training: bool = False
+    """Refuse sampling parameters other than the configured ones."""
+    group: str = Field(default="", max_length=200)
+    """Sessions of one group begin with the same prompt and share its cache."""
+
+
+class _Reward(BaseModel):
+    """The body of POST /sessions/{id}/reward."""
+
+    reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+
+
+router = APIRouter()
+
+
+async def _server(request: Request) -> OpenAIServer:
+    server: OpenAIServer = request.app.state.server
+    return server
+
+
+_Server = Annotated[OpenAIServer, Depends(_server)]
+
+
+def _opened(server: OpenAIServer, session_id: str) -> Session:
+    session = server.sessions.get(session_id)
+    if session is None:
+        why = server.sessions.gone(session_id)
+        missing = f"there is no session {session_id}"
+        raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
+    return session
+
+
+def _managed(server: OpenAIServer, session_id: str) -> Session:
+    session = _opened(server, session_id)
+    if session.private and not session.agent_rewards:
+        raise HTTPException(
+            403,
+            "this session belongs to a rollout: its agent may read, reward or close it only "
+            "if rollout.agent_rewards is true",
+        )
+    return session
+
+
+async def _kept(request: Request, server: _Server, response_id: str) -> dict[str, StoredResponse]:
+    """Return the responses of the session that keeps a response."""
+    name = request.scope[SESSION_NAME]
+    named = None if name is None else _opened(server, name)
+    if (session := server.sessions.of_response(named, response_id)) is None:
+        raise HTTPException(404, f"there is no response {response_id} in this session")
+    return session.responses
+
+
+_Kept = Annotated[dict[str, StoredResponse], Depends(_kept)]
+
+
+@router.get("/")
+async def get_index(server: _Server) -> JsonObject:
+    """Addresses and routes of the server."""
+    return {
+        "server": "turnwise",
+        "model": server.model_name,
+        "openai_base_url": server.base_url,
+        "anthropic_base_url": server.base_url.removesuffix("/v1"),
+        "workers": server.workers(),
+        "session_processes": {} if server.processes is None else server.processes.base_urls,
+        "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
+        "reference": "/docs",
+    }
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> JsonObject:
+    """Return one of the models that /v1/models lists."""
+    listed = await request.app.state.openai_serving_models.show_available_models()
+    for card in listed.data:
+        if card.id == name:
+            described: JsonObject = card.model_dump()
+            return described
+    raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
+
+
+@router.get("/metrics")
+async def get_metrics(server: _Server) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    elsewhere = 0 if server.processes is None else server.processes.count
+    count = len(server.sessions) + elsewhere
+    text = await metrics_text(server.engines, count, server.requests)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/sessions")
+async def list_sessions(
+    server: _Server,
+    limit: Annotated[int, Query(ge=1, le=1_000)] = 500,
+    after: str | None = None,
+) -> JsonObject:
+    """List the sessions that clients opened, without their tokens, the oldest first; `next` is
+    the `after` of the next page, null on the last."""
+    created, _, name = (after or "").partition(":")
+    try:
+        place = None if after is None else (float(created), name)
+    except ValueError:
+        raise HTTPException(400, "after must be the next of the page before") from None
+    listed = server.sessions.page(place, limit + 1)
+    if server.processes is not None:
+        listed += await server.processes.list_sessions(place, limit + 1)
+    listed.sort(key=lambda each: each[0])
+    shown = listed[:limit]
+    last = f"{shown[-1][0][0]!r}:{shown[-1][0][1]}" if len(listed) > limit else None
+    return {"sessions": [summary for _, summary in shown], "next": last}
+
+
+@router.post("/sessions", status_code=201)
+async def open_session(server: _Server, opening: _Opening | None = None) -> JsonObject:
+    """Open a session; the response contains its base URLs. The body is optional."""
+    opening = opening or _Opening()
+    options = opening.model_dump(exclude={"id"})
+    store, processes, name = server.sessions, server.processes, opening.id
+    try:
+        if processes is not None and (name is None or store.get(name) is None):
+            elsewhere = await processes.open(name, **options)
+            if elsewhere is not None:
+                return elsewhere
+        session = store.open(name, **options)
+    except InputError as error:
+        raise HTTPException(409, str(error)) from None
+    except TurnwiseError as error:
+        raise HTTPException(503, str(error)) from None
+    return {**session.describe(), **server.urls(session.id)}
+
+
+@router.post("/sessions/{session_id}/v1/sessions", status_code=201)
+async def open_session_under(
+    session_id: str, server: _Server, opening: _OpeningUnder | None = None
+) -> JsonObject:
+    """Open a session for a sub-agent, whose turns belong to the same trajectory; the response
+    contains its id and base URLs. The body is optional."""
+    parent = _opened(server, session_id)
+    try:
+        session = server.sessions.open_under(parent, opening.id if opening is not None else None)
+    except InputError as error:
+        raise HTTPException(409, str(error)) from None
+    return {"id": session.id, **server.urls(session.id)}
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, server: _Server) -> JsonObject:
+    """Return the session's trajectory: every token, log-prob and weight version."""
+    session = _managed(server, session_id)
+    session.finish()
+    return session.describe()
+
+
+@router.post("/sessions/{session_id}/reward")
+async def give_reward(session_id: str, server: _Server, reward: _Reward) -> JsonObject:
+    """Set the session's reward."""
+    _managed(server, session_id).trajectory.reward = reward.reward
+    return {"id": session_id, "reward": reward.reward}
+
+
+@router.delete("/sessions/{session_id}")
+async def close_session(session_id: str, server: _Server) -> JsonObject:
+    """Close the session; the response describes it one last time."""
+    session = _managed(server, session_id)
+    server.sessions.close(session_id)
+    session.finish()
+    return session.describe()
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, kept: _Kept) -> JsonObject:
+    """Return a response that its session keeps."""
+    return kept[response_id].body
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, kept: _Kept) -> JsonObject:
+    """Delete a response that its session keeps; those that continue it stay."""
+    del kept[response_id]
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    kept: _Kept,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> JsonObject:
+    """List the input items of a response, with the conversation that it continues."""
+    items: list[JsonObject] = []
+    for index, item in enumerate(kept[response_id].given):
+        given: Foreign = item
+        tree = given.model_dump(mode="json") if isinstance(item, BaseModel) else dict(given)
+        if isinstance(tree.get("content"), str):
+            tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+        name = tree.get("id") or f"{response_id}-{index}"
+        items.append({"type": "message", **tree, "id": name})
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise HTTPException(404, f"there is no item {after} in {response_id}")
+    begin = 0 if after is None else ids.index(after) + 1
+    page = items[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > begin + limit,
+    }
+
+
+@router.post("/v1/responses/{response_id}/cancel", dependencies=[Depends(_kept)])
+async def cancel_response(response_id: str) -> JsonObject:
+    """Refused: only background responses, which are not served, can be cancelled."""
+    raise HTTPException(
+        400,
+        f"the response {response_id} is complete: only background responses, which are not "
+        "served, can be cancelled",
+    )

@@ -4,11 +4,6 @@ Completions, Responses, Anthropic Messages, tokenisation, and chats with streami
 log-probs, grammars or reasoning are vLLM's code. Some parts are ours, put in the place of vLLM's
 methods: turning a conversation into ids, which sessions make exact, choosing an adapter, sampling
 ids (`EngineClient`), and keeping responses. The server's tests fail if vLLM moves these parts.
-
-A session keeps the input and the output of each of its responses, as long as it lives. A request
-that continues one by `previous_response_id` is sent to vLLM with the whole conversation as its
-input, so that it takes the same path as one that sends all items itself. vLLM's own store is off:
-it is never emptied, and it loses calls of functions.
 """
 
 import asyncio
@@ -30,7 +25,7 @@ from turnwise.chat.messages import Answer, Conversation, answer
 from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import StoredResponse
 from turnwise.chat.session_store import SessionStore
-from turnwise.chat.tool_parser import silence
+from turnwise.chat.tool_parser import is_object, silence
 from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
@@ -40,17 +35,23 @@ from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Gener
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
-from turnwise.serving.openai.chat_service import ChatService, client_error, echo_of
+from turnwise.serving.openai.chat_service import (
+    CURRENT,
+    ChatService,
+    ChoiceKey,
+    RequestContext,
+    client_error,
+    echo_of,
+)
 from turnwise.serving.openai.errors import UNKNOWN, explain
-from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext, settle
+from turnwise.serving.openai.requests import settle
+from turnwise.serving.scheduler import Scheduler
 
-Create = Callable[..., Awaitable[object]]
-"""A method of vLLM's that answers or renders a request."""
+Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
 ROUTES = {
     "/health",
     "/ping",
     "/version",
-    "/metrics",
     "/openapi.json",
     "/docs",
     "/static",
@@ -67,26 +68,17 @@ ROUTES = {
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
-_ITEM_BYTES = 1_000
-"""Estimated memory of an item of a response without its text."""
+_ITEM_BYTES = 1_000  # estimated memory of an item of a response without its text
 
 
 async def build(
-    config: Config,
-    generator: Generator,
-    healthy: Callable[[], bool],
-    store: SessionStore,
-    names: Sequence[str],
+    config: Config, generator: Generator, store: SessionStore, names: Sequence[str]
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
 
-    Its `state.chats` is the chat service. Raises `InputError` when vLLM refuses the model, or has
-    no parser of the configured name.
-
-    Args:
-        healthy: Returns whether anything can be served now.
-        names: The model's names for clients; responses have the first. Requests may use any name
-            unless there are adapters.
+    Its `state.chats` is the chat service. Responses have the first of the model's `names`; requests
+    may use any name unless there are adapters. Raises `InputError` when vLLM refuses the model, or
+    has no parser of the configured name.
     """
     arguments = [
         *("--model", resolve_model(config.model.path)),
@@ -107,7 +99,7 @@ async def build(
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
     vllm.CompletionRequest.model_fields["max_tokens"].default = None
     try:
-        client = EngineClient(config, healthy)
+        client = EngineClient(config, generator)
         root = logging.getLogger()
         level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
         try:
@@ -121,7 +113,7 @@ async def build(
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
     _serve_adapters(app.state, config.serving.adapters, names)
-    service = ChatService(config, generator, app.state, store.remember_completion)
+    service = ChatService(config, generator, app.state, store)
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
@@ -129,10 +121,9 @@ async def build(
     renderer.render_completion = partial(_render_completion, renderer.render_completion, config)
     chat.create_chat_completion = partial(_answer_chat, chat.create_chat_completion, service, False)
     responses.create_responses = partial(_store_response, responses.create_responses, store)
-    messages = app.state.anthropic_serving_messages
-    if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
-        create = messages.create_chat_completion
-        messages.create_chat_completion = partial(_answer_chat, create, service, True)
+    messages = app.state.anthropic_serving_messages  # which are streamed from chunks of a chat
+    create = messages.create_chat_completion
+    messages.create_chat_completion = partial(_answer_chat, create, service, True)
     return app
 
 
@@ -180,10 +171,9 @@ def _refusing() -> Iterator[None]:
         yield
     except vllm.VLLMError:
         raise
-    except RefusedParameter as error:
-        raise vllm.VLLMValidationError(str(error), parameter=error.parameter) from error
-    except TrajectoryError as error:
-        raise vllm.VLLMValidationError(str(error), parameter="messages") from error
+    except (RefusedParameter, TrajectoryError) as error:
+        parameter = getattr(error, "parameter", "messages")
+        raise vllm.VLLMValidationError(str(error), parameter=parameter) from error
     except Exception as error:  # a client's messages may be anything
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
@@ -199,11 +189,9 @@ async def _answer_chat(
     request: vllm.ChatCompletionRequest,
     raw_request: object = None,
 ) -> object:
-    """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for.
-
-    With `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
-    arguments which are not JSON are none; other answers of theirs need no notes.
-    """
+    """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for. With
+    `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
+    arguments which are not JSON are none; other answers of theirs need no notes."""
     response, context = await create(request, raw_request), CURRENT.get()
     if context is None:
         return response
@@ -228,11 +216,8 @@ async def _answer_chat(
 async def _watched(
     events: AsyncGenerator[str, None], answers: dict[int, Answer], objects: bool
 ) -> AsyncGenerator[str, None]:
-    """Pass on the events of a stream, and note each answer once it is finished.
-
-    vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
-    answer than the whole text parsed at once would give; the client sends back what it got.
-    """
+    """Pass on the events of a stream, and note each finished answer as the client will send it
+    back: where a call is malformed, that may differ from the whole text parsed at once."""
     texts: dict[int, list[str]] = defaultdict(list)
     calls: dict[int, dict[int, list[str]]] = defaultdict(dict)
     async for event in events:
@@ -247,27 +232,17 @@ async def _watched(
                     call[1] += function.get("arguments") or ""
                 if choice.get("finish_reason"):
                     said = [
-                        (name, given if not objects or _is_json(given) else "{}")
+                        (name, given if not objects or is_object(given) else "{}")
                         for name, given in calls[index].values()
                     ]
                     answers[index] = answer("".join(texts[index]), said)
         yield event
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[str]) -> None:
-    """List adapters next to the model, and let requests choose one by their `model`.
-
-    A request of a session that names no model keeps the adapter of the session's last turn. A
-    training session is sampled by the policy alone. Without adapters a request may name any model.
-    """
+    """List adapters next to the model, and let requests choose one by their `model`, or by that of
+    their session's last turn. A training session is sampled by the policy alone. Without adapters
+    a request may name any model."""
     models = state.openai_serving_models
     if not adapters:
         models.is_base_model = lambda name: True
@@ -296,8 +271,7 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
     # Each looks up its request's adapter.
     for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
         vllm.choose_adapters(getattr(state, kind), choose)
-    if state.anthropic_serving_messages is not None:
-        vllm.choose_adapters(state.anthropic_serving_messages, choose)
+    vllm.choose_adapters(state.anthropic_serving_messages, choose)
 
 
 async def _store_response(
@@ -306,10 +280,9 @@ async def _store_response(
     request: vllm.ResponsesRequest,
     raw_request: object = None,
 ) -> object:
-    """Answer one of Responses' requests by vLLM's method; keep the response, to be continued.
-
-    A request whose `store` is false is not kept. An unknown id is answered by vLLM, with 404.
-    """
+    """Answer one of Responses' requests by vLLM's method; keep the response, unless `store` is
+    false. A request that continues one is sent with the whole conversation; vLLM's own store is
+    off, because it is never emptied, and loses calls. vLLM answers an unknown id, with 404."""
     if request.background:
         raise vllm.VLLMValidationError(
             "background responses are not served: leave `background` out, and read the answer "
@@ -362,15 +335,13 @@ async def _store_response(
 
 
 class EngineClient:
-    """The part of vLLM's engine client that its application uses: `generate`, and some attributes.
-
-    vLLM's own classes check and detokenise, and split requests for several completions.
-    """
+    """The part of vLLM's engine client that its application uses; vLLM's own classes check and
+    detokenise, and split requests for several completions."""
 
     tasks = ("generate",)
     service: ChatService
 
-    def __init__(self, config: Config, healthy: Callable[[], bool]) -> None:
+    def __init__(self, config: Config, generator: Generator) -> None:
         adapters = EngineAdapters.of(config)
         arguments = engine_arguments(config.model, config.engine, config.deterministic, adapters)
         arguments["generation_config"] = "vllm"  # only our defaults
@@ -382,13 +353,14 @@ class EngineClient:
         self._outputs = vllm.OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling = config.sampling
-        self._healthy = healthy
+        self._generator = generator
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Admit every request: they wait in the engines."""
 
     async def check_health(self) -> None:
-        if not self._healthy():
+        fleet = self._generator
+        if isinstance(fleet, Scheduler) and not any(w.usable for w in fleet.workers.values()):
             raise vllm.EngineDeadError
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -469,7 +441,10 @@ class EngineClient:
                 whole=params.output_kind != vllm.RequestOutputKind.DELTA,
             )
             with_logprobs = params.num_logprobs is not None
-            async with aclosing(self.service.sample(context, key, asked)) as chunks:
+            stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
+            if context is not None:
+                stream = partial(self.service.sample, context, key)
+            async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
                     for output in _outputs(request.request_id, chunk, with_logprobs):
                         self._outputs.process_outputs([output])
