@@ -562,10 +562,11 @@ def echo_of(prompt: list[int], completion: Completion) -> JsonObject:
 
 def client_error(error: Exception) -> Exception:
     """Return an error in the form that vLLM sends to a client."""
+    shown: Exception = error
     if isinstance(error, EngineError | DeadlineError):
-        return vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
-    if isinstance(error, InputError):
-        return vllm.VLLMValidationError(str(error))
-    if isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
-        return vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
-    return error
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    elif isinstance(error, InputError):
+        shown = vllm.VLLMValidationError(str(error))
+    elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+    return shown
