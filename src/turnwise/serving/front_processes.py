@@ -61,9 +61,9 @@ _MAX_CALLS = 1 << 14
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
 
-RunGroup = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
-"""Runs the group of a problem, under a unique tag."""
-OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]]
+RunWithSampling = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
+"""Runs the group of a problem, by a sampling configuration, under a unique tag."""
+OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunWithSampling]]
 """Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
 
 
@@ -92,7 +92,7 @@ class FrontProcess:
         seconds = config.engine.start_timeout + config.engine.request_timeout
         self.scheduler = Scheduler(config.serving, seconds)
         self._open_runner = open_runner
-        self._run_group: RunGroup | None = None
+        self._run_group: RunWithSampling | None = None
         self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
         self._news = Report()
