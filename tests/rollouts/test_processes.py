@@ -205,7 +205,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     for name in ("worker-0", "worker-1"):
         process.add(name, None)
     first = process.scheduler.workers["worker-0"]
-    waiting = asyncio.ensure_future(process.scheduler._is_lost(first, "it failed"))
+    waiting = asyncio.ensure_future(process.scheduler._ask_whether_lost(first, "it failed"))
     async with asyncio.timeout(SECONDS):
         while not (report := await process.report()).failures:
             assert not waiting.done()
@@ -215,7 +215,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     assert await waiting is False
     assert first.usable
 
-    waiting = asyncio.ensure_future(process.scheduler._is_lost(first, "it failed again"))
+    waiting = asyncio.ensure_future(process.scheduler._ask_whether_lost(first, "it failed again"))
     async with asyncio.timeout(SECONDS):
         while not (await process.report()).failures:
             assert not waiting.done()

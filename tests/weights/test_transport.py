@@ -26,6 +26,7 @@ from turnwise.weights.transport import (
     Manifest,
     Receiver,
     ReceiverOptions,
+    check_transport,
     find_transport,
     make_sender,
 )
@@ -108,6 +109,34 @@ def test_a_transport_is_found_by_name_or_by_class(monkeypatch: pytest.MonkeyPatc
         find_transport("tests.weights.carrier:Pigeon")
     monkeypatch.setitem(TRANSPORTS, "carrier", "tests.weights.carrier:CarrierTransport")
     assert isinstance(find_transport("carrier"), CarrierTransport)
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "refused"),
+    [
+        ("turnwise.weights.ipc:IpcTransport", 2, True),
+        ("turnwise.weights.ipc:IpcTransport", 1, False),
+        ("tests.weights.carrier:CarrierTransport", 2, False),
+    ],
+)
+def test_a_stream_of_the_users_own_is_refused_where_ranks_host_engines(
+    transport: str, ranks: int, refused: bool
+) -> None:
+    config = parse_config(
+        {
+            "environment": "none",
+            "data": {"path": "none"},
+            "model": {"path": "none"},
+            "serving": {"workers": ranks},
+            "training": {"colocated": True, "ranks": ranks},
+            "weights": {"transport": transport},
+        }
+    )
+    if refused:
+        with pytest.raises(InputError, match="IpcTransport sends while engines load"):
+            check_transport(config)
+    else:
+        check_transport(config)
 
 
 async def test_a_wrong_name_in_a_configuration_is_an_error_before_ranks_start(

@@ -241,9 +241,16 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             f"training.colocated needs one rank per engine device: serving.workers {workers} * "
             f"engine.tensor_parallel_size {size} is not training.ranks {ranks}"
         )
-    if training.colocated and ranks > 1 and config.weights.transport in ("ipc", "collective"):
-        yield (
-            f"weights.transport: {config.weights.transport} sends while engines load, which a "
-            "process that hosts an engine cannot: with training.colocated and several "
-            "training.ranks, set it to shm or disk"
-        )
+    if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
+        yield mistake
+
+
+def stream_mistake(config: Config) -> str:
+    """Return why `weights.transport` may not be one that streams; "" if it may."""
+    if not config.training.colocated or config.training.ranks == 1:
+        return ""
+    return (
+        f"weights.transport: {config.weights.transport} sends while engines load, which a "
+        "process that hosts an engine cannot: with training.colocated and several "
+        "training.ranks, set it to shm or disk"
+    )

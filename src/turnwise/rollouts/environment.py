@@ -72,7 +72,8 @@ class Environment:
 
     Only `__init__` and `problem` are required, and a class of this shape need not inherit from
     this one. Every method may be plain or `async`: plain ones run in threads, coroutines on one
-    event loop that all user code shares. `rollout.environment_timeout` limits each call.
+    event loop that all user code shares. `rollout.environment_timeout` limits each call, and
+    `rollout.stall_timeout` that of `reward`.
 
     Attributes:
         problem: The messages that the model answers; a string is one message of the user. Read

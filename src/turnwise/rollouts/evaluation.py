@@ -20,7 +20,7 @@ from turnwise.config import Config
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right, turn_times, write_times
-from turnwise.rollouts.problems import Lazy, Problem, read_problem
+from turnwise.rollouts.problems import Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
 
@@ -183,7 +183,7 @@ async def run_groups(
     outcomes, left_out = Outcomes(), list[str]()
 
     async def one(place: int) -> None:
-        problem = await read_problem(problems, place, row_seconds)
+        problem = await problem_at(problems, place, row_seconds)
         group = await run_group(problem, tag)
         if group.left_out:
             left_out.append(group.causes[TOO_LONG])

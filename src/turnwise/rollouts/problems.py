@@ -94,7 +94,7 @@ def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
     return [part[0] for part in parts]
 
 
-async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
+async def problem_at(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
     """Return a problem, whose row may be read by user code, for at most `seconds`."""
     if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
@@ -157,11 +157,11 @@ class ProblemStream:
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
-        """Return the next problem, whose row is read as `read_problem` does; cancelling this takes
+        """Return the next problem, whose row is read as `problem_at` does; cancelling this takes
         none."""
         while True:
             with self._taking() as index:
-                return await read_problem(self._problems, index, seconds)
+                return await problem_at(self._problems, index, seconds)
 
     @contextmanager
     def _taking(self) -> Iterator[int]:

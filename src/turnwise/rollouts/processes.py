@@ -29,7 +29,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner, reward_functions_of
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process, RunGroup
+from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process, RunWithSampling
 from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler import Scheduler
 
@@ -141,7 +141,7 @@ class RolloutProcesses(FrontProcesses):
 @asynccontextmanager
 async def open_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
-) -> AsyncIterator[RunGroup]:
+) -> AsyncIterator[RunWithSampling]:
     files = RunFiles(None)
     runner = await import_user_code(
         lambda: Runner(config, load_tokenizer(config), environment, files),

@@ -81,8 +81,8 @@ _READING = ("tool_calling", "self_play")
 class Stage:
     """An environment (None: the configured one) with all that its episodes share.
 
-    All stages of a run share `left_out`: reasons why problems are left out, by their ids. Without
-    it no prompt is measured, and no tools of `rollout.tools` are offered.
+    All stages of a run share `left_out`: reasons why problems are left out, by their ids. Unless
+    `measured`, prompts may have any length; unless `with_tools`, `rollout.tools` are not offered.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class Stage:
         environment: EnvironmentType | None,
         loop: AgentLoop,
         template: ChatTemplate,
-        left_out: dict[str, str] | None,
+        left_out: dict[str, str],
+        *,
+        measured: bool = True,
+        with_tools: bool = True,
     ) -> None:
         self.rollout = config.rollout
         self.loop = loop
@@ -100,15 +103,15 @@ class Stage:
         given = config.environment if environment is None else name_of(environment)
         self._name = f"the environment {given}"
         self._environment = environment or configured_environment(config)
-        self._tools = [] if left_out is None else load_tools(config.rollout.tools)
+        self._tools = load_tools(config.rollout.tools) if with_tools else []
         self._processes: EnvironmentProcesses | None = None
         if config.rollout.environment_process:
             self._processes = EnvironmentProcesses(self._environment, config.rollout)
         self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
-        self._left_out = {} if left_out is None else left_out
+        self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
         written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
-        self._measures = left_out is not None and not written
+        self._measures = measured and not written
         self._checked = False  # whether the first prompt has been checked
 
     def episode(self, problem: Problem) -> Episode:
@@ -141,7 +144,11 @@ class Stage:
         return length
 
     async def known_too_long(self, problem: Problem) -> str:
-        """Return why a problem is left out before its environment is built; "" if it is not."""
+        """Return why a problem is left out before its environment is built; "" if it is not.
+
+        Its prompt is measured without tools, since those of the environment are not known yet;
+        `admit` measures it with them.
+        """
         if not (self.knows_prompts and self._measures):
             return self._left_out.get(problem.id, "")
 
@@ -305,7 +312,10 @@ class Runner:
         `rollout.tools`; its prompts are not measured."""
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stages = {"": Stage(self._config, environment, loop, self.template, None)}
+        stage = Stage(
+            self._config, environment, loop, self.template, {}, measured=False, with_tools=False
+        )
+        other._stages = {"": stage}
         return other
 
     def _stage(self, problem: Problem) -> Stage:

@@ -49,7 +49,7 @@ from turnwise.training.samples import (
 )
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import find_transport
+from turnwise.weights.transport import check_transport
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName
@@ -179,7 +179,7 @@ async def _load_runner(
             runner.check(problem)
         if training:
             check_group_size(config, make_algorithm(config.algorithm))
-            find_transport(config.weights.transport)
+            check_transport(config)
         return runner
 
     what = "the environment, loop, rewards and tools"

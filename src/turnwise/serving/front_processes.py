@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = tuple[str, tuple[object, ...]]
+Order = tuple[str, tuple[object, ...]]
 """A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
+_OWN_ORDERS = frozenset({"add", "restore", "remove"})  # methods of the process; others: scheduler's
 REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
 LOST = "was lost when its process died"  # end of a session, after "the session NAME"
 _REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
@@ -60,9 +61,9 @@ _MAX_CALLS = 1 << 14
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
 
-RunGroup = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
-"""Runs the group of a problem, under a unique tag."""
-OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]]
+RunWithSampling = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
+"""Runs the group of a problem, by a sampling configuration, under a unique tag."""
+OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunWithSampling]]
 """Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
 
 
@@ -91,7 +92,7 @@ class FrontProcess:
         seconds = config.engine.start_timeout + config.engine.request_timeout
         self.scheduler = Scheduler(config.serving, seconds)
         self._open_runner = open_runner
-        self._run_group: RunGroup | None = None
+        self._run_group: RunWithSampling | None = None
         self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
         self._news = Report()
@@ -164,7 +165,11 @@ class FrontProcess:
         self._urgent.set()
 
     def restore(self, name: str) -> None:
-        """Use a worker again, once this process can reach it; report it as long as it cannot."""
+        """Use a worker again, once this process can reach it; report it as long as it cannot.
+
+        A worker that lives but cannot be reached from here goes through a loop: the report makes
+        the supervisor check it, then the driver's scheduler restores it, which calls this again.
+        """
         if (worker := self.scheduler.workers.get(name)) is None:
             return
         seconds = self.config.serving.health_timeout
@@ -196,17 +201,17 @@ class FrontProcess:
                 worker.engine.fail(f"{name} is lost")
 
     async def wake(self) -> None:
-        """End a `report` that waits: the driver has messages."""
+        """End a `report` that waits: the driver has orders."""
         self._urgent.set()
 
-    async def report(self, messages: Sequence[Message] = ()) -> Report:
+    async def report(self, orders: Sequence[Order] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
 
         Ray's asynchronous actors may begin calls in another order than they were made, so all
-        messages of the driver come by this one.
+        orders of the driver come by this one.
         """
-        for method, arguments in messages:
-            getattr(self if hasattr(self, method) else self.scheduler, method)(*arguments)
+        for method, arguments in orders:
+            getattr(self if method in _OWN_ORDERS else self.scheduler, method)(*arguments)
         await set_within(self._urgent, REPORT_SECONDS)
         self._urgent.clear()
         report, self._news = self._news, Report()
@@ -266,8 +271,8 @@ class Process:
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
-    """Messages that go to the actor with the request for its next report."""
+    orders: list[Order] = field(default_factory=list)
+    """Orders that go to the actor with the request for its next report."""
     watching: "asyncio.Task[None] | None" = None
 
 
@@ -352,7 +357,7 @@ class FrontProcesses:
                 seconds=self.config.engine.start_timeout,
             )
             process.lost = asyncio.get_running_loop().create_future()
-            process.actor, process.messages = actor, []
+            process.actor, process.orders = actor, []
             for worker in self._scheduler.workers.values():
                 self._tell(process, "add", worker.name, getattr(worker.engine, "actor", None))
             self._assign()
@@ -383,9 +388,9 @@ class FrontProcesses:
                         await self._start(process)
                         actor = process.actor
                     else:
-                        messages, process.messages = process.messages, []
+                        orders, process.orders = process.orders, []
                         what = "report its health"
-                        report = await actor.call("report", messages, what=what, seconds=seconds)
+                        report = await actor.call("report", orders, what=what, seconds=seconds)
                         self._take(process, report)
                 except Exception as error:
                     why = text_of(error)
@@ -458,7 +463,7 @@ class FrontProcesses:
 
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
-            process.messages.append((method, arguments))
+            process.orders.append((method, arguments))
             process.actor.actor.wake.remote()
 
     def _assign(self) -> None:

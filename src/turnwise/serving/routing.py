@@ -109,8 +109,8 @@ class Worker:
     running: set[ScheduledTurn] = field(default_factory=set)
     suspects: list[ScheduledTurn] = field(default_factory=list)
     """Turns that were running when the worker failed, and during which another one had died."""
-    lost: "asyncio.Future[bool] | None" = None
-    """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
+    verdict: "asyncio.Future[bool] | None" = None
+    """Pending answer of the supervisor, whether the worker is lost; None: none is awaited."""
     changed: float = field(default_factory=time.monotonic)
     """Time of the last change of `load`, of the event loop's clock."""
     measured: tuple[float, float] = (0.0, 0.0)
@@ -134,7 +134,7 @@ class Worker:
 
     def settle(self, *, lost: bool) -> None:
         """Report to waiting turns whether the worker is lost."""
-        waiting, self.lost = self.lost, None
+        waiting, self.verdict = self.verdict, None
         if waiting is not None and not waiting.done():
             waiting.set_result(lost)
 

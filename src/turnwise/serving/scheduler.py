@@ -145,7 +145,8 @@ class Scheduler:
 
         Turns that failed on it continue on others.
         """
-        self._tell("restore", name)  # others may reach it, and wait for an answer
+        # Followers that reported it wait for an answer, and may reach it: each tries that itself.
+        self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
                 worker.usable = False
@@ -155,7 +156,7 @@ class Scheduler:
     def remove(self, name: str) -> Worker:
         """Remove a worker; turns that are running on it continue until they fail."""
         worker = self.workers.pop(name)
-        if worker.lost is None:
+        if worker.verdict is None:
             worker.note_suspects()
         worker.settle(lost=True)
         self._router.rebuild()
@@ -277,7 +278,7 @@ class Scheduler:
         """Find out whether the turn or the worker caused a failure; raise if the turn did, or has
         failed too often."""
         name = turn.request.id
-        if await self._is_lost(worker, str(error)):
+        if await self._ask_whether_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]
             turn.deaths.append(worker)
             if is_cause:
@@ -328,10 +329,11 @@ class Scheduler:
             async with asyncio.timeout(self._serving.health_timeout):
                 await worker.engine.check_health()
         except (EngineError, DeadlineError, TimeoutError) as error:
-            return not await self._is_lost(worker, str(error) or "no answer to a health check")
+            why = str(error) or "no answer to a health check"
+            return not await self._ask_whether_lost(worker, why)
         return True
 
-    async def _is_lost(self, worker: Worker, why: str) -> bool:
+    async def _ask_whether_lost(self, worker: Worker, why: str) -> bool:
         """Ask the supervisor whether a worker is lost; until the answer it gets no turns."""
         if self.workers.get(worker.name) is not worker:
             return True
@@ -341,13 +343,15 @@ class Scheduler:
             self._router.rebuild()
             logger.debug("%s: %s", worker.name, why)
             if worker.supervisor is not None:
-                worker.lost = asyncio.get_running_loop().create_future()
+                worker.verdict = asyncio.get_running_loop().create_future()
                 worker.supervisor.report_failure(why)
-        if worker.lost is None:  # nobody to ask; or suspended
-            return worker.supervisor is None
+        if worker.supervisor is None:
+            return True  # nobody to ask: each failure counts as death
+        if worker.verdict is None:
+            return False  # answered or suspended: it lives
         try:
             async with asyncio.timeout(self._turn_timeout):
-                return await asyncio.shield(worker.lost)
+                return await asyncio.shield(worker.verdict)
         except TimeoutError:
             return True
 

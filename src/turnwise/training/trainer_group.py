@@ -33,7 +33,7 @@ from turnwise.training.batching import (
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.process_group import LOOPBACK, open_store
-from turnwise.weights.transport import Manifest, find_transport
+from turnwise.weights.transport import Manifest, check_transport
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName
@@ -106,7 +106,7 @@ class TrainerGroup:
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
-        find_transport(config.weights.transport)  # a wrong name is an error before ranks start
+        check_transport(config)  # a wrong one is an error before ranks start
         group = await create_placement_group(
             training.ranks,
             num_gpus,

@@ -3,7 +3,10 @@
 `ChatService` finds the exact prompt of a conversation, samples within the tokens that are left,
 reads the answer with vLLM's detokenizer and parser, and records the turn. It takes less processor
 time than vLLM's application (`vllm_app`), which checks, renders and answers requests that are no
-`PlainRequest`, or have to be refused; it takes prompts and records turns here as well.
+`PlainRequest`, or have to be refused; it takes prompts and records turns here as well:
+
+plain: SessionMiddleware -> plan_body -> plan -> exact_prompt -> respond -> _complete -> sample
+other: SessionMiddleware -> vLLM -> _preprocess -> exact_prompt -> vLLM -> EngineClient -> sample
 """
 
 import asyncio
@@ -17,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from http import HTTPStatus
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -25,7 +28,8 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from turnwise.chat import prompts
-from turnwise.chat.messages import Answer, Conversation, answer, in_thread_if_long, plain
+from turnwise.chat.messages import Answer, Conversation, in_thread_if_long, plain
+from turnwise.chat.messages import answer as canonical_answer
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.chat.template import load_template
@@ -54,12 +58,20 @@ Complete = Callable[[], Awaitable[JsonObject]]
 """Samples a request whose prompt is known, and returns the answer."""
 ChoiceKey = tuple[str, int]
 """Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
-_Offer = tuple[Conversation, vllm.ChatCompletionRequest, JsonObject, vllm.SamplingParams]
-"""A set of tools: as the template gets them; vLLM's request with them and no messages; variables of
-the chat template, for vLLM's parser; and parameters of the detokenizer."""
 _Limit = Annotated[int, Meta(ge=1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Item = str | int | float
+
+
+class _Offer(NamedTuple):
+    """A set of tools, as each of its readers gets it."""
+
+    conversation: Conversation
+    """The tools as the template gets them, without messages."""
+    request: vllm.ChatCompletionRequest
+    """vLLM's request with them, without messages."""
+    variables: JsonObject  # of the chat template, for vLLM's parser
+    params: vllm.SamplingParams  # of the detokenizer
 
 
 @dataclass(slots=True)
@@ -277,7 +289,10 @@ class ChatService:
         return body, complete
 
     async def plan(self, tree: object, context: RequestContext) -> Complete | None:
-        """Return what completes a request; None if vLLM's application has to answer it."""
+        """Return what completes a request; None if vLLM's application has to answer it.
+
+        None never refuses: vLLM's path answers, and words the refusal.
+        """
         own = context.session.sampling
         base = own or self._config.sampling
         # vLLM's frontend finds stop strings, and checks logits processors.
@@ -293,12 +308,12 @@ class ChatService:
         changes = request.sampling
         if own is not None and any(getattr(own, name) != changes[name] for name in changes):
             return None  # off-policy
-        offered, tools_request, _, _ = offer
-        context.request = tools_request
+        offered = offer.conversation
+        context.request = offer.request
         context.asked = Conversation(messages, offered.tools)
         context.asked.tools_digest = offered.tools_digest
         try:
-            prompt = await self.exact_prompt(context, tools_request)
+            prompt = await self.exact_prompt(context, offer.request)
             if prompt is None:  # every template renders messages of nothing but text
                 shown = [
                     {k: v for k, v in message.items() if v is not None and k not in ECHO}
@@ -345,7 +360,7 @@ class ChatService:
             params = vllm.SamplingParams(skip_special_tokens=request.skip_special_tokens)
         except Exception:  # a client's tools may be anything: vLLM's path reports the error
             return None
-        return Conversation(tools=dumped), request, variables, params
+        return _Offer(Conversation(tools=dumped), request, variables, params)
 
     async def respond(self, complete: Complete) -> Response:
         """Complete a planned request, for an HTTP client."""
@@ -367,7 +382,6 @@ class ChatService:
         sampling: SamplingConfig,
     ) -> JsonObject:
         """Sample, and return the answer as vLLM writes it."""
-        _, tools_request, variables, params = offer
         name = f"chatcmpl-{secrets.token_hex(8)}"
         detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
@@ -375,7 +389,7 @@ class ChatService:
                 request_id=name,
                 prompt_token_ids=prompt,
                 mm_features=None,
-                sampling_params=params,
+                sampling_params=offer.params,
                 pooling_params=None,
                 arrival_time=0.0,
                 lora_request=None,
@@ -391,13 +405,14 @@ class ChatService:
                 stop_reason = chunk.stop_reason
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
-        parsing = tools_request.model_copy(update={"messages": messages})
+        parsing = offer.request.model_copy(update={"messages": messages})
         text = detokenizer.get_next_output_text(True, False)
-        content, found = self._parse(parsing, text, token_ids, variables)
+        content, found = self._parse(parsing, text, token_ids, offer.variables)
         calls = [
             vllm.ToolCall(id=call.id or vllm.make_tool_call_id(), function=call) for call in found
         ]
-        context.answers[0] = answer(content, [(call.name, call.arguments) for call in found])
+        answered = [(call.name, call.arguments) for call in found]
+        context.answers[0] = canonical_answer(content, answered)
         message = vllm.ChatMessage(role="assistant", content=content, tool_calls=calls).model_dump()
         choice = {
             **self._empty["choices"][0],
@@ -541,7 +556,7 @@ class ChatService:
             except Exception:  # the client gets the error; the session keeps the text
                 logger.debug("an answer cannot be parsed", exc_info=True)
                 content, found = text, []
-            said = answer(content, [(call.name, call.arguments) for call in found])
+            said = canonical_answer(content, [(call.name, call.arguments) for call in found])
         if tools := context.asked.tools:
             text, calls = said
             names = [str((tool.get("function") or tool).get("name")) for tool in tools]

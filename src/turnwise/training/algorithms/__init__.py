@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from turnwise.config import AlgorithmConfig, OwnAdvantage, OwnLoss
+from turnwise.core.optional import load_object
 from turnwise.errors import InputError, describe_error
 from turnwise.training.algorithms import advantages, losses
 from turnwise.training.algorithms.interface import Advantage, Loss, TokenLoss, Tokens, ValueModel
@@ -103,8 +104,6 @@ def _made(
     name = config.name
     if not isinstance(config, OwnAdvantage | OwnLoss):
         return known[name](config)
-    from turnwise.rollouts.environment import load_object
-
     options = config.model_extra or {}
     made = load_object(name, f"{key}.name")
     if not (isinstance(made, type) and issubclass(made, kind)):
