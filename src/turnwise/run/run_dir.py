@@ -18,7 +18,7 @@ from turnwise.observe.timeline import TIMELINE
 from turnwise.observe.trackers import Trackers
 from turnwise.rollouts.evaluation import GroupLog
 from turnwise.rollouts.group import write_times
-from turnwise.run.token_values import Columns, write_columns
+from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 
@@ -117,7 +117,7 @@ class RunDir:
         """Return the files to which the groups of an evaluation are appended as they come."""
         return GroupLog(*(self._place(name, kind, step) for name in ("trajectories", TIMELINE)))
 
-    def write_token_values(self, step: int, columns: Columns) -> None:
+    def write_token_values(self, step: int, columns: TokenColumns) -> None:
         write_columns(self._place("training", "step", step, ".safetensors"), columns)
 
     def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Path:

@@ -21,7 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
-from turnwise.training.batching import ContextGroup, Layout, make_micro_batch
+from turnwise.training.batching import Layout, make_micro_batch
+from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
