@@ -103,7 +103,7 @@ class WeightSync:
         in_flight: InFlight,
         settle: Callable[[Mapping[Engine, object]], None] = lambda results: None,
     ) -> UpdateResults:
-        """Bring the offered weights to all engines, or to none if one refuses; return their results.
+        """Bring the offered weights to all engines, or to none if one refuses; return the results.
 
         Args:
             settle: Called after the check, the push and the canaries with the results of the
