@@ -259,7 +259,8 @@ async def test_a_thread_of_the_executor_is_stuck_once_it_is_cancelled(
     with pytest.raises(ValueError, match="its own"):
         await asyncio.to_thread(raises)
     waiting = asyncio.get_running_loop().run_in_executor(None, gate.wait)
-    until(lambda: bool(unreturned_calls()))
+    until(lambda: any(call.running() for call in tasks._running))
+    assert unreturned_calls()
     assert not stuck_calls()
     waiting.cancel()
     async with asyncio.timeout(60):

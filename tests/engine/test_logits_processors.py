@@ -24,6 +24,7 @@ from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, StepError, TrajectoryError
 from turnwise.rollouts.sampler import RolloutSampler
+from turnwise.serving.colocated.host import ActorPlacement
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -260,6 +261,23 @@ def test_the_engines_process_checks_names_by_itself() -> None:
     assert "antigravity:geohash is refused" in take_failure("r1")
     assert take_failure("r1") == ""
     assert "antigravity" not in sys.modules
+
+
+def test_workers_in_actors_apply_processors_too(model_path: str) -> None:
+    """vLLM has one argument for what its executor and its processors need."""
+    placement = ActorPlacement("host:1", "space", ("rank 0",), b"", 1, 2.0, 3.0)
+    engine = EngineConfig(logits_processors=[named("ban")]).model_copy(
+        update={"vllm_args": {"additional_config": placement}}
+    )
+    given = engine_arguments(ModelConfig(path=model_path), engine, False)["additional_config"]
+    assert isinstance(given, ActorPlacement)
+    assert given == placement | {SETTINGS: {"always": [named("ban")], "allowed": None}}
+    assert (given.names, given.call_timeout) == (("rank 0",), 3.0)
+    processors = CallableProcessors(SimpleNamespace(additional_config=given), "cpu", False)
+    added = [(0, SamplingParams(), PROMPT, [])]
+    processors.update_state(BatchUpdate(1, removed=[], added=added, moved=[]))
+    logits_V = processors.apply(torch.zeros(1, BANNED + 1))[0]
+    assert logits_V.tolist() == [0.0] * BANNED + [-math.inf]
 
 
 def test_configured_names_are_checked_before_anything_starts(

@@ -178,7 +178,7 @@ class TokenStreams:
                 few.append(make_chunk(output, labels or (), sampled, age))
                 sampled += len(piece.token_ids)
                 if finished or sum(len(chunk.token_ids) for chunk in few) >= interval:
-                    yield join(few)
+                    yield join(few) if len(few) > 1 else few[0]
                     few = []
                 if finished:
                     return

@@ -123,6 +123,6 @@ def engine_arguments(
     arguments |= adapters.arguments(vllm.current_platform.is_cpu()) | engine.vllm_args
     if adapted:
         settings = {"always": callables, "allowed": engine.logits_processors_allowed}
-        own = arguments.get("additional_config", {})
-        arguments["additional_config"] = {**own, SETTINGS: settings}
+        own = arguments.get("additional_config", {})  # a dictionary, or an engine's actors
+        arguments["additional_config"] = own | {SETTINGS: settings}
     return arguments

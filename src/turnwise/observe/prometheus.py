@@ -6,6 +6,7 @@ step. Counters begin at 0 when the program starts, also in a resumed run.
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as LateError
 from contextlib import asynccontextmanager
@@ -34,20 +35,30 @@ _ENGINE_SECONDS = 5.0  # time to collect the engines' metrics: below Prometheus'
 def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], Iterator[Metric]]:
     """Return a function that yields the metrics of the steps that a run has completed, `rows`; the
     first ones are not counted. Those that no step has had yet have no value."""
+    values: dict[str, dict[str, float]] = {}
+    seen, lock = skipped, threading.Lock()
+
+    def add(row: JsonObject) -> None:
+        for metric, each in series():
+            value = row.get(metric) if each.value is None else each.value(row)
+            if not each.sums:
+                if isinstance(value, int | float):
+                    values[each.name] = {"": value}
+            elif row.get("step"):  # not the model before training: its trajectories are held-out
+                sums = values.setdefault(each.name, {})
+                labelled = value if isinstance(value, dict) else {}
+                parts: JsonObject = labelled if each.label else {"": value}
+                for part, number in parts.items():
+                    sums[part] = sums.get(part, 0.0) + (number or 0.0)
 
     def families() -> Iterator[Metric]:
+        nonlocal seen
+        with lock:  # two requests at once
+            for row in rows[seen:]:
+                add(row)
+                seen += 1
         for metric, each in series():
-            found: dict[str, float] = {"": 0.0} if each.sums and not each.label else {}
-            for row in rows[skipped:]:
-                value = row.get(metric) if each.value is None else each.value(row)
-                if not each.sums:
-                    if isinstance(value, int | float):
-                        found[""] = value
-                elif row.get("step"):  # trajectories of the model before training are held-out
-                    labelled = value if isinstance(value, dict) else {}
-                    parts: JsonObject = labelled if each.label else {"": value}
-                    for part, number in parts.items():
-                        found[part] = found.get(part, 0.0) + (number or 0.0)
+            found = values.get(each.name, {"": 0.0} if each.sums and not each.label else {})
             yield family(each.name, meanings()[metric], found, each.label)
 
     return families

@@ -3,7 +3,8 @@
 import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,26 +109,33 @@ class RunDir:
         self.metrics = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        write_jsonl(self._place("trajectories", "step", step), trajectories)
+        with self._place("trajectories", "step", step) as path:
+            write_jsonl(path, trajectories)
 
     def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        write_times(self._place(TIMELINE, "step", step), calls)
+        with self._place(TIMELINE, "step", step) as path:
+            write_times(path, calls)
 
     def group_log(self, kind: str, step: int) -> GroupLog:
         """Return the files to which the groups of an evaluation are appended as they come."""
-        return GroupLog(*(self._place(name, kind, step) for name in ("trajectories", TIMELINE)))
+        first, second = (self._place(name, kind, step) for name in ("trajectories", TIMELINE))
+        with first as path, second as times:
+            return GroupLog(path, times)
 
     def write_token_values(self, step: int, columns: TokenColumns) -> None:
-        write_columns(self._place("training", "step", step, ".safetensors"), columns)
+        with self._place("training", "step", step, ".safetensors") as path:
+            write_columns(path, columns)
 
-    def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Path:
-        """Return the path of a step's file; remove the oldest others if only some are kept."""
+    @contextmanager
+    def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Iterator[Path]:
+        """Yield the path of a step's file; once it is written, remove the oldest others if only
+        some are kept."""
         folder, keep = self.path / name, self._config.trajectories.keep
         path = folder / f"{kind}-{step:04d}{suffix}"
+        yield path
         others = [each for each in numbered(folder, kind, suffix) if each != path]
         for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
             old.unlink(missing_ok=True)
-        return path
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"

@@ -314,12 +314,14 @@ class Scheduler:
         """Raise `EngineError`, with the remaining time, when a request is quarantined."""
         if not self._quarantined:
             return
-        until = self._quarantined.get(_digest(request), 0.0)
+        digest = _digest(request)
+        until = self._quarantined.get(digest, 0.0)
         if (left := until - asyncio.get_running_loop().time()) > 0:
             raise EngineError(
                 f"{request.id} is refused for another {left:.0f} s: the same prompt and sampling "
                 "crashed two workers"
             )
+        self._quarantined.pop(digest, None)
 
     async def _is_alive(self, worker: Worker) -> bool:
         try:

@@ -199,12 +199,14 @@ class Columns:
         lengths = None if padded else [len(columns[number]) for number in order]
         size, rank = (1, 0) if group is None else (group.size, group.number)
         missing = -width % size
+        # The padding has position 0: a larger one may be beyond those that the model has.
+        positions = np.tile(np.pad(np.arange(width), (0, missing)), rows)
         width += missing
         if lengths is not None:
             lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
         if padded:
             columns = [row * width + column_T for row, column_T in enumerate(columns)]
-        ids, positions = np.zeros(rows * width, np.int64), np.tile(np.arange(width), rows)
+        ids = np.zeros(rows * width, np.int64)
         for sample, column_T in zip(samples, columns, strict=True):
             ids[column_T] = sample.token_ids_T
             positions[column_T] = np.arange(sample.length)

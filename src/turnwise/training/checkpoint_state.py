@@ -29,6 +29,7 @@ from turnwise.training.checkpoint import causes, translate_disk_full
 from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
+_ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
@@ -53,7 +54,8 @@ def save_state(
     }
     with translate_disk_full(state):
         try:
-            with warnings.catch_warnings(action="ignore"):  # a single rank has no process group
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
                 save(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # not an Exception: it would end the process
             # The first rank's error, which torch wraps.
@@ -87,7 +89,8 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
             }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
         alone = not dist.is_initialized()
-        with warnings.catch_warnings(action="ignore"):  # as above
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
             # Into the parameters themselves, and into these moments.
             load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
         own = state / f"rank-{rank}.pt"

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -88,8 +87,8 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     first = updates[0]
     staleness = sum((report.staleness for report in reports), Counter[int]())
     metrics: JsonObject = {
-        "loss": fmean(sum(rank.loss for rank in ranks) for ranks in updates),
-        "grad_norm": fmean(ranks[0].grad_norm for ranks in updates),
+        "loss": _mean(sum(rank.loss for rank in ranks) for ranks in updates),
+        "grad_norm": _mean(ranks[0].grad_norm for ranks in updates),
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
@@ -98,7 +97,7 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         """Return the means of what a field of the updates has sums of, by name."""
         names = {name: None for ranks in updates for r in ranks for name in getattr(r, kind)}
         return {
-            name: fmean(
+            name: _mean(
                 _token_mean(ranks, (getattr(r, kind)[name] for r in ranks)) for ranks in updates
             )
             for name in names
@@ -121,6 +120,11 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": memory_gib,
     }
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)  # fmean raises if inf and -inf are among them
 
 
 def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:

@@ -281,8 +281,8 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
                     f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
                     f"{turns} turns"
                 )
-            for side, own in zip(same, given or [], strict=False):
-                side.advantages = own
+            for side, own in zip(same, [] if given is None else given, strict=False):
+                side.advantages = list(own)  # which may be an array
         return
     of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
     lengths = [None if group is None else len(group) for group in of_groups]
@@ -295,7 +295,7 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
             "trajectories"
         )
     for same, values in zip(compared, of_groups, strict=True):
-        for side, value in zip(same, values or [], strict=False):
+        for side, value in zip(same, [] if values is None else values, strict=False):
             side.advantages = [value] * len(side.turns)
 
 

@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -177,6 +177,15 @@ class ActorPlacement:
     """Seconds for a call while the engine starts."""
     call_timeout: float
     """Seconds for a call afterwards."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Further entries of `additional_config`, such as those of logits processors."""
+
+    def __or__(self, more: Mapping[str, object]) -> "ActorPlacement":
+        """Add entries, as to the dictionary that `additional_config` is for other engines."""
+        return replace(self, more={**self.more, **more})
+
+    def __getitem__(self, name: str) -> object:
+        return self.more[name]
 
     def compute_hash(self) -> str:
         """Return "": vLLM's cached compiled models do not depend on the actors."""
