@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 
 from turnwise.config import SamplingConfig
 from turnwise.training import Sample
-from turnwise.training.batching import Columns, ContextGroup, Layout
+from turnwise.training.batching import Columns, Layout
+from turnwise.training.context import ContextGroup
 from turnwise.training.model import Scores, score_columns
 
 

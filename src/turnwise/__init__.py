@@ -1,4 +1,4 @@
-"""Turnwise: reinforcement learning of tool-calling language models, exact to the token.
+"""Turnwise: reinforcement learning for tool-calling language models, exact to the token.
 
 This module holds the public API. Most names are imported on first use, which takes seconds.
 

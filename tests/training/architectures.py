@@ -406,7 +406,9 @@ def row_of(name: str) -> tuple[Row, float]:
         layout, _ = agreed_layout([check], TrainingConfig(), "packed")
         chosen, attention = layout, "the trainer's" if is_packed(model) else "its own"
         worst = farthest(model, layout, tiny(name))
-    compared = {layout: check_of(tiny(name)).compare(layout) for layout in LAYOUTS}
+    compared = {
+        layout: check_of(tiny(name)).compare_and_choose_attention(layout) for layout in LAYOUTS
+    }
     return Row(name, chosen, attention, check.own, compared), worst
 
 

@@ -26,7 +26,7 @@ from tests.training.test_trainer_group import EXACT, HARD, make_policy
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import check_divisible, use_packed_attention
-from turnwise.training.batching import ContextGroup
+from turnwise.training.context import ContextGroup
 
 __all__ = ["make_policy"]
 

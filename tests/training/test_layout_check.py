@@ -199,7 +199,7 @@ def test_the_check_leaves_no_trace() -> None:
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     check = check_of(model)
     assert check.own.small
-    assert check.compare("shared").small
+    assert check.compare_and_choose_attention("shared").small
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert is_packed(model)

@@ -24,7 +24,9 @@ from tests.trajectory.published import (
     eos_of,
     spelled,
 )
+from turnwise.config.data import template_text
 from turnwise.trajectory import Bridge, ChatTemplate, bridge
+from turnwise.trajectory.bridge import Seam, find_seam
 
 CASES = settings(deadline=None, max_examples=300)
 NEWS = "§"  # new messages begin with what nothing else holds
@@ -414,6 +416,17 @@ def test_the_worked_example_of_the_modules_docstring(tokenizer: Any) -> None:
         new_messages=[more],
     )
     assert template.decode_all(cut_off.added_token_ids) == "<|im_end|>" + added
+
+
+def test_the_seams_of_the_docstring(tokenizer: Any) -> None:
+    shown = re.findall(r"^    (\w+) +([\"'].*)$", inspect.getdoc(Seam) or "", re.MULTILINE)
+    answered = ChatTemplate(tokenizer, chat_template=CHATML)
+    called = ChatTemplate(tokenizer, chat_template=template_text("hermes"))
+    result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "8"}
+    seams = find_seam(answered, MORE, None), find_seam(called, [result], None)
+    assert len(shown) == 4 * len(seams)
+    for index, (name, value) in enumerate(shown):
+        assert getattr(seams[index // 4], name) == ast.literal_eval(value), (index, name)
 
 
 def test_there_are_as_many_templates_as_we_say() -> None:

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics
-from turnwise.run.token_values import Columns, write_columns
+from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
 
@@ -57,7 +57,7 @@ def a_trajectory(number: int) -> Trajectory:
     return trajectory
 
 
-def values_of(trajectories: Sequence[Trajectory]) -> Columns:
+def values_of(trajectories: Sequence[Trajectory]) -> TokenColumns:
     """A row for each sampled token, as training writes them."""
     places = np.array(
         [
@@ -69,7 +69,7 @@ def values_of(trajectories: Sequence[Trajectory]) -> Columns:
         np.int32,
     )
     names = ("trajectory", "turn", "at")
-    columns: Columns = dict(zip(names, np.ascontiguousarray(places.T), strict=True))
+    columns: TokenColumns = dict(zip(names, np.ascontiguousarray(places.T), strict=True))
     columns |= {name: np.full(len(places), 0.5, np.float32) for name in RECORDED}
     return columns | {"staleness": np.ones(len(places), np.int32)}
 

@@ -24,7 +24,7 @@ from turnwise.training import checkpoint
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Reinforcement learning of tool-calling language models, exact to the token.",
+    help="Reinforcement learning for tool-calling language models, exact to the token.",
 )
 traces = typer.Typer(no_args_is_help=True, help="Convert trajectories to traces, and from them.")
 app.add_typer(traces, name="trace")

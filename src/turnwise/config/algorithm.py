@@ -328,8 +328,9 @@ class TrainingConfig(Section):
     """Number of steps between checkpoints, in addition to checkpoint_minutes and the last step; 0
     adds none."""
     checkpoint_minutes: NonNegativeFloat = 30.0
-    """Minutes after which the next step to end is saved, if none was saved since; 0 saves none for
-    this reason. Ctrl-C and SIGTERM also save the last step, if it can be written in 60 seconds."""
+    """Once this many minutes have passed since the last checkpoint, the next step that finishes is
+    saved; 0 saves none for this reason. Ctrl-C and SIGTERM also save the last step, if it can be
+    written in 60 seconds."""
     keep_last: PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
     restarts: NonNegativeInt = 3

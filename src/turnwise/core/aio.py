@@ -96,8 +96,8 @@ async def run_in_thread(
     """Run a blocking function of our own in an idle daemon thread; OSError if none can be started.
 
     A function that never returns blocks neither other calls (as it would in asyncio's default
-    executor, which user code may use up) nor the exit of the program. For user code, which may not
-    return, see `core.user_code`.
+    executor, which user code could exhaust) nor the exit of the program. For user code, which may
+    not return, see `core.user_code`.
     """
     return await in_thread(Future(), functools.partial(function, *arguments, **keywords))
 

@@ -70,7 +70,7 @@ def trace_headers() -> dict[str, str]:
 
 
 @contextmanager
-def joined(headers: Mapping[str, str]) -> Iterator[None]:
+def within_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Make the span of another process's `trace_headers` the current one for a `with` block."""
     if not headers or _tracer() is None:
         yield

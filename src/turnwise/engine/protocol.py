@@ -255,10 +255,10 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
 
 async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
-    return joined([chunk async for chunk in chunks], request_id)
+    return completion_of([chunk async for chunk in chunks], request_id)
 
 
-def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
+def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
     """Join the chunks of a whole stream; EngineError without a finish reason."""
     whole = join(chunks) if chunks else None
     if whole is None or whole.finish_reason is None:

@@ -391,7 +391,9 @@ class ConfigChecks:
         training = self.config.training
         agreed, warning = agreed_layout([check], training, layout_of(training, device))
         layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
-        found = ", ".join(f"{layout} {check.compare(layout)}" for layout in layouts)
+        found = ", ".join(
+            f"{layout} {check.compare_and_choose_attention(layout)}" for layout in layouts
+        )
         said = f"{agreed} micro-batches; from the model's own: {found}"
         return Finding("log-probs", "warning" if warning else "ok", said, warning)
 

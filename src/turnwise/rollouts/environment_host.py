@@ -73,7 +73,7 @@ async def _answer_all(
     async def answer(
         number: int, method: str, arguments: tuple[object, ...], turn: int, trace: dict[str, str]
     ) -> None:
-        with spans.joined(trace):
+        with spans.within_trace(trace):
             reply = {"id": number} | await player.reply(method, arguments, turn)
         writer.write(framed(encodable(json.dumps(reply, ensure_ascii=False)).encode()))
 

@@ -19,7 +19,7 @@ from turnwise.observe.timeline import TIMELINE
 from turnwise.observe.trackers import Trackers
 from turnwise.rollouts.evaluation import GroupLog
 from turnwise.rollouts.group import write_times
-from turnwise.run.token_values import Columns, write_columns
+from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 
@@ -122,7 +122,7 @@ class RunDir:
         with first as path, second as times:
             return GroupLog(path, times)
 
-    def write_token_values(self, step: int, columns: Columns) -> None:
+    def write_token_values(self, step: int, columns: TokenColumns) -> None:
         with self._place("training", "step", step, ".safetensors") as path:
             write_columns(path, columns)
 

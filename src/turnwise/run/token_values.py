@@ -16,7 +16,7 @@ from turnwise.errors import translate_unwritable
 from turnwise.training.reports import RECORDED, TrainedSample
 from turnwise.trajectory import Trajectory
 
-Columns = dict[str, npt.NDArray[np.generic]]
+TokenColumns = dict[str, npt.NDArray[np.generic]]
 """Columns by name: `trajectory` (its line in the step's file), `turn`, `at` (position among the
 turn's sampled tokens), `staleness`, and those of `RECORDED`."""
 
@@ -26,18 +26,19 @@ def columns_of(
     origins: Mapping[int, Trajectory],
     trajectories: Sequence[Trajectory],
     version: int,
-) -> Columns:
-    """Return the values of a step's trained tokens; each sample's trajectory is found by its `id`,
-    and numbered as in the step's file. `version` is that of the step's first weights."""
+) -> TokenColumns:
+    """Return the values of a step's trained tokens; each sample's trajectory is found by
+    `id(sample)`, and numbered as in the step's file. `version` is that of the step's first weights.
+    """
     numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
-    parts: list[Columns] = []
+    parts: list[TokenColumns] = []
     ordered = sorted(trained, key=lambda pair: numbers[id(origins[id(pair[0])])])
     for sample, values_KN in ordered:
         trajectory = origins[id(sample)]
         starts = np.array([t.prefix_length + len(t.added_token_ids) for t in trajectory.turns])
         place_N = np.flatnonzero(sample.response_mask_T)
         turn_N = sample.turns_T[place_N]
-        part: Columns = {
+        part: TokenColumns = {
             "trajectory": np.full(len(place_N), numbers[id(trajectory)], np.int32),
             "turn": turn_N.astype(np.int32),
             "at": (place_N - starts[turn_N]).astype(np.int32),
@@ -49,7 +50,7 @@ def columns_of(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def write_columns(path: Path, columns: Columns) -> None:
+def write_columns(path: Path, columns: TokenColumns) -> None:
     """Write columns; the file appears whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
@@ -58,7 +59,7 @@ def write_columns(path: Path, columns: Columns) -> None:
         temporary.replace(path)
 
 
-def read_columns(path: Path, trajectory: int) -> Columns:
+def read_columns(path: Path, trajectory: int) -> TokenColumns:
     """Return the rows of one trajectory, by the number of its line in the step's file.
 
     Example:

@@ -9,26 +9,30 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
+from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
 samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
-_Unit = tuple[list[Sample], int, int]
-"""A pair or a sequence, and the tokens that are computed for it: as the first of its micro-batch,
-and after the unit before it."""
+
+
+class _Unit(NamedTuple):
+    """A pair or a sequence, and the tokens that are computed for it."""
+
+    samples: list[Sample]
+    tokens_first: int  # if it is the first of its micro-batch
+    tokens_after: int  # if it follows the unit before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,11 @@ def plan_micro_batches(
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
         buckets = _buckets(_units(list(units.values()), layout), max_tokens, ranks, layout)
+        # By the tokens without padding, whatever the layout: ranks compute similar ones together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
-            row = [[s for unit, _, _ in b for s in unit] for b in buckets[start : start + ranks]]
+            row = [[s for unit in b for s in unit.samples] for b in buckets[start : start + ranks]]
             row += [[] for _ in range(ranks - len(row))]
             # Every other round in reverse order: no rank always gets the largest.
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
@@ -108,7 +113,7 @@ def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
     if layout != "shared":
         by_length = sorted(units, key=lambda samples: max(sample.length for sample in samples))
         sizes = [sum(sample.length for sample in samples) for samples in by_length]
-        return [(samples, size, size) for samples, size in zip(by_length, sizes, strict=True)]
+        return [_Unit(samples, size, size) for samples, size in zip(by_length, sizes, strict=True)]
     ordered, before = list[_Unit](), None
     for number in _in_order([samples[0].token_ids_T for samples in units]):
         alone = saved = 0
@@ -117,7 +122,7 @@ def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
             alone += sample.length - (common if index else 0)
             saved += 0 if index else common
             before = sample.token_ids_T
-        ordered.append((units[number], alone, alone - saved))
+        ordered.append(_Unit(units[number], alone, alone - saved))
     return ordered
 
 
@@ -144,75 +149,10 @@ def _buckets(
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
     """Return the tokens that are computed, padding included."""
     if layout == "padded":
-        lengths = [sample.length for samples, _, _ in bucket for sample in samples]
+        lengths = [sample.length for unit in bucket for sample in unit.samples]
         return len(lengths) * max(lengths)
-    (_, alone, _), *others = bucket
-    return alone + sum(after for _, _, after in others)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextGroup:
-    """The ranks that share the sequences of this one; all make the same calls in the same order.
-
-    Each computes an equal share of the columns. Only attention needs the others': there the group
-    exchanges columns for heads, so that each rank attends with some heads over all columns, and
-    back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). All compute the same loss from the
-    log-probs of all, and the gradients of the ranks add up to those of one that has all columns.
-    """
-
-    ranks: dist.ProcessGroup
-    size: int
-    number: int  # number of this rank in the group, from 0
-
-    @classmethod
-    def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
-        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
-        every rank must call this."""
-        ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
-        assert ranks is not None
-        return cls(ranks, size, dist.get_rank(ranks))
-
-    def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the heads, of all columns, from all heads of its columns:
-        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
-        repeats = max(1, self.size // tensor_BHTD.shape[1])
-        tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
-        parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))
-        columns_CBHTD = _Exchange.apply(parts_CBHTD, self.ranks)  # type: ignore[no-untyped-call]
-        whole_BHTD: torch.Tensor = columns_CBHTD.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return whole_BHTD
-
-    def columns(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return all heads of this rank's columns: the inverse of `heads`."""
-        parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=2))
-        heads_CBHTD = _Exchange.apply(parts_CBHTD, self.ranks)  # type: ignore[no-untyped-call]
-        own_BHTD: torch.Tensor = heads_CBHTD.transpose(0, 1).flatten(1, 2)
-        return own_BHTD
-
-    def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
-        """Return the values of all ranks, each at its number among the total: [total]."""
-        own_N = values_N.new_zeros(total).index_copy(0, number_N, values_N)
-        whole_N = own_N.detach().clone()
-        dist.all_reduce(whole_N, group=self.ranks)
-        # All ranks compute the same from them, so the gradient of own values is complete.
-        is_own_N = torch.zeros_like(whole_N, dtype=torch.bool).index_fill(0, number_N, True)
-        return torch.where(is_own_N, own_N, whole_N)
-
-
-class _Exchange(torch.autograd.Function):
-    """The exchange of equal parts, part i to rank i; its gradient is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, parts_CBHTD: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-        ctx.ranks = ranks
-        parts = parts_CBHTD.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=ranks)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.forward(ctx, gradients[0], ctx.ranks), None
+    first, *others = bucket
+    return first.tokens_first + sum(unit.tokens_after for unit in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +317,12 @@ class MicroBatch:
 
     columns: Columns
     tokens: Tokens
-    """The input of the loss. Until the policy has scored them, all log-probs are the engine's."""
+    """The input of the loss. Until the policy has scored them, all log-probs are the engine's.
+    With a value model, `advantages_N` are rewards until `TrainerRank` makes advantages of them."""
     turn_N: torch.Tensor  # index of each token's turn in its trajectory
     size: int  # tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
+    """The policy's log-probs from before the step; None if nothing needs them."""
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
 

@@ -21,7 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
-from turnwise.training.batching import ContextGroup, Layout, make_micro_batch
+from turnwise.training.batching import Layout, make_micro_batch
+from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
@@ -81,13 +82,16 @@ class ModelCheck:
         self._samples = samples = _samples(self._model.config, max_length)
         self._rounding, most = _ROUNDING[module.dtype]
         packed = is_packed(self._model)
+        # One by one, each rank alone, and with the attention that Transformers chose.
         self._group: ContextGroup | None = None
         set_packed(self._model, False)
         self._alone, why = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
-        own = _attempt(self._by_logits) if self._alone else ([], why)
-        self.own = self._difference(own, self._alone[-1:])
+        # Judged by the strict bound, as both have the same shape.
+        by_logits = _attempt(self._by_logits) if self._alone else ([], why)
+        self.own = self._difference(by_logits, self._alone[-1:])
         """Difference of the log-probs of one sequence from those by the model's own logits."""
-        # With tokens after them, which are not scored: a batch of another shape.
+        # With tokens after them, which are not scored: what a batch of another shape changes widens
+        # the bound from here on.
         rows = [(s.token_ids_T.tolist(), s.sequence) for s in samples[1:]]
         followed = [_sample(ids + ids[:_BLOCK], len(ids), number) for ids, number in rows]
         found = _attempt(lambda: self._values(followed, "padded"))
@@ -97,7 +101,7 @@ class ModelCheck:
         self._group = models.group
 
     @torch.no_grad()
-    def compare(self, layout: Layout) -> Difference:
+    def compare_and_choose_attention(self, layout: Layout) -> Difference:
         """Return the difference of a layout from the sequences one by one; where it is due to the
         trainer's attention, the model gets its own back."""
         found = self._compared(layout)
@@ -187,7 +191,7 @@ def agreed_layout(
 
 def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     """Return whose log-probs a layout changes, and by how much; "" if it changes none."""
-    found = [(check.kind, check.compare(layout)) for check in checks]
+    found = [(check.kind, check.compare_and_choose_attention(layout)) for check in checks]
     kind, worst = max(found, key=lambda each: (not each[1].small, each[1].nats))
     return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
 

@@ -31,7 +31,7 @@ from turnwise.errors import InputError
 from turnwise.internals.transformers import layer_classes
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import check_divisible, use_packed_attention
-from turnwise.training.batching import ContextGroup
+from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import Critic, Models, RoutingReplay, Scorer
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files

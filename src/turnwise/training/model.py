@@ -25,7 +25,8 @@ from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.training.attention import attending
-from turnwise.training.batching import Columns, ContextGroup
+from turnwise.training.batching import Columns
+from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import take_role, trained_part
 

@@ -24,13 +24,13 @@ from turnwise.training.algorithms.advantages import moments, normalised, of_time
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import (
     Columns,
-    ContextGroup,
     Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
     threads_of,
 )
+from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import load_models, missing_model
@@ -215,7 +215,7 @@ class TrainerRank:
                 if penalised:
                     assert batch.old_logprobs_N is not None
                     penalties_N = kl_N(batch.old_logprobs_N, reference_N, kl.estimator)
-                if self._advantage.needs_values:  # what the samples have are rewards
+                if self._advantage.needs_values:  # until here, `advantages_N` are rewards
                     batch.values_N = self._models.estimate(batch.columns)
                     rewards_N = tokens.advantages_N
                     if penalties_N is not None:
@@ -247,6 +247,8 @@ class TrainerRank:
         """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
         logprobs_N, entropy_N = self._models.score("policy", batch.columns)
         engine_N = batch.tokens.engine_logprobs_N
+        # The old log-probs, which ratios are taken against, are the engine's or, with a correction,
+        # the policy's own from before the step.
         if self._algorithm.correction.name == "none":
             old_N = engine_N
         elif batch.old_logprobs_N is not None:

@@ -30,7 +30,7 @@ class SampleBatch:
     samples: list[Sample] = field(default_factory=list)
     """Samples, each with trained tokens; empty if there is nothing to train on."""
     origins: dict[int, Trajectory] = field(default_factory=dict)
-    """The trajectory that each sample is a branch of, by the sample's `id`."""
+    """The trajectory that each sample is a branch of, by `id(sample)`."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
     """Audit of every sampled token."""
     groups_without_signal: int = 0

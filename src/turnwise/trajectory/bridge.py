@@ -122,7 +122,7 @@ def bridge(
     key = (roles, bool(tools), _has_content_parts(messages))
     last = template.special_tokens.get(completion_token_ids[-1]) if completion_token_ids else None
     known = template.seams.get(key)
-    for cached in (known, None):
+    for cached in (None,) if known is None else (known, None):
         try:
             seam = cached if isinstance(cached, Seam) else find_seam(template, messages, tools)
             following = seam.following(template, messages, tools)
@@ -165,7 +165,25 @@ def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[i
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """The text between an assistant's turn and new messages of certain roles."""
+    r"""The text between an assistant's turn and new messages of certain roles.
+
+    An answer and then a user's message, in the template at the top of this file:
+
+        joint        "<|im_end|>\n<|im_start|>user\n"
+        call_end     ""
+        turn_end     "<|im_end|>\n"
+        sampled_end  "<|im_end|>\n"
+        stop_tokens  <|im_end|>, and those of `ChatTemplate.stop_token_ids`
+
+    A call and then its result, in the template `hermes`, whose calls are JSON and whose results are
+    a user's message; the sentinel is the call's argument:
+
+        joint        '"}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n'
+        call_end     '"}}\n</tool_call>'
+        turn_end     "<|im_end|>\n"
+        sampled_end  '"}}\n</tool_call><|im_end|>\n'
+        stop_tokens  <|im_end|>, and those of `ChatTemplate.stop_token_ids`
+    """
 
     placeholder: list[Message]
     """The conversation that ends with the assistant's turn."""
@@ -199,6 +217,7 @@ class Seam:
         token `last` or with text, holds; None if unknown."""
         pattern = template.special_token_pattern
         if last is not None:
+            # It is part of the call's or turn's end, as in "4<|im_end|>": all up to it was sampled.
             found = self.sampled_end.find(last)
             if found >= 0:
                 # If another end of the turn comes before it, that must have been sampled too.
@@ -211,16 +230,21 @@ class Seam:
                     or template.decode_all(completion[-len(before) - 1 :]).endswith(before + last)
                 ):
                     return found + len(last)
+            # The turn has no end of its own: the next message's header stopped the model.
             if not self.turn_end and self.joint.startswith(self.sampled_end + last):
                 return len(self.sampled_end) + len(last)
+        # Any other ending is followed by the turn's end, which the template does not show here.
         if self.call_end is None:
             return None
         token = pattern.search(self.turn_end)
+        # Another stop token, such as <|endoftext|>, stands for the special token of the turn's end.
         if last in self.stop_tokens and token is not None:
             return len(self.call_end) + token.end()
+        # No special token ended the turn, or it has no end: all of its end is added.
         words = self.turn_end[: token.start()] if token else self.turn_end
         if not words or not completion:
             return len(self.call_end)
+        # If the end begins with ordinary text, the completion may hold some of that already.
         return len(self.call_end) + overlap(template.decode_all(completion[-len(words) :]), words)
 
 

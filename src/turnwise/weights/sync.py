@@ -103,7 +103,7 @@ class WeightSync:
         in_flight: InFlight,
         settle: Callable[[Mapping[Engine, object]], None] = lambda results: None,
     ) -> UpdateResults:
-        """Bring the offered weights to all engines, or to none; return each one's result.
+        """Bring the offered weights to all engines, or to none if one refuses; return the results.
 
         Args:
             settle: Called after the check, the push and the canaries with the results of the
@@ -234,6 +234,7 @@ class WeightSync:
             results = await _outcomes(fit, update)
         if (failure := sending.result()) is not None:
             self._group = []
+            # Otherwise the engines' own errors say more.
             if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
         return results

@@ -38,7 +38,15 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.logits_processors import EXTRA_ARG
-from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
+from turnwise.engine.protocol import (
+    Chunk,
+    Completion,
+    Generator,
+    Request,
+    Route,
+    TurnTimes,
+    completion_of,
+)
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.requests import OWN_NAMES
@@ -508,7 +516,7 @@ class ChatService:
                     async for chunk in pieces:
                         chunks.append(chunk)
                         if chunk.finish_reason is not None:
-                            completion = joined(chunks, request.id)
+                            completion = completion_of(chunks, request.id)
                             version = max(completion.weight_versions, default=-1)
                             prompt, sampled = len(request.prompt), len(completion.token_ids)
                             record_answer(span, prompt, sampled, chunk.finish_reason, version)

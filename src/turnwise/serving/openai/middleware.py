@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.spans import TRACE_HEADERS, joined
+from turnwise.core.spans import TRACE_HEADERS, within_trace
 from turnwise.errors import InputError
 from turnwise.serving.openai.errors import refusal
 from turnwise.serving.openai.protection import TICKET, ticket
@@ -190,7 +190,7 @@ class SessionMiddleware:
             del headers["x-request-id"]
             headers["x-session-id"] = context.session.id
             trace = {each: headers[each] for each in TRACE_HEADERS if headers.get(each)}
-            held.enter_context(joined(trace or context.session.trace))
+            held.enter_context(within_trace(trace or context.session.trace))
             is_json = headers.get("content-type", "").startswith("application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
                 body, complete = await self._chats.plan_body(body, context)
