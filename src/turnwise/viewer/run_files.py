@@ -202,14 +202,17 @@ class RunFiles:
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
-        for index in range(len(self.index(name).ranges)):
-            line = self.line(name, index)
-            if plain and wanted.encode() not in line.lower():
-                continue
-            tree = parse(line)
-            spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
-            if any(wanted in said(message).casefold() for message in chain(*spoken)):
-                found.append(index)
+        ranges = self.index(name).ranges  # once: a run may be writing to the file
+        with self._file(name).open("rb") as file:
+            for index, (start, length) in enumerate(ranges):
+                file.seek(start)
+                line = file.read(length)
+                if plain and wanted.encode() not in line.lower():
+                    continue
+                tree = parse(line)
+                spoken = (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"]))
+                if any(wanted in said(message).casefold() for message in chain(*spoken)):
+                    found.append(index)
         return {"found": found}
 
     def audit(self, name: str, index: int) -> JsonObject:

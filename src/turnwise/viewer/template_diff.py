@@ -26,6 +26,7 @@ HISTORY_CHANGED = (
     "The template changes the messages of the first prompt once there is an answer. Descriptions "
     "of tools, which are not in the run's files, are missing from its rendering."
 )
+_MOST_COMPARED = 250_000  # largest product of two lengths that are compared id by id
 Comparison = Callable[[Trajectory, int], JsonObject]
 
 
@@ -79,17 +80,31 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
 
 
 def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return the places in which two lists of ids differ, in their order: start and end in each."""
+    """Return the places in which two lists of ids differ, in their order: start and end in each.
+
+    Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
+    so that the time grows with the length.
+    """
     first = common_prefix(ids, other)
     last = common_prefix(ids[first:][::-1], other[first:][::-1])
     own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
-    # In long lists, no match begins with a frequent id, so that the time grows with the length.
-    codes = SequenceMatcher(None, own, theirs).get_opcodes()
-    return [
-        (first + start, first + end, first + other_start, first + other_end)
-        for kind, start, end, other_start, other_end in codes
-        if kind != "equal"
-    ]
+    width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
+    a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
+    found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
+    # Ids are often frequent (spaces, line ends), and must be found too; stretches rarely are.
+    matcher = SequenceMatcher(None, a, b, autojunk=width > 1)
+    for start, other_start, size in matcher.get_matching_blocks():
+        length = size + width - 1
+        if not size:  # the last one, at both ends
+            start, other_start = len(own), len(theirs)
+        elif (inside := max(at - start, other_at - other_start)) > 0:  # of the match before
+            start, other_start, length = start + inside, other_start + inside, length - inside
+            if length <= 0:
+                continue
+        if start > at or other_start > other_at:
+            found.append((first + at, first + start, first + other_at, first + other_start))
+        at, other_at = start + length, other_start + length
+    return found
 
 
 def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:

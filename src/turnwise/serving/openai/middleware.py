@@ -81,7 +81,7 @@ class SessionMiddleware:
         if not conversation and not name:
             conversation = headers.get("x-request-id") or None
         # Equal requests that name neither may be two clients', each for a sample of its own.
-        named = name is not None or conversation is not None
+        named = bool(name) or conversation is not None
         shared = idempotent is not None or (count is not None and named)
         whole = shared or path in (*GENERATING, _BATCH, _INVOCATIONS)
         # Of a redirected request, too: a connection whose body comes after the answer would have
