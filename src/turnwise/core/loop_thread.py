@@ -115,6 +115,8 @@ class EventLoopThread(Generic[_Opened]):
     def stop(self, seconds: float) -> None:
         """Close the context manager within `seconds`, and raise the error that ended it earlier, or
         that closing it raised; Ctrl-C is raised only after it has closed."""
+        if self._thread.ident is None or not self._began.wait(_LEFT_SECONDS):
+            return  # no thread, or no event loop, could be started
         with suppress(RuntimeError):  # the loop has closed already
             self._loop.call_soon_threadsafe(lambda: self._task.cancelling() or self._task.cancel())
         interrupted: KeyboardInterrupt | None = None

@@ -214,7 +214,7 @@ class RemoteEpisode(Episode):
         tools: Sequence[ToolSource] = (),
     ) -> None:
         super().__init__(processes.factory, problem, rollout, tools)
-        self._problem = problem
+        self._problem = _packed(problem)  # an error here comes before a process is started
         self._processes = processes
         self.schemas: list[JsonObject] = []  # descriptions of the environment's tools
         self._turn = -1
@@ -241,11 +241,7 @@ class RemoteEpisode(Episode):
         self._requests = Requests[_Reply]()
         """Also those whose answer is waited for no more, since each may come once."""
         self._reading = asyncio.create_task(self._read_answers(reader, status))
-        self._send(self._problem)
-
-    def _send(self, what: object) -> None:
-        assert self._talk is not None
-        self._talk.write(framed(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)))
+        asking.write(self._problem)
 
     async def ask(
         self,
@@ -260,9 +256,10 @@ class RemoteEpisode(Episode):
         The process keeps the call's own deadline, `seconds` (None: that of the environment). One
         that does not answer, or not with this type, is killed.
         """
+        assert self._talk is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
         number, answer = self._requests.begin()
-        self._send((number, method, arguments, self._turn, trace_headers()))
+        self._talk.write(_packed((number, method, arguments, self._turn, trace_headers())))
         try:
             async with deadline(own + GRACE_SECONDS, f"{method} of {self.where} did not answer"):
                 reply = await answer
@@ -414,6 +411,10 @@ class _Elsewhere:
             f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
             "the context's problem, toolbox and step"
         )
+
+
+def _packed(what: object) -> bytes:
+    return framed(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def value_of(reply: _Reply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
