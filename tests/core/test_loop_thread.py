@@ -159,3 +159,13 @@ def test_a_start_that_takes_too_long_can_be_stopped() -> None:
     with pytest.raises(DeadlineError, match="waited for the room to start: no answer"):
         thread.start(0.05)
     thread.stop(SECONDS)
+
+
+def test_a_thread_that_cannot_be_started_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread = EventLoopThread(open_room, "the room")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"), thread:
+        thread.start(SECONDS)

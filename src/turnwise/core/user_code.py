@@ -266,12 +266,12 @@ class _Coroutine(Call[_T]):
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(name)
         self._make = make
         self._home = home
-        self._replied = done_event(self)
         self._task: asyncio.Task[_T] | None = None
         self._ending = False
+        super().__init__(name)  # last: other threads ask for the `where` of what is registered
+        self._replied = done_event(self)
 
     def begin(self) -> None:
         """Start the task; called on the home loop."""

@@ -491,6 +491,8 @@ class ChatService:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
+        if not self._config.model.escape_special_tokens:
+            return None
         return await in_thread_if_long(messages, lambda: prompts.escaped_prompt(template, asked))
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
