@@ -142,8 +142,6 @@ class EventLoopThread(Generic[_Opened]):
         """Stop at the end of a `with` block, after its error, if any, which no failure to stop
         hides. What does not end in time is only logged: the block's results are there."""
         self.is_open = False
-        if self._thread.ident is None:  # none could be started
-            return
         try:
             self.stop(seconds)
         except TurnwiseError as failure:
