@@ -95,7 +95,7 @@ def test_values_that_cannot_be_read_are_read_by_the_next_try(
         raise OSError("input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("turnwise.training.offload._read", broken)
+        patch.setattr("torch.frombuffer", broken)
         with pytest.raises(TurnwiseError, match="the trainer's params cannot be read back"):
             offload.bring_back(["params"])
     offload.bring_back(["params"])

@@ -16,7 +16,6 @@ from turnwise.observe.conversations import conversation
 from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
-_REFRESH_PER_SECOND = 4
 _QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
 _Result = TypeVar("_Result")
@@ -40,7 +39,7 @@ class Display:
         self._ended = threading.Event()
         self._live = Live(
             console=console,
-            refresh_per_second=_REFRESH_PER_SECOND,
+            refresh_per_second=4,
             get_renderable=self._table,
             transient=True,
         )

@@ -7,7 +7,6 @@ demo's model, which a CPU trains in a minute; elsewhere a small model of the Hug
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -17,8 +16,6 @@ from turnwise.errors import InputError, translate_unwritable
 HUB_MODEL = "Qwen/Qwen3-0.6B"  # the model of a project outside a clone
 _TEMPLATES = Path(__file__).with_name("new_project")
 _DEMO = Path("examples", "calculator", "warm_started")
-_NAME = re.compile(r"[\w][\w.-]*")
-_ROWS = 64
 _KEYS = ("model_keys", "max_tokens", "steps", "learning_rate", "training_keys")
 """Values of config.yaml that depend on the size of the model."""
 _SMALL = ("  max_length: 512", "64", "10", "0.0003", "  updates_per_step: 2")
@@ -29,7 +26,7 @@ _QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
     """Write a project into a new folder, whose name becomes the run's; return its files."""
     name = folder.resolve().name
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(r"[\w][\w.-]*", name):
         raise InputError(f"{name!r} cannot name a project: use letters, digits, _, - and .")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose another name")
@@ -40,7 +37,17 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
         model = str(demo) if demo is not None else HUB_MODEL
     elif Path(model).expanduser().is_dir():  # config.yaml is read in the project's folder
         model = str(Path(model).expanduser().resolve())
-    files = {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in _rows())}
+    # Problems of two and three steps, of which the demo's model solves most and a quarter; the same
+    # in every project, without negative results.
+    draw, rows = random.Random(0), ""
+    for number in range(64):
+        a, b, c = draw.randint(500, 999), draw.randint(100, 499), draw.randint(10, 999)
+        expression, answer = f"(({a} - {b}) + {c})", a - b + c
+        if number % 2:
+            d = draw.randint(10, 999)
+            expression, answer = f"({expression} + {d})", answer + d
+        rows += json.dumps({"question": f"Compute {expression}.", "answer": answer}) + "\n"
+    files = {"rows.jsonl": rows}
     settings = _SMALL if model == str(demo) else _QWEN if "Qwen3" in model else _LARGE
     values = {"name": name, "model": model} | dict(zip(_KEYS, settings, strict=True))
     for template in sorted(_TEMPLATES.glob("*.txt")):
@@ -55,16 +62,3 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
     return [folder / file for file in sorted(files)]
-
-
-def _rows() -> Iterator[dict[str, str | int]]:
-    """Yield problems of two and three steps, of which the demo's model solves most and a quarter;
-    the same in every project, without negative results."""
-    draw = random.Random(0)
-    for number in range(_ROWS):
-        a, b, c = draw.randint(500, 999), draw.randint(100, 499), draw.randint(10, 999)
-        expression, answer = f"(({a} - {b}) + {c})", a - b + c
-        if number % 2:
-            d = draw.randint(10, 999)
-            expression, answer = f"({expression} + {d})", answer + d
-        yield {"question": f"Compute {expression}.", "answer": answer}

@@ -95,7 +95,15 @@ class TrainingLoop:
                     producing = tasks.create_task(self._producer.run())
                     await self._consume(first)
                     producing.cancel()
-                    await self._end_if_asked()
+                    complete = self._reached or self._finished == self._config.training.steps
+                    if self._ending.asked.is_set() and not complete:
+                        if self._finished > self._saved:
+                            self._progress.warn(
+                                f"asked to end: step {self._finished} is saved first, within "
+                                f"{SAVE_SECONDS:g} s (Ctrl-C again ends at once)"
+                            )
+                            await self._save(self._finished)
+                        await self._ending.finished()
                 watch.cancel()
         if self._reached:
             self._progress.warn(
@@ -114,9 +122,25 @@ class TrainingLoop:
         self._progress.warn(f"{line} (all stacks: {report})" if report else line)
 
     async def _begin(self) -> int:
-        """Bring the engines to the trainer's weights; return the first step."""
+        """Bring the engines to the trainer's weights; return the first step. Those of a new run are
+        evaluated as step 0."""
         if self._resume is None:
-            await self._measure_given_model()
+            started = time.perf_counter()
+            update = await self._update_weights()
+            if (evaluation := await self._evaluate(0)) is not None:
+                metrics = StepMetrics(
+                    step=0,
+                    reward_mean=evaluation.summary["reward_mean"],
+                    rollout_tokens_per_s=evaluation.tokens_per_s,
+                    logprob_diff_mean=update["canary_diff_mean"],
+                    logprob_diff_max=update["canary_diff_max"],
+                    trajectories=evaluation.finished,
+                    dropped=dict(evaluation.dropped),
+                )
+                metrics.add(update)
+                metrics.add_evaluation(evaluation)
+                metrics.step_seconds = time.perf_counter() - started
+                await self._report(metrics)
             if self._reached:
                 await self._save(0)
             return 1
@@ -135,19 +159,6 @@ class TrainingLoop:
         self.exactness = ExactnessReport.from_dict(state["exactness"])
         await self._update_weights()
         return self._resume.step + 1
-
-    async def _end_if_asked(self) -> None:
-        """Save the last finished step, and end, if the run was asked to before its last step."""
-        complete = self._reached or self._finished == self._config.training.steps
-        if not self._ending.asked.is_set() or complete:
-            return
-        if self._finished > self._saved:
-            self._progress.warn(
-                f"asked to end: step {self._finished} is saved first, within {SAVE_SECONDS:g} s "
-                "(Ctrl-C again ends at once)"
-            )
-            await self._save(self._finished)
-        await self._ending.finished()
 
     async def _consume(self, first: int) -> None:
         """Train steps from `first` on."""
@@ -247,27 +258,6 @@ class TrainingLoop:
             )
         self._accuracy = evaluation.accuracy
         return evaluation
-
-    async def _measure_given_model(self) -> None:
-        """Transfer the initial weights to the engines, and evaluate them as step 0."""
-        started = time.perf_counter()
-        update = await self._update_weights()
-        evaluation = await self._evaluate(0)
-        if evaluation is None:
-            return
-        metrics = StepMetrics(
-            step=0,
-            reward_mean=evaluation.summary["reward_mean"],
-            rollout_tokens_per_s=evaluation.tokens_per_s,
-            logprob_diff_mean=update["canary_diff_mean"],
-            logprob_diff_max=update["canary_diff_max"],
-            trajectories=evaluation.finished,
-            dropped=dict(evaluation.dropped),
-        )
-        metrics.add(update)
-        metrics.add_evaluation(evaluation)
-        metrics.step_seconds = time.perf_counter() - started
-        await self._report(metrics)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""

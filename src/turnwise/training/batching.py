@@ -93,7 +93,7 @@ def plan_micro_batches(
             tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(_units(list(units.values()), layout), max_tokens, ranks, layout)
+        buckets = _buckets(list(units.values()), max_tokens, ranks, layout)
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
@@ -108,29 +108,26 @@ def plan_micro_batches(
     return shares
 
 
-def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
-    """Return units in an order in which neighbours go well together."""
-    if layout != "shared":
-        by_length = sorted(units, key=lambda samples: max(sample.length for sample in samples))
-        sizes = [sum(sample.length for sample in samples) for samples in by_length]
-        return [_Unit(samples, size, size) for samples, size in zip(by_length, sizes, strict=True)]
-    ordered, before = list[_Unit](), None
-    for number in _in_order([samples[0].token_ids_T for samples in units]):
-        alone = saved = 0
-        for index, sample in enumerate(units[number]):
-            common = 0 if before is None else _common_length(before, sample.token_ids_T)
-            alone += sample.length - (common if index else 0)
-            saved += 0 if index else common
-            before = sample.token_ids_T
-        ordered.append(_Unit(units[number], alone, alone - saved))
-    return ordered
-
-
 def _buckets(
-    units: Sequence[_Unit], max_tokens: int, ranks: int, layout: Layout
+    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout
 ) -> list[list[_Unit]]:
-    """Put pairs and sequences in buckets of at most `max_tokens`; their number is a multiple of the
-    ranks if possible."""
+    """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
+    number is a multiple of the ranks if possible."""
+    units = list[_Unit]()  # in an order in which neighbours go well together
+    if layout == "shared":
+        before: _Ids | None = None
+        for number in _in_order([samples[0].token_ids_T for samples in members]):
+            alone = saved = 0
+            for index, sample in enumerate(members[number]):
+                common = 0 if before is None else _common_length(before, sample.token_ids_T)
+                alone += sample.length - (common if index else 0)
+                saved += 0 if index else common
+                before = sample.token_ids_T
+            units.append(_Unit(members[number], alone, alone - saved))
+    else:
+        for samples in sorted(members, key=lambda samples: max(s.length for s in samples)):
+            size = sum(sample.length for sample in samples)
+            units.append(_Unit(samples, size, size))
     while True:
         buckets: list[list[_Unit]] = []
         for unit in units:

@@ -6,8 +6,7 @@ that leak into the next sequence of a row, masks that ignore where sequences beg
 nothing applies: all show as a difference, whatever the architecture is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -124,8 +123,15 @@ class ModelCheck:
         tokens = {sample.trajectory: sample.trained for sample in samples}
         batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
-            with _any_head(self._module):
+            # With a head that tells hidden states apart: a new one predicts 0 of all.
+            weight = self._module.head.weight.detach()
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            before = own.clone()
+            own.copy_(torch.arange(own.numel(), device=own.device).cos().view_as(own))
+            try:
                 values_N = self._models.estimate(batch.columns)
+            finally:
+                own.copy_(before)
         else:
             role: ModelName = "policy" if self._module is self._models.policy else "reference"
             values_N, _ = self._models.score(role, batch.columns, _PLAIN)
@@ -241,16 +247,3 @@ def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tens
         raise  # not the model's fault
     except Exception as error:
         return [], str(error) if isinstance(error, InputError) else describe_error(error)
-
-
-@contextmanager
-def _any_head(critic: Critic) -> Iterator[None]:
-    """Give a value model a head that tells hidden states apart; a new one predicts 0 of all."""
-    weight = critic.head.weight.detach()
-    own = weight.to_local() if isinstance(weight, DTensor) else weight
-    before = own.clone()
-    own.copy_(torch.arange(own.numel(), device=own.device).cos().view_as(own))
-    try:
-        yield
-    finally:
-        own.copy_(before)

@@ -37,7 +37,6 @@ _KEY = "engine.routing_replay"
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 """Names of the classes of routers in Transformers."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_NARROW = 256  # most experts whose numbers are one byte each
 
 
 class RoutingReplay(TorchFunctionMode):
@@ -69,7 +68,7 @@ class RoutingReplay(TorchFunctionMode):
         self._recorded = None
         if experts_BTR is None:
             return
-        kind = torch.uint8 if self._experts <= _NARROW else torch.uint16
+        kind = torch.uint8 if self._experts <= 256 else torch.uint16
         size = self._layers * self._each * kind.itemsize
         if experts_BTR.shape[-1] != 1 + size:
             raise InputError(

@@ -46,7 +46,13 @@ class Offload:
             if kind in self._away:
                 continue
             parts: list[_Away] = []
-            for storage in _storages(self._tensors[kind]()):
+            seen: set[int] = set()  # tied weights share a storage
+            for tensor in self._tensors[kind]():
+                local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                storage = local.untyped_storage()
+                if not storage.nbytes() or (key := storage_key(storage)) in seen:
+                    continue
+                seen.add(key)
                 host = None
                 if storage.is_cuda:
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
@@ -102,8 +108,12 @@ class Offload:
                     storage.resize_(nbytes)
                     if host is not None:
                         _bytes(storage).copy_(host, non_blocking=True)
-                    else:
-                        _read(_bytes(storage), file)
+                        continue
+                    for values in torch.split(_bytes(storage), _PART_BYTES):
+                        data = file.read(len(values))
+                        if len(data) < len(values):
+                            raise OSError("it is too short")
+                        values.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             except OSError as error:
                 raise TurnwiseError(
                     f"the trainer's {kind} cannot be read back from its file: {error}"
@@ -114,25 +124,6 @@ class Offload:
             file.close()
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield each storage once: tied weights share one."""
-    seen: set[int] = set()
-    for tensor in tensors:
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        if storage.nbytes() and (key := storage_key(storage)) not in seen:
-            seen.add(key)
-            yield storage
-
-
 def _bytes(storage: Any) -> torch.Tensor:
     """Return a storage's contents: [nbytes], uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _read(values: torch.Tensor, file: IO[bytes]) -> None:
-    for part in torch.split(values, _PART_BYTES):
-        data = file.read(len(part))
-        if len(data) < len(part):
-            raise OSError("it is too short")
-        part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -152,8 +152,16 @@ def _add(
     A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
     the rest at the last token of each branch.
     """
-    branches = trajectory.samples()
-    masked = [_without_stale(branch, oldest) for branch in branches]
+    branches, masked = trajectory.samples(), list[Branch]()
+    for branch in branches:
+        if all(version >= oldest or version < 0 for version in branch.weight_versions):
+            masked.append(branch)
+            continue
+        mask = [  # tokens of older versions are context only
+            int(bool(trained) and version >= oldest)
+            for trained, version in zip(branch.response_mask, branch.weight_versions, strict=True)
+        ]
+        masked.append(replace(branch, response_mask=mask))
     if counted_only:
         batch.drop([trajectory], "no_signal")
     else:
@@ -197,17 +205,6 @@ def _token_rewards(
     given = (share for share, who in zip(shares, players, strict=True) if who == players[end])
     rewards[max(last.values())] += reward[end] - sum(given)
     return rewards
-
-
-def _without_stale(branch: Branch, oldest: int) -> Branch:
-    """Return the branch with tokens of versions before `oldest` as context only."""
-    if all(version >= oldest or version < 0 for version in branch.weight_versions):
-        return branch
-    mask = [
-        int(bool(trained) and version >= oldest)
-        for trained, version in zip(branch.response_mask, branch.weight_versions, strict=True)
-    ]
-    return replace(branch, response_mask=mask)
 
 
 @dataclass(slots=True)
