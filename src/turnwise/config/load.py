@@ -129,8 +129,18 @@ def has_secrets(config: Config) -> bool:
     return masked(config) != config.model_dump(mode="json", exclude=_OUT_OF_FILES)
 
 
-def masked_value(name: str, value: object) -> object:
-    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret."""
+def masked_value(name: str, value: object, before: object = None) -> object:
+    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret.
+
+    An item of a list, which follows `before` there, may be an argument of a command: --token WORD,
+    --key=WORD.
+    """
+    if isinstance(value, str) and isinstance(before, str):
+        option, separator, _ = value.partition("=")
+        if separator and option.startswith("-") and _is_secret(option):
+            return f"{option}={MASK}"
+        if before.startswith("-") and _is_secret(before) and not value.startswith("-"):
+            return MASK
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {
@@ -138,23 +148,15 @@ def masked_value(name: str, value: object) -> object:
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_argument(name, *pair) for pair in zip(["", *value], value, strict=False)]
+        return [
+            masked_value(name, item, previous)
+            for previous, item in zip(["", *value], value, strict=False)
+        ]
     if not isinstance(value, str) or not value:
         return value
     if _is_secret(name) and not _REFERENCE.fullmatch(value):
         return MASK
     return _USER.sub(f"{MASK}@", value)
-
-
-def _argument(name: str, before: object, item: object) -> object:
-    """Return an item of a list, which may be an argument of a command: --token WORD, --key=WORD."""
-    if isinstance(item, str) and isinstance(before, str):
-        option, separator, _ = item.partition("=")
-        if separator and option.startswith("-") and _is_secret(option):
-            return f"{option}={MASK}"
-        if before.startswith("-") and _is_secret(before) and not item.startswith("-"):
-            return MASK
-    return masked_value(name, item)
 
 
 def _is_secret(name: str) -> bool:

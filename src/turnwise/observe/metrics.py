@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from turnwise.core.json_types import JsonObject
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
-    from turnwise.rollouts import Batch, Group
+    from turnwise.rollouts import Batch
     from turnwise.rollouts.evaluation import Evaluation
     from turnwise.training.samples import SampleBatch
 
@@ -198,7 +198,16 @@ class StepMetrics:
         self.sampled_tokens = sampled
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
-        self.worker_tokens_per_s = _speeds(groups)
+        tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
+        for group in groups:
+            for trajectory in group.trajectories:
+                for call in group.calls.get(trajectory.sample_index, ()):
+                    turn = trajectory.turns[call.turn]
+                    tokens[call.worker] += len(turn.completion_token_ids)
+                    seconds[call.worker] += call.ended - call.asked - (call.queued or 0.0)
+        self.worker_tokens_per_s = {
+            name: tokens[name] / spent for name, spent in sorted(seconds.items()) if spent > 0
+        }
         pools = sum((Counter(each) for each in batch.pools.values()), Counter[str]())
         self.pools = {name: pools[name] for each in batch.pools.values() for name in each} or None
         for name in sorted({group.environment for group in groups} - {""}):
@@ -249,17 +258,6 @@ class StepMetrics:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _speeds(groups: Sequence["Group"]) -> dict[str, float]:
-    tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
-    for group in groups:
-        for trajectory in group.trajectories:
-            for call in group.calls.get(trajectory.sample_index, ()):
-                turn = trajectory.turns[call.turn]
-                tokens[call.worker] += len(turn.completion_token_ids)
-                seconds[call.worker] += call.ended - call.asked - (call.queued or 0.0)
-    return {name: tokens[name] / spent for name, spent in sorted(seconds.items()) if spent > 0}
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -133,7 +133,32 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
         cache = max(0, allowed - engine.peak)
     engine.parts["KV cache"] = int(cache)
-    loads = list(_loads(config, machine, rank, engine, share))
+    training, limit = config.training, machine.device_bytes
+
+    def load(device: str, ranks: int, beside: int) -> Load:
+        figures = (rank.between, rank.expected_peak, rank.peak)
+        least, expected, worst = (ranks * each + beside for each in figures)
+        return Load(device, least, expected, worst, limit)
+
+    if not machine.gpus:
+        beside = config.serving.workers * config.engine.devices * engine.peak
+        if config.weights.transport == "shm":
+            beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
+        loads = [load("memory of the machine", training.ranks, beside)]
+    elif training.colocated:
+        ranks = round(1 / share)
+        kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
+        away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
+        held = ranks * (sum(rank.parts[p] for p in rank.lasting - away) + engine.peak)
+        loads = [
+            Load("GPU while engines run", held, held, held, limit),
+            load("GPU while ranks train", ranks, 0),
+        ]
+    elif share < 1:
+        beside = (round(1 / share) - 1) * engine.peak
+        loads = [load("GPU of a rank and engines", 1, beside)]
+    else:
+        loads = [load("GPU of an engine", 0, engine.peak), load("GPU of a rank", 1, 0)]
     tokens = engine.parts["KV cache"] // token_bytes
     asks = list(actors(config, share))
     return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
@@ -238,35 +263,6 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         numbers = 2 * heads * size
     return Holding(parts, frozenset(parts), {}), int(layers * numbers * width)
-
-
-def _loads(
-    config: Config, machine: Machine, rank: Holding, engine: Holding, share: float
-) -> Iterator[Load]:
-    training, limit = config.training, machine.device_bytes
-
-    def load(device: str, ranks: int, beside: int) -> Load:
-        figures = (rank.between, rank.expected_peak, rank.peak)
-        least, expected, worst = (ranks * each + beside for each in figures)
-        return Load(device, least, expected, worst, limit)
-
-    if not machine.gpus:
-        beside = config.serving.workers * config.engine.devices * engine.peak
-        if config.weights.transport == "shm":
-            beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
-        yield load("memory of the machine", training.ranks, beside)
-    elif training.colocated:
-        ranks = round(1 / share)
-        kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
-        away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
-        held = ranks * (sum(rank.parts[p] for p in rank.lasting - away) + engine.peak)
-        yield Load("GPU while engines run", held, held, held, limit)
-        yield load("GPU while ranks train", ranks, 0)
-    elif share < 1:
-        yield load("GPU of a rank and engines", 1, (round(1 / share) - 1) * engine.peak)
-    else:
-        yield load("GPU of an engine", 0, engine.peak)
-        yield load("GPU of a rank", 1, 0)
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:

@@ -57,7 +57,20 @@ class Trackers:
         self._path = folder / "metrics.jsonl"
         self.rows: list[JsonObject] = []  # metrics of every step, including those before a resume
         if after_step is not None:
-            self.rows = _cut(self._path, after_step)
+            try:
+                for line in self._path.read_text(encoding="utf-8").splitlines():
+                    try:
+                        row = json.loads(line)
+                    except json.JSONDecodeError:
+                        break  # a last line that a crash truncated
+                    if row["step"] <= after_step:
+                        self.rows.append(row)
+                write_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            except FileNotFoundError:
+                raise InputError(f"there is no {self._path} to resume from") from None
+            except OSError as error:
+                why = f"{self._path} cannot be resumed from: {error.strerror}"
+                raise InputError(why) from error
         self._trackers: dict[str, Tracker] = {}
         if SummaryWriter is None:
             logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
@@ -205,22 +218,3 @@ _TRACKERS: dict[str, Callable[[Path, Config, bool], Tracker]] = {
     "mlflow": _mlflow,
     "trackio": _trackio,
 }
-
-
-def _cut(path: Path, after_step: int) -> list[JsonObject]:
-    """Remove the rows after a step, and a last line that a crash truncated; return the others."""
-    rows: list[JsonObject] = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if row["step"] <= after_step:
-                rows.append(row)
-        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
-    except FileNotFoundError:
-        raise InputError(f"there is no {path} to resume from") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be resumed from: {error.strerror}") from error
-    return rows

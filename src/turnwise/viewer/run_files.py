@@ -296,6 +296,18 @@ def summarise(tree: JsonObject) -> JsonObject:
     nothing: JsonObject = {}
     asked = next((m for m in messages if m.get("role") == "user"), nothing)
     answered = next((m for m in reversed(messages) if m.get("role") == "assistant"), nothing)
+    # For each tool the number of its answers, and of those that are errors: they begin with
+    # "Error", as a `Toolbox` writes it, or have no name because the call was unreadable.
+    tools: dict[str, list[int]] = {}
+    names: dict[object, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            names[call.get("id")] = str((call.get("function") or call).get("name"))
+        if message.get("role") == "tool":
+            name = names.get(message.get("tool_call_id")) or message.get("name")
+            counted = tools.setdefault(str(name or "an unreadable call"), [0, 0])
+            counted[0] += 1
+            counted[1] += not name or said(message).casefold().startswith("error")
     return {
         "problem": tree["problem_id"],
         "sample": tree.get("sample_index", 0),
@@ -306,7 +318,7 @@ def summarise(tree: JsonObject) -> JsonObject:
         "events": tree.get("events", {}),
         "metrics": tree.get("metrics", {}),
         "forks": dict(forks),
-        "tools": _tools(messages),
+        "tools": tools,
         "turns": len(turns),
         "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
         "length": max(
@@ -343,22 +355,6 @@ def _place(data: bytes, offset: int) -> str:
 def _is_own(path: Path) -> bool:
     """Return whether a file is there, and part of the run folder: no link to another place."""
     return path.is_file() and not path.is_symlink()
-
-
-def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
-    """Return for each tool the number of its answers, and of those that are errors: they begin with
-    "Error", as a `Toolbox` writes it, or have no name because the call was unreadable."""
-    counts: dict[str, list[int]] = {}
-    names: dict[object, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or []:
-            names[call.get("id")] = str((call.get("function") or call).get("name"))
-        if message.get("role") == "tool":
-            name = names.get(message.get("tool_call_id")) or message.get("name")
-            counted = counts.setdefault(str(name or "an unreadable call"), [0, 0])
-            counted[0] += 1
-            counted[1] += not name or said(message).casefold().startswith("error")
-    return counts
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:

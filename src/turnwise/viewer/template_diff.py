@@ -70,11 +70,32 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
     def compare(trajectory: Trajectory, leaf: int) -> JsonObject:
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
+        ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
         with lock:
             try:
-                return _compare(load(), trajectory, leaf)
+                template = load()
+                rendered, note = _rendered(template, trajectory, leaf)
             except InputError as error:
                 return {"error": str(error)}
+            except Exception as error:  # a template may raise anything
+                return {"error": f"the template refuses the messages: {first_line(error)}"}
+            found = differences(ids, rendered)
+            at_end = found and found[-1][0] == len(ids)  # nobody went on after the last turn
+            closing = rendered[found.pop()[2] :] if at_end else []
+            pieces = []
+            for start, end, other_start, other_end in found:
+                other = rendered[other_start:other_end]
+                same_text = template.decode_all(ids[start:end]) == template.decode_all(other)
+                pieces.append([start, end, other, same_text])
+        return {
+            "error": None,
+            "identical": not pieces,
+            "sampled": len(ids),
+            "rendered": len(rendered) - len(closing),
+            "pieces": pieces,
+            "closing": closing,
+            "note": note,
+        }
 
     return compare
 
@@ -105,34 +126,6 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
             found.append((first + at, first + start, first + other_at, first + other_start))
         at, other_at = start + length, other_start + length
     return found
-
-
-def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:
-    ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
-    try:
-        rendered, note = _rendered(template, trajectory, leaf)
-    except InputError:
-        raise
-    except Exception as error:  # a template may raise anything
-        raise InputError(f"the template refuses the messages: {first_line(error)}") from error
-    found = differences(ids, rendered)
-    closing: list[int] = []
-    if found and found[-1][0] == len(ids):  # nobody went on after the last turn
-        closing = rendered[found.pop()[2] :]
-    pieces = []
-    for start, end, other_start, other_end in found:
-        other = rendered[other_start:other_end]
-        same_text = template.decode_all(ids[start:end]) == template.decode_all(other)
-        pieces.append([start, end, other, same_text])
-    return {
-        "error": None,
-        "identical": not pieces,
-        "sampled": len(ids),
-        "rendered": len(rendered) - len(closing),
-        "pieces": pieces,
-        "closing": closing,
-        "note": note,
-    }
 
 
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
@@ -210,24 +203,23 @@ def _answer(
     text = decode(trajectory.turns[index].completion_token_ids)
     for messages in (trajectory.messages, *(turn.messages for turn in trajectory.turns)):
         following = messages[len(before) : len(before) + 1]
-        if following and messages[: len(before)] == before and _says(following[0], text):
-            return following[0]
+        if not following or messages[: len(before)] != before:
+            continue
+        message = following[0]
+        wanted = [str(message.get("content") or "").strip()]
+        for call in message.get("tool_calls") or ():
+            called = call.get("function") or call
+            wanted.append(str(called["name"]))
+            arguments = called.get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except ValueError:
+                    wanted.append(arguments)
+            values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
+            flat = (each for each in values if not isinstance(each, dict | list))
+            wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
+        # An edited message has parts that the text lacks.
+        if message["role"] == "assistant" and all(each in text for each in wanted):
+            return message
     return {"role": "assistant", "content": text}
-
-
-def _says(message: Message, text: str) -> bool:
-    """Return whether a message can be the answer with this text, and is not an edited one."""
-    wanted = [str(message.get("content") or "").strip()]
-    for call in message.get("tool_calls") or ():
-        called = call.get("function") or call
-        wanted.append(str(called["name"]))
-        arguments = called.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                wanted.append(arguments)
-        values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
-        flat = (each for each in values if not isinstance(each, dict | list))
-        wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
-    return message["role"] == "assistant" and all(each in text for each in wanted)
