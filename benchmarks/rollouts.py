@@ -45,7 +45,6 @@ from turnwise.config import Config, parse_config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.aio import task_group
 from turnwise.core.ray import start_ray
-from turnwise.engine import Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.rollouts import Group, Problem, ProblemStream, RolloutContext, Runner
@@ -203,7 +202,7 @@ async def replay(llm: Any, traces: Sequence[Trace], at_a_time: int) -> float:
             prompt = trace.prompt
             for added in (*trace.added, []):
                 name = f"{tag:x}-{next(names)}"
-                async for output in generate(llm, Request(tokens_input(prompt), params, name)):
+                async for output in llm.generate(tokens_input(prompt), params, name):
                     completion = output.outputs[0].token_ids
                 prompt = [*prompt, *completion, *added]
 
