@@ -200,25 +200,14 @@ def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
         raise InputError(f"{key}: {path} trains biases, which vLLM does not apply")
     if not isinstance(rank, int) or rank < 1 or _rank(config) > RANKS[-1]:
         raise InputError(f"{key}: {path} has rank {rank!r}, not one from 1 to {RANKS[-1]}")
-    _check_shapes(folder / WEIGHTS, config, path, key)
-    return folder, config
-
-
-def _rank(config: JsonObject) -> int:
-    """Return the largest rank among an adapter's layers."""
-    ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
-    return max(ranks)
-
-
-def _check_shapes(weights: Path, config: JsonObject, path: str, key: str) -> None:
-    """Check that each layer has the two tensors of its rank."""
+    weights = folder / WEIGHTS
     try:
         with safe_open(weights, framework="numpy") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
     ranks = config.get("rank_pattern") or {}
-    for name, shape in shapes.items():
+    for name, shape in shapes.items():  # each layer has the two tensors of its rank
         layer, part, _ = name.rpartition(".lora_A.weight")
         if not part:
             if ".lora_" not in name:
@@ -228,7 +217,7 @@ def _check_shapes(weights: Path, config: JsonObject, path: str, key: str) -> Non
         short = layer.removeprefix("base_model.model.")
         wanted = next(
             (own for pattern, own in ranks.items() if re.fullmatch(rf"(.*\.)?({pattern})", short)),
-            config["r"],
+            rank,
         )
         if other is None or shape[0] != wanted or other[1] != wanted:
             raise InputError(
@@ -237,3 +226,10 @@ def _check_shapes(weights: Path, config: JsonObject, path: str, key: str) -> Non
             )
     if not shapes:
         raise InputError(f"{key}: {weights} has no tensors")
+    return folder, config
+
+
+def _rank(config: JsonObject) -> int:
+    """Return the largest rank among an adapter's layers."""
+    ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    return max(ranks)

@@ -22,7 +22,7 @@ from turnwise.engine.logits_processors import (
 from turnwise.errors import InputError, describe_error, ordinary_error
 from turnwise.internals import vllm
 
-_Step = tuple[str, Callable[..., torch.Tensor], bool]
+_Step = tuple[str, Callable[..., object], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
 _MOST_FAILURES = 1024
 _failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
@@ -94,8 +94,12 @@ class _Row:
         for name, function, wants_prompt in () if self.failed else self.steps:
             before = (list(self._prompt),) if wants_prompt else ()
             try:
-                processed_V = function(*before, list(self._sampled), processed_V)
-                _check(processed_V, logits_V)
+                made = function(*before, list(self._sampled), processed_V)
+                if not isinstance(made, torch.Tensor) or made.shape != logits_V.shape:
+                    shape = list(made.shape) if isinstance(made, torch.Tensor) else None
+                    got = f"a tensor {shape}" if shape is not None else type(made).__name__
+                    raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
+                processed_V = made
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 why = describe_error(ordinary_error(error))
                 self.fail(f"the logits processor {name} failed: {why}")
@@ -107,13 +111,6 @@ class _Row:
         _failures[self._request_id] = why
         if len(_failures) > _MOST_FAILURES:
             del _failures[next(iter(_failures))]  # the oldest
-
-
-def _check(processed: object, logits_V: torch.Tensor) -> None:
-    if not isinstance(processed, torch.Tensor) or processed.shape != logits_V.shape:
-        shape = list(processed.shape) if isinstance(processed, torch.Tensor) else None
-        got = f"a tensor {shape}" if shape is not None else type(processed).__name__
-        raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
 
 
 def _step(call: Call, processor: Foreign) -> _Step:

@@ -285,8 +285,18 @@ class VllmEngine:
                 version = int(versions.pop())
                 if self._adapters.trained is not None:
                     loaded = await self._load_adapter(version, in_flight)
-                else:
-                    loaded = await self._load_weights(version, in_flight)
+                else:  # not resumed after a failure: the engine must not serve half an update
+                    keep_cache = in_flight == "keep_cache"
+                    mode = PAUSE_MODES[in_flight]
+                    pausing = self._vllm.pause(self._llm, mode, clear_cache=not keep_cache)
+                    await self._answered(pausing)
+                    if keep_cache:
+                        self._cache_salt = f"weights {version}"
+                    with self._clock.held():
+                        loaded = await self._ask("load_update")
+                        await self._answered(self._llm.update_weight_version(str(version)))
+                        await self._answered(self._llm.resume_generation())
+                    self._clock.stopped = False
                 if not all(reply["ended"] for reply in loaded):
                     # A step behind: workers answer between two steps of the engine.
                     await self._ask("end_update", "")
@@ -318,21 +328,6 @@ class VllmEngine:
         if in_flight == "abort":
             for old in self._adapters.older:
                 await self._streams.abort(old.users)
-        return loaded
-
-    async def _load_weights(self, version: int, in_flight: InFlight) -> list[JsonObject]:
-        """Load the open update while requests are paused, and resume them under `version`; not
-        after a failure: the engine must not serve half an update."""
-        keep_cache = in_flight == "keep_cache"
-        pausing = self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
-        await self._answered(pausing)
-        if keep_cache:
-            self._cache_salt = f"weights {version}"
-        with self._clock.held():
-            loaded = await self._ask("load_update")
-            await self._answered(self._llm.update_weight_version(str(version)))
-            await self._answered(self._llm.resume_generation())
-        self._clock.stopped = False
         return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:

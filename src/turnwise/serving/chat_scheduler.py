@@ -192,8 +192,20 @@ class ChatBackend:
     ) -> AsyncGenerator[object, None]:
         """Yield the completion; or None, and the chunks of a stream. Closing ends the request."""
         replies = asyncio.Queue[object]()
-        try:
-            tree, headers = _read(request)  # here: its objects may be the user's own
+        try:  # here, and not on the other loop: its objects may be the user's own
+            tree: JsonObject = dict(request)
+            tree |= tree.pop("extra_body", None) or {}
+            given = tree.pop("extra_headers", None) or {}
+            headers = {name.lower(): str(value) for name, value in given.items()}
+            if unknown := headers.keys() - _HEADERS:
+                raise InputError(
+                    f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
+                )
+            tree["messages"] = [  # callers may pass OpenAI's objects, too
+                message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
+                for message in tree.get("messages", ())
+            ]
+            tree["return_token_ids"] = True
         except Exception as error:
             own = _own(error)
             raise own from own.__cause__
@@ -362,24 +374,6 @@ class ChatBackend:
             raise
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(_own(error))
-
-
-def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
-    """Return a request as JSON that asks for ids, and its headers."""
-    tree: JsonObject = dict(request)
-    tree |= tree.pop("extra_body", None) or {}
-    given = tree.pop("extra_headers", None) or {}
-    headers = {name.lower(): str(value) for name, value in given.items()}
-    if unknown := headers.keys() - _HEADERS:
-        raise InputError(
-            f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
-        )
-    tree["messages"] = [  # callers may pass OpenAI's objects, too
-        message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
-        for message in tree.get("messages", ())
-    ]
-    tree["return_token_ids"] = True
-    return tree, headers
 
 
 def _own(error: Exception) -> Exception:

@@ -142,11 +142,16 @@ class WorkerSupervisor:
         engine, scheduler = self.engine, self._fleet.scheduler
         if engine is None:
             return
+        seconds = self._serving.health_timeout
         try:
-            await self._check_twice(engine)
+            try:
+                async with asyncio.timeout(seconds / 2):
+                    await engine.check_health()
+            except TimeoutError:  # once more: this process may have been suspended
+                async with asyncio.timeout(seconds / 2):
+                    await engine.check_health()
         except TimeoutError:
             if not self._fleet.is_busy:
-                seconds = self._serving.health_timeout
                 self.lose(f"no answer to health checks in {seconds:g} s", engine)
         except ChannelError as error:  # it is alive, but cannot be reached from this process
             if self.engine is engine:
@@ -167,16 +172,6 @@ class WorkerSupervisor:
                 if self._checks >= _SETTLED_CHECKS:
                     self.restarts = 0
                 scheduler.restore(self.name)
-
-    async def _check_twice(self, engine: "WorkerHandle") -> None:
-        """Check the health, twice if the first is late: this process may have been suspended."""
-        seconds = self._serving.health_timeout / 2
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await engine.check_health()
-                return
-        async with asyncio.timeout(seconds):
-            await engine.check_health()
 
     async def _restart(self, why: str, dead: Worker) -> None:
         clock = asyncio.get_running_loop().time

@@ -176,7 +176,14 @@ class Scheduler:
         """
         turn = ScheduledTurn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
         self.events["turns"] += 1
-        self._check_quarantine(request)
+        if self._quarantined:
+            digest, now = _digest(request), asyncio.get_running_loop().time()
+            if (seconds := self._quarantined.get(digest, 0.0) - now) > 0:
+                raise EngineError(
+                    f"{request.id} is refused for another {seconds:.0f} s: the same prompt and "
+                    "sampling crashed two workers"
+                )
+            self._quarantined.pop(digest, None)
         holds, held = request.whole and remaining(request, 1) is None, list[Chunk]()
         rest, ended = request.sampling, False
         while True:
@@ -248,8 +255,15 @@ class Scheduler:
             self._suspects_clock.moved()
         try:
             worker = await self._schedule(turn.request)
-            # A worker that was dead before this turn arrived did not die of it.
-            while turn.deaths and not await self._is_alive(worker):
+            while turn.deaths:  # a worker that was dead before this turn arrived did not die of it
+                try:
+                    async with asyncio.timeout(self._serving.health_timeout):
+                        await worker.engine.check_health()
+                    break
+                except (EngineError, DeadlineError, TimeoutError) as error:
+                    why = str(error) or "no answer to a health check"
+                    if not await self._ask_whether_lost(worker, why):
+                        break
                 worker = await self._schedule(turn.request)
             worker.running.add(turn)
             self._router.add_load(worker, turn.weight, clock())
@@ -310,28 +324,6 @@ class Scheduler:
             outcome = "restarted" if rest is None else "continued"
         worker.failed_turns[outcome] += 1
         self.events[outcome] += 1
-
-    def _check_quarantine(self, request: Request) -> None:
-        """Raise `EngineError`, with the remaining time, when a request is quarantined."""
-        if not self._quarantined:
-            return
-        digest = _digest(request)
-        until = self._quarantined.get(digest, 0.0)
-        if (left := until - asyncio.get_running_loop().time()) > 0:
-            raise EngineError(
-                f"{request.id} is refused for another {left:.0f} s: the same prompt and sampling "
-                "crashed two workers"
-            )
-        self._quarantined.pop(digest, None)
-
-    async def _is_alive(self, worker: Worker) -> bool:
-        try:
-            async with asyncio.timeout(self._serving.health_timeout):
-                await worker.engine.check_health()
-        except (EngineError, DeadlineError, TimeoutError) as error:
-            why = str(error) or "no answer to a health check"
-            return not await self._ask_whether_lost(worker, why)
-        return True
 
     async def _ask_whether_lost(self, worker: Worker, why: str) -> bool:
         """Ask the supervisor whether a worker is lost; until the answer it gets no turns."""

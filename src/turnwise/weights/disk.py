@@ -123,7 +123,18 @@ class DiskSender(WeightSender):
                 self._lock = None
             else:
                 os.write(self._lock, _boot_id())
-            _remove_dead(shared)
+            # Subfolders of senders that have ended are removed, which only a lock of this kernel
+            # proves: on a network file system, locks may be unknown to other machines.
+            for path in shared.glob(f"*/{_LOCK}"):
+                with suppress(OSError):  # another process removed it
+                    lock = os.open(path, os.O_RDWR)
+                    try:
+                        boot_id = os.read(lock, 64)
+                        if boot_id and boot_id == _boot_id():
+                            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                            shutil.rmtree(path.parent, ignore_errors=True)
+                    finally:
+                        os.close(lock)
         except OSError as error:
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
 
@@ -160,21 +171,6 @@ class DiskSender(WeightSender):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _remove_dead(shared: Path) -> None:
-    """Remove the subfolders of senders that have ended, which only a lock of this kernel proves: on
-    a network file system, locks may be unknown to other machines."""
-    for path in shared.glob(f"*/{_LOCK}"):
-        with suppress(OSError):  # another process removed it
-            lock = os.open(path, os.O_RDWR)
-            try:
-                boot_id = os.read(lock, 64)
-                if boot_id and boot_id == _boot_id():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def _boot_id() -> bytes:

@@ -83,35 +83,6 @@ class IpcTransport(Transport):
         return IpcReceiver(address, options.expected_of(manifest), options.device, seconds)
 
 
-def _new_buffer(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return a flat tensor of bytes for other processes, and on CPUs its file; -1 on GPUs."""
-    if device.type == "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device), -1
-    file = open_nameless(nbytes)
-    return map_whole(file, nbytes), file
-
-
-def _handle_of(buffer: torch.Tensor, file: int) -> JsonObject:
-    """Return the handle by which another process opens a buffer; on GPUs that of CUDA IPC."""
-    if file >= 0:
-        return {"address": address_of(file)}
-    fields = share_gpu_memory(buffer)
-    return {"cuda": [each.hex() if isinstance(each, bytes) else each for each in fields]}
-
-
-def _open_buffer(handle: JsonObject, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        fields = [bytes.fromhex(f) if isinstance(f, str) else f for f in handle["cuda"][1:]]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        storage = open_gpu_memory(index, fields)
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    file = open_address(handle["address"], "the trainer's buffer")
-    try:
-        return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-    finally:
-        os.close(file)
-
-
 class IpcSender(StreamSender):
     """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
@@ -132,10 +103,17 @@ class IpcSender(StreamSender):
         self._peers: set[bytes] = set()  # workers that are being served, and have not failed
         self._failures: list[TurnwiseError] = []
         self._buffers: list[tuple[torch.Tensor, int]] = []
+        """Flat tensors of bytes for other processes, and on CPUs their files; -1 on GPUs."""
+        nbytes = self._buffer_bytes
         try:
             self._socket.bind(self.address)
             for _ in range(2):
-                self._buffers.append(_new_buffer(self._buffer_bytes, self._device))
+                if self._device.type == "cuda":
+                    flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                    self._buffers.append((flat, -1))
+                else:
+                    file = open_nameless(nbytes)
+                    self._buffers.append((map_whole(file, nbytes), file))
         except BaseException as error:
             self.close()
             if isinstance(error, zmq.ZMQError):
@@ -163,7 +141,12 @@ class IpcSender(StreamSender):
                 if index:
                     self._await(use.format(index))
                 if index < 2:
-                    handles.append(_handle_of(buffer, file))
+                    if file >= 0:
+                        handles.append({"address": address_of(file)})
+                    else:  # a handle of CUDA IPC
+                        fields = share_gpu_memory(buffer)
+                        plain = [f.hex() if isinstance(f, bytes) else f for f in fields]
+                        handles.append({"cuda": plain})
                 self._post_to_all({"chunk": index, "handle": handles[index % 2]})
             check_exhausted(source)
             self._await(use.format(len(chunks)))
@@ -347,9 +330,21 @@ class IpcReceiver(StreamReceiver):
             raise WeightUpdateError(
                 f"chunk {message['chunk'] + 1} came instead of {self._chunk_name(index)}"
             )
-        key = json.dumps(message["handle"])
+        handle, device = message["handle"], self._device
+        key = json.dumps(handle)
         if key not in self._opened:
-            self._opened[key] = _open_buffer(message["handle"], self._device)
+            if device.type == "cuda":
+                fields = [bytes.fromhex(f) if isinstance(f, str) else f for f in handle["cuda"][1:]]
+                number = torch.cuda.current_device() if device.index is None else device.index
+                storage = open_gpu_memory(number, fields)
+                opened = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            else:
+                file = open_address(handle["address"], "the trainer's buffer")
+                try:
+                    opened = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+                finally:
+                    os.close(file)
+            self._opened[key] = opened
         return self._opened[key]
 
 

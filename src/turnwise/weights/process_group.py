@@ -90,8 +90,7 @@ class ProcessGroup:
         device: torch.device,
         seconds: float,
     ) -> None:
-        self.rank = rank
-        self.where = f"{ip}:{port}"
+        self.rank, self.where = rank, f"{ip}:{port}"
         self.engine_ranks = range(train_world_size, world_size)
         self.last_round = 0
         """Number of the last update that this rank took part in."""
@@ -104,7 +103,15 @@ class ProcessGroup:
         if rank:  # torch's own wait for the trainer's store overruns its deadline
             late = f"the trainer did not open the process group at {self.where}"
             end = time.monotonic() + seconds
-            _wait_until(lambda: _is_open(ip, port, end), seconds, lambda: late)
+
+            def is_open() -> bool:
+                try:
+                    socket.create_connection((ip, port), max(0.1, end - time.monotonic())).close()
+                except OSError:
+                    return False
+                return True
+
+            _wait_until(is_open, seconds, lambda: late)
         try:
             store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
             self._store = private(store)
@@ -223,14 +230,6 @@ class ProcessGroup:
         except RuntimeError as error:
             self.broken = f"the trainer at {self.where} closed its store"
             raise DeadlineError(self.broken) from error
-
-
-def _is_open(ip: str, port: int, end: float) -> bool:
-    try:
-        socket.create_connection((ip, port), max(0.1, end - time.monotonic())).close()
-    except OSError:
-        return False
-    return True
 
 
 def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:

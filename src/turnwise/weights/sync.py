@@ -214,10 +214,25 @@ class WeightSync:
         if not fit:
             return {}
         if transport.needs_group and self._group != list(fit):
+            self._group = []
             try:
-                await self._make_group(fit, seconds)
+                async with deadline(seconds, "the trainer did not open a rendezvous address"):
+                    ip, port = await self._trainer.rendezvous()
+                *starts, workers = accumulate(map(len, fit.values()), initial=0)
+                joined = await asyncio.gather(
+                    *(
+                        engine.init_collective(Rendezvous(start, ip, port, 1 + workers, 1), seconds)
+                        for engine, start in zip(fit, starts, strict=True)
+                    ),
+                    self._trainer.join(ip, port, workers, seconds),
+                    return_exceptions=True,
+                )
+                for answer in joined:
+                    if isinstance(answer, BaseException):
+                        raise answer
             except TurnwiseError as error:
                 return dict.fromkeys(fit, error)
+            self._group = list(fit)
         if not transport.streamed:
             return await _outcomes(fit, update)
 
@@ -238,25 +253,6 @@ class WeightSync:
             if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
         return results
-
-    async def _make_group(self, fit: _Devices, seconds: float) -> None:
-        """Create a process group of the trainer's rank 0 and the engines' workers."""
-        self._group = []
-        async with deadline(seconds, "the trainer did not open a rendezvous address"):
-            ip, port = await self._trainer.rendezvous()
-        *starts, workers = accumulate(map(len, fit.values()), initial=0)
-        joined = await asyncio.gather(
-            *(
-                engine.init_collective(Rendezvous(start, ip, port, 1 + workers, 1), seconds)
-                for engine, start in zip(fit, starts, strict=True)
-            ),
-            self._trainer.join(ip, port, workers, seconds),
-            return_exceptions=True,
-        )
-        for error in joined:
-            if isinstance(error, BaseException):
-                raise error
-        self._group = list(fit)
 
 
 def _published(manifest: Manifest | None) -> Manifest:

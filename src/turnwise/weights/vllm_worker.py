@@ -25,7 +25,6 @@ from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Manifest, Receiver, ReceiverOptions, find_transport
 
 _P = ParamSpec("_P")
-_Modules = Mapping[str, vllm.BaseLayerWithLoRA]  # vLLM's layers that may have an adapter, by name
 logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
@@ -272,9 +271,24 @@ def _put(
         raise WeightUpdateError(f"the engine already holds {most} adapters (max_loras)")
     slots.add_adapter(lora)  # packs the layers that vLLM has fused
     try:
-        _check_layers(slots.modules, lora)
+        for name, layer in lora.loras.items():
+            if name not in slots.modules:
+                raise WeightUpdateError(f"vLLM applies no adapter to {name} of this model")
+            for a, b, held_a, held_b in _shards(slots.modules[name], layer):
+                own, wanted = (a.shape[1], b.shape[0]), (held_a.shape[-1], held_b.shape[-2])
+                if own != wanted:
+                    raise WeightUpdateError(
+                        f"{name} is {wanted[0]} -> {wanted[1]} in the model, and {own[0]} -> "
+                        f"{own[1]} in the adapter"
+                    )
         slots.activate_adapter(number)
-        _check_slot(slots.modules, lora, slots.lora_index_to_id.index(number))
+        slot = slots.lora_index_to_id.index(number)
+        for name, layer in lora.loras.items():  # the slot has to contain it, bit for bit
+            for a, b, held_a, held_b in _shards(slots.modules[name], layer):
+                for tensor, held in ((a, held_a), (b, held_b)):
+                    arrived = held[slot, 0, : tensor.shape[0], : tensor.shape[1]]
+                    if not torch.equal(arrived.cpu(), tensor.to(held.dtype).cpu()):
+                        raise WeightUpdateError(f"{name} of the adapter did not arrive in its slot")
     except BaseException:
         slots.remove_adapter(number)
         raise
@@ -297,30 +311,6 @@ def _shards(
     for (own_a, own_b), (slots_a, slots_b) in zip(pairs, slots, strict=True):
         if own_a is not None and own_b is not None:
             yield own_a, own_b, slots_a, slots_b
-
-
-def _check_layers(modules: _Modules, lora: vllm.LoRAModel) -> None:
-    """Check that every layer of the adapter is one of the model, of the same size."""
-    for name, layer in lora.loras.items():
-        if name not in modules:
-            raise WeightUpdateError(f"vLLM applies no adapter to {name} of this model")
-        for a, b, slots_a, slots_b in _shards(modules[name], layer):
-            own, wanted = (a.shape[1], b.shape[0]), (slots_a.shape[-1], slots_b.shape[-2])
-            if own != wanted:
-                raise WeightUpdateError(
-                    f"{name} is {wanted[0]} -> {wanted[1]} in the model, and {own[0]} -> {own[1]} "
-                    "in the adapter"
-                )
-
-
-def _check_slot(modules: _Modules, lora: vllm.LoRAModel, slot: int) -> None:
-    """Check that a slot contains the adapter, bit for bit."""
-    for name, layer in lora.loras.items():
-        for a, b, slots_a, slots_b in _shards(modules[name], layer):
-            for tensor, slots in ((a, slots_a), (b, slots_b)):
-                arrived = slots[slot, 0, : tensor.shape[0], : tensor.shape[1]]
-                if not torch.equal(arrived.cpu(), tensor.to(slots.dtype).cpu()):
-                    raise WeightUpdateError(f"{name} of the adapter did not arrive in its slot")
 
 
 # An update of some layers is complete: the manifest says so, and the canary checks it.

@@ -15,7 +15,7 @@ from turnwise.config import Config
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.serving.openai.vllm_app import _logprobs
+from turnwise.serving.openai.vllm_app import _outputs
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
@@ -245,7 +245,8 @@ async def test_choices_logprobs_and_stops_are_as_sampled(
 def test_a_sampled_token_may_be_among_the_likeliest_or_not() -> None:
     alternatives = [[(7, -0.1, 1), (8, -2.0, 2)], [(9, -6.0, 5), (7, -0.2, 1), (8, -2.5, 2)]]
     chunk = Chunk([7, 9], [-0.1, -6.0], [0, 0], "stop", alternatives=alternatives)
-    told = _logprobs(chunk)
+    (output,) = _outputs("request", chunk, with_logprobs=True)
+    told = output.new_logprobs
     assert told is not None
     assert told.logprob_token_ids.tolist() == [[7, 8, 7], [9, 7, 8]]
     assert told.logprobs.tolist() == [[-0.1, -2.0, -0.1], [-6.0, -0.2, -2.5]]

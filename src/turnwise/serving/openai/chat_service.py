@@ -538,6 +538,32 @@ class ChatService:
         self, context: RequestContext, key: ChoiceKey, request: Request, completion: Completion
     ) -> None:
         """Keep a finished completion, to be recorded as a turn once the client gets it."""
+
+        def answer() -> Answer:
+            """Return an answer as the client got it, or would have got it from the whole text;
+            count its tool calls as a loop does: the client may not notice a broken one."""
+            said, chat = context.answers.get(key[1]), context.request
+            if said is None:
+                text = context.texts.get(key)
+                if text is None:  # the client disconnected before the end
+                    text = self._template_of(chat).decode(completion.token_ids)
+                try:
+                    content, found = self._parse(chat, text, completion.token_ids, {})
+                except Exception:  # the client gets the error; the session keeps the text
+                    logger.debug("an answer cannot be parsed", exc_info=True)
+                    content, found = text, []
+                said = canonical_answer(content, [(call.name, call.arguments) for call in found])
+            if tools := context.asked.tools:
+                text, calls = said
+                names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+                readable = sum(is_object(arguments) for _, arguments in calls)
+                broken = len(calls) - readable
+                broken += not calls and self._format.unreadable(text, names, [])
+                events = context.session.trajectory.events
+                events.update({"tool_call": readable} if readable else {})
+                events.update({"tool_malformed": broken} if broken else {})
+            return said
+
         context.finished[key] = completion
         first, now = completion.first_token_at, time.time()
         times = TurnTimes(0, context.began, first, now, completion.worker, completion.queued)
@@ -546,37 +572,12 @@ class ChatService:
             list(request.prompt),
             completion,
             asked=context.asked,
-            answer=lambda: self._read_answer(context, key, completion.token_ids),
+            answer=answer,
             prompt=context.prompt,
             adapter=context.adapter,
             times=times,
         )
         context.undelivered.append(record)
-
-    def _read_answer(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
-        """Return an answer as the client got it, or would have got it from the whole text; count
-        its tool calls as a loop does, because the client may not notice a broken one."""
-        said, request = context.answers.get(key[1]), context.request
-        if said is None:
-            text = context.texts.get(key)
-            if text is None:  # the client disconnected before the end
-                text = self._template_of(request).decode(token_ids)
-            try:
-                content, found = self._parse(request, text, token_ids, {})
-            except Exception:  # the client gets the error; the session keeps the text
-                logger.debug("an answer cannot be parsed", exc_info=True)
-                content, found = text, []
-            said = canonical_answer(content, [(call.name, call.arguments) for call in found])
-        if tools := context.asked.tools:
-            text, calls = said
-            names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-            readable = sum(is_object(arguments) for _, arguments in calls)
-            broken = len(calls) - readable
-            broken += not calls and self._format.unreadable(text, names, [])
-            events = context.session.trajectory.events
-            events.update({"tool_call": readable} if readable else {})
-            events.update({"tool_malformed": broken} if broken else {})
-        return said
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:

@@ -53,23 +53,22 @@ async def answer_error(_: Request, error: Exception) -> Response:
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
     """Return the sentence for pydantic's errors of one body, and the path of the value that is
     wrong. The body tells a key from a member of a union; it may be `UNKNOWN`."""
-    path, message = _meant([(_steps(error, body), error) for error in errors], body)
+    placed: _Placed = []
+    for error in errors:
+        value, place, steps = body, list(error["loc"]), list[_Step]()
+        if place[:1] == ["body"]:
+            del place[0]
+        if isinstance(body, Mapping) and isinstance(place[0] if place else "", int):
+            value = UNKNOWN  # the place is relative to a value inside
+        for number, part in enumerate(place, start=1):
+            holds, inner = _inside(value, part)
+            here = holds or (number == len(place) and error["type"] == "missing")
+            steps.append((here, part))
+            value = inner if here else value
+        placed.append((steps, error))
+    path, message = _meant(placed, body)
     path = path.removeprefix(".") or "body"
     return f"{path}: {message}", path
-
-
-def _steps(error: JsonObject, body: object) -> list[_Step]:
-    value, place, steps = body, list(error["loc"]), list[_Step]()
-    if place[:1] == ["body"]:
-        del place[0]
-    if isinstance(body, Mapping) and isinstance(place[0] if place else "", int):
-        value = UNKNOWN  # the place is relative to a value inside
-    for number, part in enumerate(place, start=1):
-        holds, inner = _inside(value, part)
-        here = holds or (number == len(place) and error["type"] == "missing")
-        steps.append((here, part))
-        value = inner if here else value
-    return steps
 
 
 def _meant(errors: _Placed, value: object) -> tuple[str, str]:
@@ -93,9 +92,20 @@ def _meant(errors: _Placed, value: object) -> tuple[str, str]:
         return "", said[0]
     if isinstance(value, Mapping) and any(tag in value for tag in _TAGS):
         fitting = [member for member in members if _fits(member)]
-        if not fitting and (unknown := _unknown_tag(errors, value)):
-            return unknown
-        return _meant((fitting or members)[0], value)
+        if fitting:
+            return _meant(fitting[0], value)
+        for tag in reversed(_TAGS):
+            known = [
+                str(error["ctx"]["expected"])
+                for _, error in errors
+                if error["type"] == "literal_error" and error["loc"][-1] == tag
+            ]
+            if known and tag in value:  # no member of the union has this tag
+                names = list(dict.fromkeys(known))
+                more = ", ..." if len(names) > _NAMED else ""
+                given = repr(value[tag])[:_SHOWN]
+                return f".{tag}", f"{given} is not one of {', '.join(names[:_NAMED])}{more}"
+        return _meant(members[0], value)
     deepest = max(members, key=lambda m: max(sum(here for here, _ in steps) for steps, _ in m))
     return _meant(deepest, value)
 
@@ -125,22 +135,6 @@ def _inside(value: object, part: str | int) -> tuple[bool, object]:
     if isinstance(value, Mapping) and part in value:
         return True, value[part]
     return False, UNKNOWN
-
-
-def _unknown_tag(errors: _Placed, value: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return the tag whose value no member of a union has, and the message, if there is one."""
-    for tag in reversed(_TAGS):
-        known = [
-            str(error["ctx"]["expected"])
-            for _, error in errors
-            if error["type"] == "literal_error" and error["loc"][-1] == tag
-        ]
-        if known and tag in value:
-            names = list(dict.fromkeys(known))
-            more = ", ..." if len(names) > _NAMED else ""
-            given = repr(value[tag])[:_SHOWN]
-            return f".{tag}", f"{given} is not one of {', '.join(names[:_NAMED])}{more}"
-    return None
 
 
 def _message(error: JsonObject) -> str:

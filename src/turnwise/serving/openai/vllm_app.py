@@ -432,18 +432,34 @@ class EngineClient:
         params, lora = request.sampling_params, request.lora_request
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
+            streamed = params.output_kind == vllm.RequestOutputKind.DELTA
+            prompt, sampling = list(request.prompt_token_ids), copy.copy(params)
+            sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
+            stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
+            if context is not None:
+                session = context.session
+                stream = partial(self.service.sample, context, key)
+                if session.sampling is not None and params.structured_outputs:
+                    raise InputError(
+                        "a grammar (a strict tool, or parallel_tool_calls=false) would make the "
+                        "tokens of this training session off-policy: leave it out"
+                    )
+                sampling.max_tokens = context.within(prompt, params.max_tokens)
+                if sampling.max_tokens <= 0:
+                    raise InputError(
+                        f"the conversation has used up its {session.max_response_tokens} tokens "
+                        "(rollout.max_response_tokens)"
+                    )
+                sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
             asked = Request(
-                list(request.prompt_token_ids),
-                _sampling_of(params, request.prompt_token_ids, context),
+                prompt,
+                sampling,
                 request.request_id,
                 params.seed,
                 Route(adapter=lora.lora_name if lora is not None else POLICY),
-                whole=params.output_kind != vllm.RequestOutputKind.DELTA,
+                whole=not streamed,
             )
             with_logprobs = params.num_logprobs is not None
-            stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
-            if context is not None:
-                stream = partial(self.service.sample, context, key)
             async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
                     for output in _outputs(request.request_id, chunk, with_logprobs):
@@ -460,10 +476,14 @@ def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[vll
     # vLLM finds a stop string again, cuts the text before it, and ends the request.
     by_string = isinstance(chunk.stop_reason, str)
     prompt = chunk.prompt_alternatives  # they come with the first chunk
+    rows: Alternatives = []
+    if with_logprobs:
+        pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
+        rows = chunk.alternatives or [[(token, logprob, 1)] for token, logprob in pairs]
     yield vllm.EngineCoreOutput(
         request_id=request_id,
         new_token_ids=list(chunk.token_ids),
-        new_logprobs=_logprobs(chunk) if with_logprobs else None,
+        new_logprobs=vllm.LogprobsLists(*_columns(rows)) if rows else None,
         new_prompt_logprobs_tensors=(
             vllm.LogprobsTensors(*map(torch.from_numpy, _columns(prompt))) if prompt else None
         ),
@@ -478,39 +498,6 @@ def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[vll
         yield vllm.EngineCoreOutput(
             request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason
         )
-
-
-def _sampling_of(
-    params: vllm.SamplingParams, prompt: list[int], context: RequestContext | None
-) -> vllm.SamplingParams:
-    """Return a request's sampling for the generator, within the tokens that its session has left;
-    refuse one that would make tokens off-policy."""
-    sampling = copy.copy(params)
-    streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-    sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
-    if context is None:
-        return sampling
-    session = context.session
-    if session.sampling is not None and params.structured_outputs:
-        raise InputError(
-            "a grammar (a strict tool, or parallel_tool_calls=false) would make the tokens of "
-            "this training session off-policy: leave it out"
-        )
-    sampling.max_tokens = context.within(prompt, params.max_tokens)
-    if sampling.max_tokens <= 0:
-        raise InputError(
-            f"the conversation has used up its {session.max_response_tokens} tokens "
-            "(rollout.max_response_tokens)"
-        )
-    sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
-    return sampling
-
-
-def _logprobs(chunk: Chunk) -> vllm.LogprobsLists | None:
-    """Return the log-probs of a chunk's tokens in vLLM's form."""
-    pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
-    rows = chunk.alternatives or [[(token, logprob, 1)] for token, logprob in pairs]
-    return vllm.LogprobsLists(*_columns(rows)) if rows else None
 
 
 def _columns(rows: Alternatives) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
