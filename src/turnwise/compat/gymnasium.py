@@ -118,7 +118,17 @@ class Gymnasium(Environment):
             names = (f"{number}: {name}" for number, name in self._names.items())
             kind["description"] = ", ".join(names) or str(space)
             schema = {"type": "object", "properties": {"action": kind}, "required": ["action"]}
-            self.tools = [Tool("act", "Act in the environment.", schema, self._call, in_order=True)]
+
+            def act(arguments: JsonObject) -> str:
+                if self.done:
+                    return "The episode has ended."
+                action = _from_json(arguments["action"], self.env.action_space)
+                if action is None:
+                    said = arguments["action"]
+                    raise ValueError(f"{said} is no action of {self.env.action_space}")
+                return self._act(action)
+
+            self.tools = [Tool("act", "Act in the environment.", schema, act, in_order=True)]
         else:
             parts.append(_how_to_answer(env.action_space))
         self.problem = "\n\n".join(parts)
@@ -152,14 +162,6 @@ class Gymnasium(Environment):
     def close(self) -> None:
         if self.env is not None:
             self.env.close()
-
-    def _call(self, arguments: JsonObject) -> str:
-        if self.done:
-            return "The episode has ended."
-        action = _from_json(arguments["action"], self.env.action_space)
-        if action is None:
-            raise ValueError(f"{arguments['action']} is no action of {self.env.action_space}")
-        return self._act(action)
 
     def _act(self, action: object) -> str:
         observation, reward, terminated, truncated, _ = self.env.step(action)

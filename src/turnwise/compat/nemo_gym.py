@@ -67,8 +67,22 @@ class NemoGym(Environment):
         parameters = row.get("responses_create_params")
         if not isinstance(parameters, dict):
             raise InputError("a row of NeMo-Gym's data has responses_create_params")
+
+        def tool(described: JsonObject) -> Tool:
+            name = described.get("name")
+            if described.get("type") != "function" or not isinstance(name, str):
+                raise InputError(
+                    f"only tools of type function are supported, not {described!r:.80}"
+                )
+
+            async def call(arguments: JsonObject) -> str:
+                return (await self._post(name, arguments)).decode(errors="replace")
+
+            schema = described.get("parameters") or {"type": "object", "properties": {}}
+            return Tool(name, str(described.get("description") or ""), schema, call)
+
         self.problem = read_input(parameters)
-        self.tools = [self._tool(tool) for tool in parameters.get("tools") or ()]
+        self.tools = [tool(described) for described in parameters.get("tools") or ()]
         self._row, self._parameters = row, parameters
         self._url = (url or self.url).rstrip("/")
         self._http: aiohttp.ClientSession | None = None
@@ -106,17 +120,6 @@ class NemoGym(Environment):
     async def close(self) -> None:
         if self._http is not None:  # the server forgets sessions by itself
             await self._http.close()
-
-    def _tool(self, described: JsonObject) -> Tool:
-        name = described.get("name")
-        if described.get("type") != "function" or not isinstance(name, str):
-            raise InputError(f"only tools of type function are supported, not {described!r:.80}")
-
-        async def call(arguments: JsonObject) -> str:
-            return (await self._post(name, arguments)).decode(errors="replace")
-
-        parameters = described.get("parameters") or {"type": "object", "properties": {}}
-        return Tool(name, str(described.get("description") or ""), parameters, call)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

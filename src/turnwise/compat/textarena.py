@@ -64,7 +64,19 @@ class TextArena(Environment):
     ) -> None:
         self._game, self._seed, self._arguments = game or self.game, row.get("seed", 0), arguments
         self._count, self._seat, self._rewards = players, seat, dict[int, float]()
-        self._opponent = None if opponent is None else self._load_opponent(opponent)
+        self._opponent: Opponent | None = None
+        if opponent == "random":
+            generator, offered = random.Random(self._seed), [""]
+
+            def choose(observation: str) -> str:
+                nonlocal offered
+                lines = map(_QUOTED_ACTION.findall, reversed(observation.splitlines()))
+                offered = next(filter(None, lines), offered)
+                return generator.choice(offered)
+
+            self._opponent = choose
+        elif opponent is not None:
+            self._opponent = load_object(opponent, "environment_args.opponent")
         self._plays_all = players > 1 and opponent is None
         self._random: tuple[object, ...] | None = None
         self.env: Foreign = None
@@ -146,20 +158,6 @@ class TextArena(Environment):
             who = state.role_mapping.get(sender, _name(sender))
             lines.append(text if sender == package.GAME_ID else f"[{who}] {text}")
         return "\n".join(lines)
-
-    def _load_opponent(self, opponent: str) -> Opponent:
-        if opponent != "random":
-            loaded: Opponent = load_object(opponent, "environment_args.opponent")
-            return loaded
-        generator, offered = random.Random(self._seed), [""]
-
-        def choose(observation: str) -> str:
-            nonlocal offered
-            lines = map(_QUOTED_ACTION.findall, reversed(observation.splitlines()))
-            offered = next(filter(None, lines), offered)
-            return generator.choice(offered)
-
-        return choose
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -179,7 +180,13 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
     if not isinstance(rewards, Iterable):
         raise InputError(f"rewards must be a list of numbers, not {rewards!r}")
     given, trajectories = list(rewards), [t for group in groups for t in group.trajectories]
-    read = [_numbers(t, reward) for t, reward in zip(trajectories, given, strict=False)]
+    read: list[dict[str, float]] = []
+    for trajectory, given_one in zip(trajectories, given, strict=False):
+        read.append({})  # stays empty where the reward cannot be used
+        named = given_one if isinstance(given_one, Mapping) else {"": given_one}
+        if named is not given_one or named.keys() == trajectory.player_rewards.keys():
+            with suppress(TrajectoryError):
+                read[-1] = {name: read_reward(one, "the program") for name, one in named.items()}
     if len(given) != len(trajectories) or not all(read):
         raise InputError(
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
@@ -196,14 +203,3 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
             )
         trajectory.reward = reward
     return list(groups)
-
-
-def _numbers(trajectory: Trajectory, reward: object) -> dict[str, float]:
-    """Return a reward, or one for each player, as numbers; {} if they cannot be used."""
-    named = reward if isinstance(reward, Mapping) else {"": reward}
-    if isinstance(reward, Mapping) and reward.keys() != trajectory.player_rewards.keys():
-        return {}
-    try:
-        return {name: read_reward(value, "the program") for name, value in named.items()}
-    except TrajectoryError:
-        return {}

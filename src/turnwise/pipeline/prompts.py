@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.loops import SingleTurnLoop
@@ -100,7 +99,20 @@ class ProblemBuilder:
             raise InputError(f"{name}: the prompt is empty")
         row = prompt if isinstance(prompt, Mapping) else {}
         if ids_field in row:
-            return self._tokens(name, row, row.get(text_field), row[ids_field])
+            given, text = row[ids_field], row.get(text_field)
+            token_ids = given.tolist() if hasattr(given, "tolist") else given  # a tensor, too
+            if not isinstance(token_ids, Sequence) or not all(
+                isinstance(token, int) and token >= 0 for token in token_ids
+            ):
+                raise InputError(f"{name}: token ids must be whole numbers, not {repr(given)[:80]}")
+            if not token_ids:
+                raise InputError(f"{name}: the prompt is empty")
+            self._cut += len(token_ids) > self._limit
+            token_ids = list(token_ids[: self._limit])
+            text = self._template.decode_all(token_ids) if text is None else text
+            messages = [{"role": "user", "content": text}]
+            own = {"prompt": text, "messages": messages, "input_ids": token_ids}
+            return ConversationProblem(name, {**row, **own}, text=text)
         if row and message_field not in row:
             return Problem(name, dict(row))
         said = row[message_field] if row else prompt
@@ -146,24 +158,6 @@ class ProblemBuilder:
             messages = [{"role": "user", "content": self._template.decode_all(own[:kept])}]
             token_ids = self._render(name, messages)
         return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
-
-    def _tokens(
-        self, name: str, row: Mapping[str, object], text: Foreign, given: object
-    ) -> Problem:
-        """Return the problem of token ids (a tensor, too), cut at the limit."""
-        token_ids = given.tolist() if hasattr(given, "tolist") else given
-        if not isinstance(token_ids, Sequence) or not all(
-            isinstance(token, int) and token >= 0 for token in token_ids
-        ):
-            raise InputError(f"{name}: token ids must be whole numbers, not {repr(given)[:80]}")
-        if not token_ids:
-            raise InputError(f"{name}: the prompt is empty")
-        self._cut += len(token_ids) > self._limit
-        token_ids = list(token_ids[: self._limit])
-        text = self._template.decode_all(token_ids) if text is None else text
-        messages = [{"role": "user", "content": text}]
-        own = {"prompt": text, "messages": messages, "input_ids": token_ids}
-        return ConversationProblem(name, {**row, **own}, text=text)
 
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:

@@ -240,7 +240,24 @@ class RemoteEpisode(Episode):
         self._talk, self._control = asking, life
         self._requests = Requests[_Reply]()
         """Also those whose answer is waited for no more, since each may come once."""
-        self._reading = asyncio.create_task(self._read_answers(reader, status))
+
+        async def read_answers() -> None:
+            """Pass the answers on, each once, until the process ends or sends a wrong one."""
+            try:
+                while True:
+                    reply = read_answer(await read_frame(reader), _REPLY)
+                    if not self._requests.settle(number := reply["id"], reply):
+                        raise AnswerError(f"answered the request {number}, which nobody waits for")
+            except AnswerError as error:
+                self._end(REPLY, str(error))
+            except (asyncio.IncompleteReadError, OSError):
+                how = "ended"
+                with suppress(TimeoutError, OSError, ValueError):
+                    code = await asyncio.wait_for(status.readline(), GRACE_SECONDS)
+                    how = _ended(os.waitstatus_to_exitcode(int(code)))
+                self._end("environment_crashed", how)
+
+        self._reading = asyncio.create_task(read_answers())
         asking.write(self._problem)
 
     async def ask(
@@ -285,24 +302,6 @@ class RemoteEpisode(Episode):
                 self.kill()
 
         return asyncio.run(asked())
-
-    async def _read_answers(
-        self, reader: asyncio.StreamReader, status: asyncio.StreamReader
-    ) -> None:
-        """Pass the answers on, each once, until the process ends or sends a wrong one."""
-        try:
-            while True:
-                reply = read_answer(await read_frame(reader), _REPLY)
-                if not self._requests.settle(number := reply["id"], reply):
-                    raise AnswerError(f"answered the request {number}, which nobody waits for")
-        except AnswerError as error:
-            self._end(REPLY, str(error))
-        except (asyncio.IncompleteReadError, OSError):
-            how = "ended"
-            with suppress(TimeoutError, OSError, ValueError):
-                code = await asyncio.wait_for(status.readline(), GRACE_SECONDS)
-                how = _ended(os.waitstatus_to_exitcode(int(code)))
-            self._end("environment_crashed", how)
 
     def _end(self, reason: str, how: str) -> TrajectoryError:
         self.kill()

@@ -87,7 +87,12 @@ class RewardModel:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
             token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         else:
-            token_ids = list(self._tokenizer.encode("\n".join(map(_text, messages))))
+            texts = list[str]()
+            for message in messages:
+                parts = [str(message.get("content") or "")]
+                parts += [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
+                texts.append("\n".join(filter(None, parts)))
+            token_ids = list(self._tokenizer.encode("\n".join(texts)))
         if len(token_ids) > self._max_length:
             raise TurnwiseError(
                 f"the trajectory has {len(token_ids)} tokens and the model reads "
@@ -234,9 +239,3 @@ def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[in
             split.append([index])
             longest = len(sequence)
     return split
-
-
-def _text(message: Message) -> str:
-    parts = [str(message.get("content") or "")]
-    parts += [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
-    return "\n".join(filter(None, parts))

@@ -123,9 +123,23 @@ class RewardManager:
     ) -> None:
         """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
         reported replaces the environment's own."""
-        values = await together(
-            self._value(part, episode, trajectory, row, clock) for part in self._own
-        )
+
+        async def judged(part: _Part) -> Rewards:
+            # A reward model has a clock of its own for its whole queue.
+            bounded = clock.held() if clock is not None and part.model else nullcontext()
+            async with part.judging(trajectory.problem_id):
+                with bounded:
+                    if part.function is not None:
+                        value = await self._call(part, part.function, trajectory, row)
+                    elif part.model:
+                        value = await self.models[part.model].score(trajectory.messages)
+                    elif trajectory.reward is not None:
+                        value = trajectory.reward
+                    else:
+                        return await episode.reward(trajectory)
+                    return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
+
+        values = await together(map(judged, self._own))
         total, turns = 0.0, [0.0] * len(trajectory.turns)
         players = dict.fromkeys(episode.players, 0.0)
         for part, rewards in zip(self._own, values, strict=True):
@@ -210,28 +224,6 @@ class RewardManager:
             )
         async with part.judging(trajectory.problem_id):
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
-
-    async def _value(
-        self,
-        part: _Part,
-        episode: Episode,
-        trajectory: Trajectory,
-        row: Row,
-        clock: StallClock | None,
-    ) -> Rewards:
-        # A reward model has a clock of its own for its whole queue.
-        bounded = clock.held() if clock is not None and part.model else nullcontext()
-        async with part.judging(trajectory.problem_id):
-            with bounded:
-                if part.function is not None:
-                    value = await self._call(part, part.function, trajectory, row)
-                elif part.model:
-                    value = await self.models[part.model].score(trajectory.messages)
-                elif trajectory.reward is not None:
-                    value = trajectory.reward
-                else:
-                    return await episode.reward(trajectory)
-                return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
 
 
 async def _judge_group(

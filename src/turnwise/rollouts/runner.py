@@ -112,7 +112,9 @@ class Stage:
         self._longest = config.data.max_prompt_tokens or math.inf
         written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
         self._measures = measured and not written
-        self._checked = False  # whether the first prompt has been checked
+        self._checked = False
+        """Whether the template shows the first problem's messages, and tools and results of our own
+        loops."""
 
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
@@ -132,10 +134,20 @@ class Stage:
             if not episode.preview():
                 return None
             messages, schemas = episode.problem, episode.toolbox.schemas
-            self._check_shown(problem.id, messages, schemas)
-            if not self._measures:
-                return None
-            return self._length(problem.id, messages, self._offered(schemas))
+            offered, loop = self._offered(schemas), self.rollout.loop
+            if not self._checked and loop not in _BY_REQUESTS:
+                try:
+                    check_messages(self._template, messages)
+                    if offered and loop in LOOP_NAMES:
+                        check_tools(self._template, messages, offered)
+                    if schemas and loop in _READING:
+                        check_results(self._template, offered)
+                except InputError as error:
+                    raise InputError(f"{problem.id}: {error}") from error
+                if stop := missing_stop(self._config, self._template):
+                    logger.warning("%s", stop)
+                self._checked = True
+            return self._length(problem.id, messages, offered) if self._measures else None
 
         seconds = self.rollout.environment_timeout
         length = call_and_wait(measure, name=self._name, seconds=seconds)
@@ -219,26 +231,6 @@ class Stage:
         if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
             return []
         return schemas
-
-    def _check_shown(
-        self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
-    ) -> None:
-        """Check, once, that the template shows messages, and tools and results of our own loops."""
-        loop = self.rollout.loop
-        if self._checked or loop in _BY_REQUESTS:
-            return
-        try:
-            check_messages(self._template, messages)
-            offered = self._offered(schemas)
-            if offered and loop in LOOP_NAMES:
-                check_tools(self._template, messages, offered)
-            if schemas and loop in _READING:
-                check_results(self._template, offered)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        if stop := missing_stop(self._config, self._template):
-            logger.warning("%s", stop)
-        self._checked = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -392,11 +392,19 @@ def model_settings(name: str, role: str, path: str | Path) -> Settings:
                 settings["algorithm.loss.clip_low"] = value
         elif isinstance(value, dict) and key in (*_SECTIONS, "training", "algorithm"):
             for full, leaf in _leaves(str(key), value):
+                section, part, *_ = [*full.split("."), ""]
                 if full in flat.values() or (trains and full.startswith(_TRAINER_SECTIONS)):
                     bare = full in PARTS and isinstance(leaf, str)
                     settings[f"{full}.name" if bare else full] = leaf
-                elif mistake := _misplaced(full, role):
-                    mistakes.append(mistake)
+                elif section not in _SECTIONS and any(
+                    f"{full}.".startswith(f"{known}.") for known in known_keys()
+                ):
+                    what = f"no key of a {role}'s file: it goes into ppo_policy's"
+                    mistakes.append(f"{full} is {what}")
+                elif section not in _SECTIONS or (
+                    section == "model" and part not in ModelConfig.model_fields
+                ):  # the other keys of these sections are another model's
+                    mistakes.append(f"there is no key {full}{nearest(full, [*known_keys()])}")
         elif value is not None:
             names = [*flat, *_SECTIONS, "training", "algorithm"]
             mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
@@ -413,14 +421,3 @@ def model_settings(name: str, role: str, path: str | Path) -> Settings:
         f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
         for key, value in settings.items()
     }
-
-
-def _misplaced(key: str, role: str) -> str:
-    """Return the mistake in a key that a role does not read; "" where it is another model's."""
-    known = known_keys()
-    section, leaf, *_ = [*key.split("."), ""]
-    if section not in _SECTIONS and any(f"{key}.".startswith(f"{name}.") for name in known):
-        return f"{key} is no key of a {role}'s file: it goes into ppo_policy's"
-    if section not in _SECTIONS or (section == "model" and leaf not in ModelConfig.model_fields):
-        return f"there is no key {key}{nearest(key, [*known])}"
-    return ""

@@ -74,16 +74,14 @@ REFUSED: dict[str, object] = {
 """Fields that may only have TRL's default."""
 
 
-def _field(name: str, default: object) -> tuple[str, object, Foreign]:
-    """Return a field with a type, by which Transformers' parser reads it from a command line."""
-    if isinstance(default, list):
-        return name, list[str], field(default_factory=list)
-    return name, str | None if default is None else type(default), field(default=default)
-
-
 _Others: Foreign = make_dataclass(
     "_Others",
-    [_field(name, default) for name, default in (WITHOUT_EFFECT | REFUSED).items()],
+    [  # with types, by which Transformers' parser reads them from a command line
+        (name, list[str], field(default_factory=list))
+        if isinstance(default, list)
+        else (name, str | None if default is None else type(default), field(default=default))
+        for name, default in (WITHOUT_EFFECT | REFUSED).items()
+    ],
     kw_only=True,
 )
 
