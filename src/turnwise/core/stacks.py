@@ -199,19 +199,6 @@ async def _receive(address: str) -> bytes:
     return b""
 
 
-def _alike(text: str) -> list[str]:
-    """Return the stacks in a text, equal ones once, with their number."""
-    alike: Counter[str] = Counter()
-    for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
-        _, _, frames = block.strip().partition("\n")
-        if frames and not _LISTENER.search(frames):
-            alike[frames] += 1
-    return [
-        f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
-        for frames, count in alike.items()
-    ]
-
-
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     """Ask all processes of a run on this machine for their stacks, within `seconds` for all
     together; call it outside event loops. Files of processes that have ended are removed."""
@@ -240,7 +227,16 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
         if not answer:
             with suppress(OSError):
                 text = path.read_bytes()[size:]
-        stacks = _alike(text.decode(errors="replace"))
+        alike: Counter[str] = Counter()
+        shown = text.decode(errors="replace").replace("Current thread", "\n\nCurrent thread")
+        for block in shown.split("\n\n"):
+            _, _, frames = block.strip().partition("\n")
+            if frames and not _LISTENER.search(frames):
+                alike[frames] += 1
+        stacks = [
+            f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
+            for frames, count in alike.items()
+        ]
         if not stacks and _ended(process):
             path.unlink(missing_ok=True)
             continue
