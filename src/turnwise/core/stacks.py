@@ -165,7 +165,18 @@ async def _answer_of(
     has written to its file, whose size was `before`, or it has ended; None if both are late."""
     begun = since = time.monotonic()  # since when the file has its size
     grown = before
-    answer = asyncio.create_task(_receive(_address(process.pid, started)))
+
+    async def receive() -> bytes:
+        """Return what the thread answers; b"" if it is ending, or cannot be reached."""
+        with suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(_address(process.pid, started))
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+        return b""
+
+    answer = asyncio.create_task(receive())
     await asyncio.wait([answer], timeout=min(_THREAD_SECONDS, seconds / 2))
     if not (answer.done() and answer.result()):
         with suppress(psutil.Error):  # it ends at this moment
@@ -186,17 +197,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-async def _receive(address: str) -> bytes:
-    """Return what a process's thread answers; b"" if it is ending, or cannot be reached."""
-    with suppress(OSError):
-        reader, writer = await asyncio.open_unix_connection(address)
-        try:
-            return await reader.read()
-        finally:
-            writer.close()
-    return b""
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:

@@ -310,7 +310,21 @@ def _seam(
     """Return the seam behind a rendered turn; `plain` shows how a turn without calls ends."""
     turn_end, stop_tokens = None, frozenset[str]()
     if not isinstance(plain, Exception):
-        turn_end, stop_tokens = _turn_end(template, plain)
+        header, ending, joint, _ = plain
+        pattern = template.special_token_pattern
+        last, inner = pattern.search(ending), pattern.search(joint)
+        # Usually the same text ends a turn that other messages follow, and a conversation's last
+        # one. If not, the first special token ends it if both renderings agree up to that token.
+        if joint.startswith(ending):
+            turn_end = ending
+        elif last and inner and ending[: last.start()] == joint[: inner.start()]:
+            turn_end = joint[: inner.end()]
+        token = pattern.search(turn_end or "")
+        # If it is the next message's header, nothing may replace it.
+        if token is None or not header.endswith(token.group()):
+            stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
+            stops.add(last.group() if last else None)
+            stop_tokens = frozenset(text for text in stops if text is not None)
     call_end = None
     _, ending, joint, sentinels = rendering
     if turn_end:
@@ -333,29 +347,6 @@ def _seam(
         sampled_end=sampled_end,
         stop_tokens=stop_tokens,
     )
-
-
-def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None, frozenset[str]]:
-    """Return the text that ends an assistant's turn when other messages follow, and the special
-    tokens with which the model may end it instead.
-
-    Usually the same text ends a conversation's last turn. If not, the first special token ends the
-    turn if both renderings agree up to it; else it is None.
-    """
-    header, ending, joint, _ = rendering
-    pattern = template.special_token_pattern
-    last, inner = pattern.search(ending), pattern.search(joint)
-    turn_end = None
-    if joint.startswith(ending):
-        turn_end = ending
-    elif last and inner and ending[: last.start()] == joint[: inner.start()]:
-        turn_end = joint[: inner.end()]
-    token = pattern.search(turn_end or "")
-    if token is not None and header.endswith(token.group()):
-        return turn_end, frozenset()  # it is the next message's header, which nothing may replace
-    stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
-    stops.add(last.group() if last else None)
-    return turn_end, frozenset(text for text in stops if text is not None)
 
 
 def _probe(
