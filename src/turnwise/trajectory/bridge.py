@@ -143,24 +143,20 @@ def bridge(
                 "end that turn before these messages",
             )
         if following is not None and following.startswith(seam.joint[:start]):
-            added = _encode_after(template, last, following[start:])
+            text, anchor = following[start:], last or "x"
+            if last is None and template.special_token_pattern.match(text):
+                added = template.encode(text)
+            else:
+                # Some tokenizers treat the beginning of a text specially, so words are encoded
+                # behind the special token, or behind ordinary text, and never alone.
+                head, whole = template.encode(anchor), template.encode(anchor + text)
+                begins = whole[: len(head)] == head
+                added = whole[len(head) :] if begins else template.encode(text)
             return Bridge(prompt_token_ids, completion_token_ids, added)
     return fork(
         "unlike_placeholder",
         "the template renders these messages differently depending on their contents",
     )
-
-
-def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[int]:
-    """Return the ids of `text` behind the special token `last`, or behind ordinary text.
-
-    Some tokenizers treat the beginning of a text specially, so words are never encoded alone.
-    """
-    if last is None and template.special_token_pattern.match(text):
-        return template.encode(text)
-    anchor = last or "x"
-    head, whole = template.encode(anchor), template.encode(anchor + text)
-    return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)
 
 
 @dataclass(frozen=True, slots=True)
