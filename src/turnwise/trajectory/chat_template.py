@@ -153,7 +153,7 @@ class ChatTemplate:
         if self.missing:
             raise InputError(self.missing)
         given = list(messages)
-        for index, message in enumerate(messages):
+        for index, message in enumerate(given):
             if self._control is None or message["role"] == "assistant":
                 continue
             content = message.get("content")
