@@ -234,8 +234,16 @@ class TokenBatches:
             self._version = outputs.weight_version
             due = []
             for output in outputs.outputs:
-                request_id, interval = output.request_id, self._interval(output)
-                held = self._held.get(request_id)
+                request_id, held = output.request_id, self._held.get(output.request_id)
+                request = self._requests.get(request_id)
+                params = None if request is None else request.sampling_params
+                interval = 1  # number of tokens that are sent together
+                if params is not None and not (
+                    params.detokenize  # stop strings are found in the frontend
+                    or output.num_nans_in_logits
+                    or any(getattr(output, name) is not None for name in _UNHELD)
+                ):
+                    interval = params.stream_interval or 1
                 if interval == 1:
                     due += [output] if held is None else [self._take(request_id), output]
                     continue
@@ -254,19 +262,6 @@ class TokenBatches:
         for request_id, (client, _, _) in list(self._held.items()):
             outputs = [self._take(request_id)]
             send((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
-
-    def _interval(self, output: EngineCoreOutput) -> int:
-        """Return the number of tokens after which a request's are sent; 1 sends this at once."""
-        request = self._requests.get(output.request_id)
-        params = None if request is None else request.sampling_params
-        if (
-            params is None
-            or params.detokenize  # stop strings are found in the frontend
-            or output.num_nans_in_logits
-            or any(getattr(output, name) is not None for name in _UNHELD)
-        ):
-            return 1
-        return params.stream_interval or 1
 
     def _take(self, request_id: str) -> EngineCoreOutput:
         """Remove a request's held tokens, and return them as one output."""
