@@ -93,7 +93,7 @@ class FixedTurns:
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, tools = context.trajectory, context.toolbox.schemas
-        trajectory.messages = [dict(message) for message in environment.problem]
+        trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
         for turn in itertools.count(1):
             completion = await context.sample(prompt)
@@ -268,7 +268,7 @@ class Bench:
         runner = self.runner(ahead)
         stream = ProblemStream(make_problems((warm_up + steps + 2) * prompts, "long-tailed"), 0)
         producer = GroupProducer(
-            self.config, lambda p, tag: self.group(runner, p, tag), stream, lambda rewards: True
+            self.config, lambda p, tag: self.group(runner, p, tag), stream, trains
         )
         groups: list[Group] = []
         await self.clear()
@@ -291,6 +291,11 @@ class Bench:
         await self.bare.reset_prefix_cache()
         ideal = await replay(self.bare, some, ahead)
         return steps * per_step / ours, sync_steps * per_step / sync, len(some) / ideal
+
+
+async def trains(group: Group) -> bool:
+    """Return that a group can train something, as every one can here."""
+    return True
 
 
 def audited(groups: Iterable[Group], expected: int) -> list[Trace]:

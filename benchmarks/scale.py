@@ -246,10 +246,8 @@ def main() -> None:
     divided, undivided = (
         fleet_of_processes(many, processes, sessions, seed, divided=each) for each in (True, False)
     )
-    slow, dying = (
-        fleet_of_processes(many, processes, 2 * sessions, seed, **share)
-        for share in ({"slow": 0.05}, {"dying": 0.02})
-    )
+    slow = fleet_of_processes(many, processes, 2 * sessions, seed, slow=0.05)
+    dying = fleet_of_processes(many, processes, 2 * sessions, seed, dying=0.02)
     without_slow, with_all = (
         perfect(many, 2 * sessions, seed, lost=lost) for lost in (0.05 / 2, 0.0)
     )
