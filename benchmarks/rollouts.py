@@ -51,6 +51,7 @@ from turnwise.rollouts import Group, Problem, ProblemStream, RolloutContext, Run
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.producer import GroupProducer
 from turnwise.run.fleet import make_manager
+from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit
 from turnwise.weights import WORKER_EXTENSION
@@ -230,7 +231,9 @@ def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
 class Bench:
     """Turnwise's runtime, a bare AsyncLLM and a bare LLM, which take turns."""
 
-    def __init__(self, config: Config, manager: Any, bare: Any, blocking: vllm.LLM) -> None:
+    def __init__(
+        self, config: Config, manager: AsyncLLMServerManager, bare: Any, blocking: vllm.LLM
+    ) -> None:
         self.config, self.manager, self.bare, self.blocking = config, manager, bare, blocking
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
 

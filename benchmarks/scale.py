@@ -27,7 +27,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.report import Claim, parser, quotients, report, spread
 from tests.simulated import Latency, SimulatedEngine
@@ -171,7 +170,7 @@ async def run_sessions(
 def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Outcome:
     async def work() -> Outcome:
         engines = make_engines(count)
-        generator: Any = schedule(engines) if sticky else RoundRobin(engines)
+        generator: Generator = schedule(engines) if sticky else RoundRobin(engines)
         return await run_sessions(generator, engines, sessions, PER_ENGINE * count, seed)
 
     return run_virtually(work())
