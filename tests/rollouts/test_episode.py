@@ -110,9 +110,6 @@ def play(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., An
         sampling = SamplingConfig(n=n, max_tokens=8)
         return await runner.run_group(engine, Problem("rows:1", row or {}), sampling, "t")
 
-    async def has_signal(_: Group) -> bool:
-        return True
-
     return play
 
 
@@ -336,6 +333,9 @@ async def test_too_long_a_prompt_is_left_out_when_it_is_first_played(
 
     async def run_group(problem: Problem, tag: str) -> Group:
         return await runner.run_group(engine, problem, config.sampling, tag)
+
+    async def has_signal(_: Group) -> bool:
+        return True
 
     producer = GroupProducer(config, run_group, stream, has_signal)
     batches = []
