@@ -91,7 +91,7 @@ def test_values_that_cannot_be_read_are_read_by_the_next_try(
     offload = Offload({"params": model.parameters}, tmp_path)
     offload.put_away(["params"])
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **options: Any) -> None:
         raise OSError("input/output error")
 
     with monkeypatch.context() as patch:

@@ -48,8 +48,7 @@ from turnwise.training.samples import (
     recent_versions,
 )
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import check_transport
+from turnwise.weights.sync import WeightSync, check_transport
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName

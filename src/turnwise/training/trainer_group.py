@@ -33,7 +33,8 @@ from turnwise.training.batching import (
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.process_group import LOOPBACK, open_store
-from turnwise.weights.transport import Manifest, check_transport
+from turnwise.weights.sync import check_transport
+from turnwise.weights.transport import Manifest
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName

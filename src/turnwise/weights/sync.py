@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from turnwise.config import SamplingConfig
+from turnwise.config import Config, SamplingConfig
+from turnwise.config.schema import stream_mistake
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Engine, InFlight, Rendezvous, Request, generate
-from turnwise.errors import TurnwiseError, WeightUpdateError
+from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 
 _T = TypeVar("_T")
@@ -317,3 +318,11 @@ async def check_canary(
             "trainer's"
         )
     return sum(differences) / len(differences), largest
+
+
+def check_transport(config: Config) -> None:
+    """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
+    transport = find_transport(config.weights.transport)
+    # The configuration knows this of our own names only.
+    if (mistake := stream_mistake(config)) and transport.streamed:
+        raise InputError(mistake)

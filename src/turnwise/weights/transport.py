@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from turnwise.config.schema import Config, stream_mistake
 from turnwise.core.json_types import JsonObject, dtype_name
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
@@ -464,14 +463,6 @@ def find_transport(name: str) -> Transport:
         why = describe_error(ordinary_error(error))
         raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
     return transport
-
-
-def check_transport(config: Config) -> None:
-    """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
-    transport = find_transport(config.weights.transport)
-    # The configuration knows this of our own names only.
-    if (mistake := stream_mistake(config)) and transport.streamed:
-        raise InputError(mistake)
 
 
 def make_sender(

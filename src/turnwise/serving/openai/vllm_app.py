@@ -150,7 +150,11 @@ async def _preprocess(
         if ids is not None:
             kept = getattr(request, "kv_transfer_params", None) or {}
             request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
-    return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
+    try:
+        return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
+    except ValidationError:  # parts of messages may be read for the first time here
+        with _refusing():
+            raise
 
 
 async def _render_completion(
