@@ -102,8 +102,9 @@ async def _open_fleet(
 @asynccontextmanager
 async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]:
     """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
+    where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
-        show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, config.ray_address))
+        show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, *where))
     )
     try:
         yield await asyncio.shield(starting)
@@ -115,7 +116,7 @@ async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]
 def begin_imports(config: Config) -> None:
     """Start importing the workers' modules in the process that they are forked from."""
     check_vllm()
-    if config.ray_address is None:
+    if config.ray_address is None and not config.ray_env:
         fork_server.address()
 
 
