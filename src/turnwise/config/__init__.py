@@ -34,7 +34,6 @@ from turnwise.config.rollout import (
 )
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.verl_keys import VERL_KEYS
 
 __all__ = [
     "ALIASES",
@@ -42,7 +41,6 @@ __all__ = [
     "NO_DEADLINE",
     "PARTS",
     "REPLACED_KEYS",
-    "VERL_KEYS",
     "AlgorithmConfig",
     "Config",
     "EngineConfig",

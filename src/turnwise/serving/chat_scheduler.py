@@ -20,7 +20,8 @@ import numpy as np
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
-from turnwise.config import VERL_KEYS, Config, SamplingConfig
+from turnwise.config import Config, SamplingConfig
+from turnwise.config.verl_keys import SCHEDULER_SECTION, VERL_KEYS
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
@@ -77,7 +78,8 @@ class SchedulerConfig:
         if name == "n":
             return 1
         value: Foreign = self._config
-        for part in VERL_KEYS.get(f"actor_rollout_ref.rollout.{name}", name).split("."):
+        key = VERL_KEYS.get(f"{SCHEDULER_SECTION}.{name}", name)
+        for part in [name] if hasattr(value, name) else key.split("."):
             if not hasattr(value, part):
                 raise AttributeError(f"the configuration of a chat scheduler has no {name}")
             value = getattr(value, part)
