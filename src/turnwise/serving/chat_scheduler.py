@@ -293,7 +293,7 @@ class ChatBackend:
                     elif reply is not None:
                         yield HTTPStatus.OK.value, str(reply)
         except Exception as error:  # the caller gets it as an answer
-            refusal = create_error_response(client_error(error))
+            refusal = create_error_response(client_error(_own(error)))
             yield refusal.error.code, f"data: {refusal.model_dump_json()}\n\n"
 
     async def _replies(
