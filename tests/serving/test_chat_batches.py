@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.simulated import SimulatedEngine
+from tests.test_cli import metrics_of, turnwise, write_config
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Runner
@@ -16,7 +18,7 @@ from turnwise.rollouts.data import load_training
 from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler, SchedulerConfig
 from turnwise.serving.data_proto import DataProto
 from turnwise.training.samples import make_samples
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 QUESTION = {"role": "user", "content": "What is 12 plus 30?"}
 MakeConfig = Callable[..., Config]
@@ -317,3 +319,32 @@ def test_batches_are_joined_with_what_all_of_them_have() -> None:
     assert len(joined) == 2
     with pytest.raises(InputError, match="needs the tensors prompts and responses"):
         DataProto.concat([joined, DataProto()])
+
+
+@pytest.mark.slow  # the parts alone: the tests above
+def test_a_run_trains_on_the_batches_of_a_ported_scheduler(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Callbacks, its own state, masks, scores and columns, in `turnwise train`."""
+    done = turnwise(
+        *("train", write_config(make_config, tmp_path), "name=ported"),
+        *("rollout.loop=chat_scheduler", f"rollout.chat_scheduler={__name__}.TwoRounds"),
+        *("training.steps=2", "eval.every=0"),
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "ported"
+    rows = metrics_of(run)
+    assert [row["weight_version"] for row in rows] == [1, 2]
+    for step, row in enumerate(rows, start=1):
+        assert row["dropped"] == {}
+        assert row["reward_mean"] == 0.5
+        assert row["env"] == {"rounds": 2.0}
+        assert row["exact_percent"] == 100.0
+        assert row["logprob_diff_max"] < 1e-4
+        trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
+        assert len(trajectories) == 16
+        second = [len(t.turns[1].completion_token_ids) for t in trajectories]
+        assert row["trained_tokens"] <= sum(second)
+        for trajectory in trajectories:
+            assert audit(trajectory).first_violation is None
+            assert all({*sample.turns} <= {-1, 1} for sample in trajectory.samples())
