@@ -328,6 +328,8 @@ class ChatBackend:
                     return
                 begun = True
                 yield reply
+                if isinstance(reply, dict):
+                    return
         finally:
             running.cancel()
 
@@ -357,8 +359,8 @@ class ChatBackend:
             calls=calls,
         )
         session.clock = clock
-        conductor, made = self.conductor, None
-        name = _name(type(conductor))
+        conductor, name = self.conductor, _name(type(self.conductor))
+        made: DataProto | None = None
 
         async def hold() -> DataProto | None:
             _conversation.set(session)
@@ -456,10 +458,11 @@ class ChatBackend:
                 return DataProto.from_trajectories([each for _, each, _ in done], rows, pad)
             batches = []
             for index, trajectory, made in done:
-                if made is None:
-                    made = DataProto.from_trajectories([trajectory], [index], pad)
-                columns = {**made.non_tensor_batch, "index": np.full(len(made), index)}
-                batches.append(DataProto(made.batch, columns, dict(made.meta_info)))
+                own, more = made, {} if made is None else made.non_tensor_batch
+                if own is None or own.batch is None:
+                    own = DataProto.from_trajectories([trajectory], [index], pad)
+                columns = {**own.non_tensor_batch, **more, "index": np.full(len(own), index)}
+                batches.append(DataProto(own.batch, columns, dict(own.meta_info)))
             return DataProto.concat(batches, pad)
 
         name, rollout = _name(type(self.conductor)), self.config.rollout
