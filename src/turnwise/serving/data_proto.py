@@ -5,7 +5,7 @@ conversation is trained.
 """
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class DataProto:
 
     def __len__(self) -> int:
         # A TensorDict of the user's has no truth value.
-        tensors = () if self.batch is None else self.batch.values()
+        tensors: Iterable[Sized] = () if self.batch is None else self.batch.values()
         columns: list[Sized] = [*tensors, *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
