@@ -13,7 +13,7 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -278,11 +278,11 @@ class Trajectory:
         ]
         chosen: list[tuple[int, list[int]]] = []
         trained: set[tuple[int, int]] = set()  # turns, and positions on their paths
-        for number, (token_ids, mask) in enumerate(rows):
+        for number, (token_ids, row_mask) in enumerate(rows):
             ids = list(token_ids)
             shared = [common_prefix(ids, path) for path in paths]
             longest = max(shared, default=0)
-            wanted = {at for at, m in enumerate(mask) if m}
+            wanted = {at for at, m in enumerate(row_mask) if m}
             others = [p for p, n in zip(paths, shared, strict=True) if n == longest < len(p)]
             if others and longest < len(ids) and max(wanted, default=-1) >= longest:
                 raise TrajectoryError(
@@ -294,19 +294,30 @@ class Trajectory:
             wanted = {at for at in wanted if at < longest}
             if not wanted:
                 continue
-            # The shortest path with all of them is that of the turn that sampled the last one.
-            last = max(wanted)
-            leaf = min((len(paths[i]), i) for i, n in enumerate(shared) if n > last)[1]
-            branch = self._branch(leaf, {})
-            own = list(zip(branch.turns, range(len(branch.turns)), strict=True))
-            kept = [
-                int(bool(m) and at in wanted and (turn, at) not in trained)
-                for m, (turn, at) in zip(branch.response_mask, own, strict=True)
+            # Paths may have equal ids of which only one's were sampled; else the shortest is meant.
+            options = [
+                (self._kept(leaf, wanted, trained), leaf)
+                for leaf, n in enumerate(shared)
+                if n > max(wanted)
             ]
-            trained |= {place for place, k in zip(own, kept, strict=True) if k}
-            if any(kept):
-                chosen.append((leaf, kept))
+            mask, leaf = max(options, key=lambda option: (sum(option[0]), -len(option[0])))
+            turns = self._branch(leaf, {}).turns
+            trained |= {(turns[at], at) for at, kept in enumerate(mask) if kept}
+            if any(mask):
+                chosen.append((leaf, mask))
         self.chosen = chosen
+
+    def _kept(
+        self, leaf: int, wanted: Collection[int], trained: Collection[tuple[int, int]]
+    ) -> list[int]:
+        """Return the mask of a path: its sampled tokens at `wanted` positions, unless trained."""
+        branch = self._branch(leaf, {})
+        return [
+            int(bool(sampled) and at in wanted and (turn, at) not in trained)
+            for at, (sampled, turn) in enumerate(
+                zip(branch.response_mask, branch.turns, strict=True)
+            )
+        ]
 
     def prompt_token_ids(self, index: int) -> list[int]:
         """Return the whole prompt of a turn, as the engine received it."""
