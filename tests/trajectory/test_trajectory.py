@@ -191,7 +191,7 @@ def test_a_row_that_differs_from_what_was_sampled_is_refused_where_it_is_trained
     trajectory = Trajectory("p")
     trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
     trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [-0.1, -0.2], [0, 1], "stop")
-    with pytest.raises(TrajectoryError, match="row 0 has token 8 at position 5, where .* has 6"):
+    with pytest.raises(TrajectoryError, match=r"row 0 has token 8 at position 5, where .* has 6"):
         trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 1, 1])])
     assert trajectory.chosen is None
     trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 0, 0])])  # beyond what is trained
