@@ -1,5 +1,6 @@
 import ast
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from turnwise.config import (
 from turnwise.config.explain import CHOICES, describe_keys, explain_config
 from turnwise.config.load import masked, masked_value
 from turnwise.config.resume import RULES, check_unchanged, rule_of
+from turnwise.config.verl_keys import VERL_KEYS, verl_answer
 from turnwise.errors import InputError
 
 SOURCES = Path(turnwise.__file__).parent
@@ -60,6 +62,8 @@ def test_an_override_reaches_its_key_as_yaml(file: Path) -> None:
         ("eval.sampling.max_new_tokens", "eval.sampling.max_tokens"),
         ("sampling.stop_token_list", "sampling.stop"),
         ("sampling.new_token_limit", "sampling.max_tokens"),
+        ("max_response_length", "rollout.max_response_tokens"),
+        ("engine.disable_log_stats", "engine.metrics"),
         ("sampling.eval_temperature", "eval.sampling.temperature"),
         ("eval.sampling.stop_token_list", "eval.sampling.stop"),
         ("eval_top_p", "eval.sampling.top_p"),
@@ -152,6 +156,125 @@ def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:
     known = known_keys()
     assert [alias for alias, key in ALIASES.items() if key not in known] == []
     assert [alias for alias in ALIASES if alias in known] == []
+
+
+VERLS_PAGE = {
+    "data": """tokenizer train_files val_files train_max_samples val_max_samples prompt_key
+        reward_fn_key max_prompt_length max_response_length train_batch_size val_batch_size
+        return_raw_input_ids return_raw_chat return_full_prompt shuffle seed
+        filter_overlong_prompts filter_overlong_prompts_workers truncation image_key video_key
+        trust_remote_code custom_cls.path custom_cls.name""",
+    "actor_rollout_ref": "hybrid_engine",
+    "actor_rollout_ref.model": """path external_lib override_config.attn_implementation
+        override_config.model_config override_config.moe_config.freeze_moe_router
+        enable_gradient_checkpointing enable_activation_offload trust_remote_code
+        use_remove_padding use_liger use_fused_kernels fused_kernel_options.impl_backend
+        tiled_mlp.enabled tiled_mlp.num_shards lora_rank lora_alpha target_modules""",
+    "actor_rollout_ref.actor": """strategy ppo_mini_batch_size ppo_micro_batch_size
+        ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu grad_clip clip_ratio
+        clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode entropy_coeff use_kl_loss
+        rollout_correction.rollout_is rollout_correction.rollout_is_threshold
+        rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold use_torch_compile
+        kl_loss_coef kl_loss_type ppo_epochs data_loader_seed shuffle
+        ulysses_sequence_parallel_size optim.lr optim.lr_warmup_steps optim.lr_warmup_steps_ratio
+        optim.min_lr_ratio optim.num_cycles optim.warmup_style optim.lr_scheduler_type
+        optim.total_training_steps optim.weight_decay fsdp_config.wrap_policy.min_num_params
+        fsdp_config.param_offload fsdp_config.optimizer_offload fsdp_config.offload_policy
+        fsdp_config.reshard_after_forward fsdp_config.fsdp_size fsdp_config.model_dtype
+        checkpoint.contents checkpoint.save_contents checkpoint.load_contents""",
+    "actor_rollout_ref.ref": """strategy fsdp_config.param_offload
+        fsdp_config.reshard_after_forward fsdp_config.wrap_policy.min_num_params use_torch_compile
+        log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz
+        log_prob_max_token_len_per_gpu ulysses_sequence_parallel_size""",
+    "actor_rollout_ref.rollout": """name mode chat_scheduler temperature top_k top_p
+        use_fire_sampling prompt_length response_length dtype gpu_memory_utilization ignore_eos
+        enforce_eager free_cache_engine load_format tensor_model_parallel_size
+        max_num_batched_tokens max_model_len max_num_seqs log_prob_micro_batch_size
+        log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu
+        disable_log_stats enable_chunked_prefill do_sample n engine_kwargs.vllm.swap_space
+        engine_kwargs.sglang.attention_backend calculate_log_probs val_kwargs.top_k
+        val_kwargs.top_p val_kwargs.temperature val_kwargs.n val_kwargs.do_sample multi_turn.enable
+        multi_turn.max_turns multi_turn.tool_config_path multi_turn.format
+        multi_turn.completion_callback agent.custom_async_server.path
+        agent.custom_async_server.name""",
+    "critic": """rollout_n strategy optim.lr optim.lr_warmup_steps_ratio optim.weight_decay
+        model.path model.tokenizer_path model.enable_gradient_checkpointing
+        model.fsdp_config.param_offload ppo_mini_batch_size ppo_micro_batch_size_per_gpu
+        forward_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu
+        forward_max_token_len_per_gpu ulysses_sequence_parallel_size ppo_epochs shuffle grad_clip
+        cliprange_value checkpoint.contents""",
+    "reward_model": """enable strategy model.input_tokenizer model.path model.external_lib
+        model.trust_remote_code model.fsdp_config.min_num_params micro_batch_size
+        micro_batch_size_per_gpu max_length use_dynamic_bsz forward_max_token_len_per_gpu
+        reward_manager launch_reward_fn_async""",
+    "custom_reward_function": "path name",
+    "algorithm": """gamma lam adv_estimator norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty
+        kl_ctrl.type kl_ctrl.kl_coef kl_ctrl.horizon kl_ctrl.target_kl""",
+    "trainer": """balance_batch total_epochs total_training_steps project_name experiment_name
+        logger log_val_generations rollout_data_dir validation_data_dir nnodes n_gpus_per_node
+        save_freq resume_mode resume_from_path val_before_train test_freq critic_warmup
+        default_hdfs_dir default_local_dir remove_previous_ckpt_in_save del_local_ckpt_after_load
+        max_actor_ckpt_to_keep max_critic_ckpt_to_keep ray_wait_register_center_timeout""",
+    "ray_init": "num_cpus runtime_env.env_vars",
+}
+"""Keys of `ppo_trainer.yaml`, as verl's page has them, now and when it had chat schedulers."""
+VERLS_KEYS = [f"{section}.{name}" for section, all_ in VERLS_PAGE.items() for name in all_.split()]
+
+
+def test_every_key_of_verls_page_is_answered_from_one_table() -> None:
+    """By a key that is there, or by a sentence whose keys are there."""
+    known = known_keys()
+    named = re.compile(rf"\b(?:{'|'.join(dict.fromkeys(k.partition('.')[0] for k in known))})\.\S+")
+    assert [key for key in VERLS_KEYS if verl_answer(key) is None] == []
+    for theirs, answer in VERL_KEYS.items():
+        if " " not in answer:
+            assert answer in known, theirs
+        for key in named.findall(answer):
+            key = key.strip(".,:;(){}")
+            assert any(each == key or each.startswith(f"{key}.") for each in known), (theirs, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("actor_rollout_ref.rollout.mode", ": rollouts are always asynchronous"),
+        ("rollout.mode", ": rollouts are always asynchronous"),
+        ("actor_rollout_ref.rollout.n", "; did you mean sampling.n?"),
+        ("actor_rollout_ref.rollout.chat_scheduler", "; did you mean rollout.chat_scheduler?"),
+        ("actor_rollout_ref.rollout.prompt_length", "; did you mean data.max_prompt_tokens?"),
+        ("actor_rollout_ref.rollout.response_length", "; did you mean rollout.max_response_tokens"),
+        ("rollout.response_length", "; did you mean rollout.max_response_tokens?"),
+        ("data.max_response_length", "; did you mean rollout.max_response_tokens?"),
+        ("rollout.disable_log_stats", ": engine.metrics collects them, and is the opposite"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", ": list it in training.offload"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "; did you mean training.ranks?"),
+        ("actor_rollout_ref.actor.fsdp_config.forward_prefetch", ": there is one trainer with FSD"),
+        ("trainer.total_training_steps", "; did you mean training.steps?"),
+        ("actor_rollout_ref.no_such_key", "; `turnwise config` prints all keys"),
+    ],
+)
+def test_a_key_of_verl_is_answered_by_the_key_that_does_it(
+    file: Path, key: str, words: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(f"there is no key {key}{words}")):
+        load_config(file, [f"{key}=1"])
+
+
+def test_a_whole_file_of_verl_is_answered_key_by_key(file: Path) -> None:
+    with pytest.raises(InputError) as failure:
+        load_config(file, [f"{key}=1" for key in VERLS_KEYS if key not in known_keys()])
+    said = str(failure.value)
+    for key in VERLS_KEYS:
+        parents = [key.rsplit(".", depth)[0] for depth in range(key.count(".") + 1)]
+        assert any(f"no key {each}" in said for each in parents) or key in known_keys(), key
+
+
+def test_a_variable_that_the_run_sets_itself_is_refused(file: Path) -> None:
+    for name in ("PYTHONPATH", "TURNWISE_SECRET"):
+        with pytest.raises(InputError, match=f"ray_env: {name} is set by the run itself"):
+            load_config(file, [f"ray_env={{{name}: x}}"])
+    config = load_config(file, ["ray_env={HF_TOKEN: LITERAL}"])
+    assert masked(config)["ray_env"] == {"HF_TOKEN": "***"}
 
 
 def test_a_key_that_resembles_nothing_gets_no_suggestion(file: Path) -> None:

@@ -79,8 +79,8 @@ def main(overrides: list[str]) -> None:
     with LLMServerManager(CONFIG, overrides) as manager:
         manager.sleep()
         manager.wake_up()
-        for url in manager.server_addresses:  # with serving.worker_servers=true
-            sys.stdout.write(f"a worker serves {url}\n")
+        for address in manager.server_addresses:
+            sys.stdout.write(f"a worker serves http://{address}/v1\n")
         scheduler = manager.chat_scheduler
 
         async def callback(*answer: Any) -> None:

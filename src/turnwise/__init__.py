@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
+    from turnwise.serving.colocated.host import WorkerHost
     from turnwise.tools import Tool
     from turnwise.tools.mcp import MCPServer
     from turnwise.trajectory import (
@@ -87,6 +88,7 @@ _PUBLIC = {
     ),
     # Engines without training, and exact tokens.
     "serving.chat_scheduler": ("ChatCompletionScheduler",),
+    "serving.colocated.host": ("WorkerHost",),
     "compat.verl": ("LLMServerManager",),
     "rollouts.sampler": ("RolloutSampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
@@ -135,6 +137,7 @@ __all__ = [
     "VllmAsyncGenerationWorker",
     "VllmEngine",
     "WeightUpdateError",
+    "WorkerHost",
     "__version__",
     "audit",
     "bridge",

@@ -1,8 +1,10 @@
 """What an actor's silence means, for each of Ray's words for it."""
 
 import asyncio
+import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import ray
 import ray.exceptions as ray_errors
 from ray.exceptions import RAY_EXCEPTION_TYPES, RayError, RayTaskError
 
+from turnwise.config import Config
 from turnwise.core import actor as actors
+from turnwise.core import fork_server
 from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
 from turnwise.core.ray import start_ray
 from turnwise.errors import EngineError, InputError, TrainerError
@@ -79,6 +83,43 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "init", slow)
     with pytest.raises(InputError, match="cannot be reached on this machine: The current node"):
         start_ray(None)
+
+
+class Variables:
+    """An actor that tells its environment."""
+
+    def get(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+
+async def test_all_actors_have_the_variables_of_ray_env(
+    ray_started: None, make_config: Callable[..., Config]
+) -> None:
+    """Also in place of those that we set ourselves."""
+    config = make_config(ray_env={"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "true"})
+    actor = ActorHandle.create(Variables, name="reader", config=config, log="reader")
+    names = ("NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "TURNWISE_LOG_LEVEL")
+    try:
+        found = await actor.call("get", *names, what="read its environment", seconds=120)
+    finally:
+        actor.kill()
+    assert found == ["INFO", "true", config.log_level]
+
+
+def test_ray_starts_with_the_variables_of_ray_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without the fork server, whose libraries have read other ones."""
+    asked: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        asked.update(options["runtime_env"]["env_vars"])
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match="enough"):
+        start_ray(None, {"HF_HOME": "/data/hf", "PYTHONPATH": "elsewhere"})
+    assert asked["HF_HOME"] == "/data/hf"
+    assert asked["PYTHONPATH"] != "elsewhere"
+    assert fork_server.VARIABLE not in asked
 
 
 def test_a_head_that_hangs_holds_up_nobody_who_ends_an_actor(

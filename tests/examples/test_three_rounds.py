@@ -15,7 +15,7 @@ def test_the_example_holds_a_conversation_and_makes_a_batch(model_path: str) -> 
     """A manager for plain calls, asleep and awake, with its workers' addresses."""
     overrides = [
         *(f"model.path={model_path}", "sampling.max_tokens=8"),
-        *("engine.kv_cache_gib=0.0625", "serving.worker_servers=true"),
+        "engine.kv_cache_gib=0.0625",
     ]
     done = subprocess.run(
         [*python(), "-m", "examples.calculator.three_rounds", *overrides],

@@ -87,6 +87,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "rlhf.yaml"
 
 
+def test_its_environment_variables_are_those_of_all_actors(file: Path) -> None:
+    given = "runtime_env:\n  env_vars: {NCCL_DEBUG: INFO}\n"
+    file.write_text(FILES["rlhf"].replace("runtime_env:\n", given))
+    assert PipelineFile(file).config.ray_env == {"NCCL_DEBUG": "INFO"}
+
+
 def test_every_key_reaches_the_configuration(file: Path) -> None:
     assert is_pipeline_file(file)
     config = PipelineFile(file).config

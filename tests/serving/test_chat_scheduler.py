@@ -48,7 +48,7 @@ async def backend(
 
 @pytest.fixture
 def chats(backend: ChatBackend) -> ChatCompletionScheduler:
-    return ChatCompletionScheduler(backend)
+    return backend.conductor
 
 
 def scripted(template: ChatTemplate, *turns: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ async def test_the_turns_after_x_request_id_stay_on_their_worker(
     backend = ChatBackend(make_config(), fleet)
     await backend.start()
     try:
-        chats = ChatCompletionScheduler(backend)
+        chats = backend.conductor
         made: list[Any] = []
         for _ in range(3):
             made.append(await chats.chat_completion(messages=[QUESTION], max_tokens=4))
@@ -191,7 +191,7 @@ async def test_each_choice_has_its_tokens_and_may_be_continued(
     assert last[: len(before)] == before
 
 
-async def test_a_stream_of_chunks_comes_straight_from_the_workers_actor(
+async def test_a_stream_of_chunks_is_recorded_as_the_whole_completion_is(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
     """Without HTTP, with tools, and recorded as the whole completion is."""
@@ -241,7 +241,7 @@ async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
     backend = ChatBackend(make_config(engine={}), engine)
     await backend.start()
     try:
-        stream: Any = await ChatCompletionScheduler(backend).chat_completion(
+        stream: Any = await backend.conductor.chat_completion(
             messages=[QUESTION],
             stream=True,
             max_tokens=400,
@@ -376,11 +376,11 @@ async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBack
         [{"role": "user", "content": "7?"}],
     ]
     prompts = DataProto(non_tensor_batch={"raw_prompt": np.array(raw)})
-    backend.scheduler = ThreeRounds
+    await backend.conduct_by(ThreeRounds)
     try:
         made = await backend.generate_sequences(prompts, max_tokens=6, temperature=0.7)
     finally:
-        backend.scheduler = ChatCompletionScheduler
+        await backend.conduct_by(ChatCompletionScheduler)
     assert made.batch is not None
     assert len(made) == 4  # sampling.n of each
     assert made.non_tensor_batch["index"].tolist() == [0, 0, 1, 1]
@@ -411,11 +411,11 @@ async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBack
         ] * 3
         rounds = np.diff(np.concatenate([[0], batch["response_mask"][row].numpy(), [0]]))
         assert (rounds == 1).sum() == 3
-    backend.scheduler = Streaming
+    await backend.conduct_by(Streaming)
     try:
         single = await backend.generate_sequences(raw, n=1, max_completion_tokens=3)
     finally:
-        backend.scheduler = ChatCompletionScheduler
+        await backend.conduct_by(ChatCompletionScheduler)
     assert single.batch is not None
     assert len(single) == 2
     assert single.batch["responses"].shape[1] <= 3
@@ -506,7 +506,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
     backend: ChatBackend,
 ) -> None:
     raw = [[QUESTION], [{"role": "user", "content": "7?"}]]
-    backend.scheduler = Raising
+    await backend.conduct_by(Raising)
     try:
         made = await backend.generate_sequences(raw, max_tokens=4)
         assert made.non_tensor_batch["index"].tolist() == [0, 0]
@@ -514,7 +514,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
         with pytest.raises(TrajectoryError, match=r"no luck \(.*test_chat_scheduler"):
             await backend.generate_sequences(raw[1:], max_tokens=4)
     finally:
-        backend.scheduler = ChatCompletionScheduler
+        await backend.conduct_by(ChatCompletionScheduler)
 
 
 async def test_the_configured_class_holds_each_trajectorys_conversation(
@@ -524,7 +524,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
     path = f"{__name__}:Watched"
     config = make_config(rollout={"chat_scheduler": path}, sampling={"n": 3, "max_tokens": 6})
     assert config.rollout.loop == "chat_scheduler"
-    backend.scheduler = load_chat_scheduler(path)
+    await backend.conduct_by(load_chat_scheduler(path))
     problem = load_training(config)[0]
     runner = Runner(config, tokenizer)
     runner.chats = backend
@@ -539,7 +539,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
         assert trajectory.reward in (0.0, 1.0)
         said = [m["content"] for m in trajectory.messages if m["role"] == "user"]
         assert said == [problem.row["question"], *FOLLOW_UPS]
-    held: Any = backend.scheduler
+    held: Any = backend.conductor
     assert threading.get_ident() not in held.threads
     assert held.rows[0]["question"] == problem.row["question"]
     assert not [s for s in backend.sessions._named.values() if s.private]
@@ -571,7 +571,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
         with pytest.raises(InputError, match=f"rollout.chat_scheduler: .*{words}"):
             load_chat_scheduler(path)
         return
-    backend.scheduler = load_chat_scheduler(path)
+    await backend.conduct_by(load_chat_scheduler(path))
     runner = Runner(config, tokenizer)
     runner.chats = backend
     group = await runner.run_group(engine, load_training(config)[0], config.sampling, name)
@@ -585,7 +585,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     [
         ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not use chat_scheduler"),
         ({"loop": "chat_scheduler"}, "loop chat_scheduler needs chat_scheduler"),
-        ({"chat_scheduler": "a.B"}, "package.module:Class, not 'a.B'"),
+        ({"chat_scheduler": "B"}, "package.module:Class, not 'B'"),
     ],
 )
 def test_keys_that_contradict_are_refused(rollout: dict[str, str], words: str) -> None:

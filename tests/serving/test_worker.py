@@ -1,6 +1,7 @@
 """The worker's own methods, called as a trainer of another system would call them."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker, as_ready
 from turnwise.config import Config, EngineConfig, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError
+from turnwise.internals import vllm_server
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
 
@@ -194,3 +196,43 @@ async def test_a_worker_can_serve_by_itself(
         assert await worker.actor.shutdown.remote() is True
     finally:
         await worker.shutdown()
+
+
+async def test_chats_are_answered_by_the_workers_actor_with_a_status_and_data(
+    engine: WorkerHandle,
+) -> None:
+    """As by verl's server actor: whole, streamed, and refused; requests are vLLM's or plain."""
+    question = [{"role": "user", "content": "What is 12 plus 30?"}]
+
+    async def asked(request: Any) -> list[tuple[int, str]]:
+        made = engine.actor.chat_completion_generator.remote(request)
+        events = [await reply async for reply in made]
+        assert all(data.startswith("data: ") and data.endswith("\n\n") for _, data in events)
+        return [(status, data.removeprefix("data: ").rstrip()) for status, data in events]
+
+    request = vllm_server.ChatCompletionRequest(
+        model="any/name", messages=question, max_tokens=4, stream=False
+    )
+    ((status, data),) = await asked(request)
+    assert status == 200
+    choice = json.loads(data)["choices"][0]
+    assert choice["message"]["role"] == "assistant"
+    assert 0 < len(choice["token_ids"]) <= 4
+
+    *chunks, (status, last) = await asked({"messages": question, "max_tokens": 4, "stream": True})
+    assert (status, last) == (200, "[DONE]")
+    assert {status for status, _ in chunks} == {200}
+    deltas = [json.loads(data)["choices"][0] for _, data in chunks]
+    assert len(deltas) > 1
+    assert deltas[-1]["finish_reason"] in ("length", "stop")
+
+    for wrong, words in (
+        ({"messages": question, "temperature": -1}, "temperature"),
+        ({"messages": question, "no_such_key": 1}, "no key no_such_key"),
+    ):
+        for stream in (False, True):
+            ((status, data),) = await asked({**wrong, "stream": stream})
+            assert status == 400
+            error = json.loads(data)["error"]
+            assert error["code"] == 400
+            assert words in error["message"]

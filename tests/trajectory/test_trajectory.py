@@ -168,3 +168,36 @@ def test_the_examples_of_the_docstrings_run() -> None:
     results = doctest.testmod(trajectory_module)
     assert results.attempted > 5
     assert results.failed == 0
+
+
+@given(attempts(), st.data())
+def test_chosen_rows_train_what_was_sampled_and_nothing_twice(
+    attempt: tuple[Trajectory, Calls], data: st.DataObject
+) -> None:
+    trajectory, _ = attempt
+    rows: list[tuple[list[int], list[int]]] = []
+    for branch in trajectory.branches():
+        end = data.draw(st.integers(0, len(branch.token_ids)))
+        mask = data.draw(st.lists(st.integers(0, 1), min_size=end, max_size=end))
+        rows.append((branch.token_ids[:end], mask))
+    trajectory.choose(rows)
+    report = audit(trajectory)
+    assert report.first_violation is None
+    assert report.tokens_trained <= sum(sum(mask) for _, mask in rows)
+    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+
+
+def test_a_row_that_differs_from_what_was_sampled_is_refused_where_it_is_trained() -> None:
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
+    trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [-0.1, -0.2], [0, 1], "stop")
+    with pytest.raises(TrajectoryError, match=r"row 0 has token 8 at position 5, where .* has 6"):
+        trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 1, 1])])
+    assert trajectory.chosen is None
+    trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 0, 0])])  # beyond what is trained
+    assert trajectory.chosen == [(0, [0, 0, 1, 1])]
+    trajectory.choose([([1, 2, 3, 4, 5, 6, 7, 9], [1] * 8)])  # what nobody sampled is left out
+    assert trajectory.chosen == [(1, [0, 0, 1, 1, 0, 1, 1])]
+    (sample,) = trajectory.samples()
+    assert sample.weight_versions == [-1, -1, 0, 0, -1, 0, 1]
+    assert audit(trajectory).masked == {}

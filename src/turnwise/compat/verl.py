@@ -1,21 +1,29 @@
 """verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
+from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
 from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
+from turnwise.weights.sync import WeightSync
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle as RayActor
+
+    from turnwise.weights.transport import Manifest
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 
@@ -26,8 +34,15 @@ class LLMServerManager:
     The engines run in a separate thread for the duration of the `with` block.
 
     Args:
-        config: A YAML file or a `Config`; a file may leave out `environment` and `data`.
+        config: A YAML file or a `Config`; a file may leave out `environment` and `data`, and its
+            workers serve HTTP unless it sets `serving.worker_servers` to false.
         overrides: `key.sub=value` changes to a file.
+        workers: Handles of your own actors (`WorkerHost`), in which the engines run: each engine in
+            the next `engine.tensor_parallel_size` of them, and as many engines as they suffice for.
+            None starts processes for the engines.
+
+    Raises:
+        InputError: when the number of actors is not a multiple of an engine's devices.
 
     Example:
         with LLMServerManager("config.yaml") as manager:
@@ -35,11 +50,23 @@ class LLMServerManager:
             batch.batch["responses"]  # [4, R]
     """
 
-    def __init__(self, config: str | Path | Config, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: str | Path | Config,
+        overrides: Sequence[str] = (),
+        *,
+        workers: "Sequence[RayActor] | None" = None,
+    ) -> None:
         if not isinstance(config, Config):
-            config = load_config(config, overrides, optional=NEEDED_KEYS)
+            defaults = {"serving": {"worker_servers": True}}
+            config = load_config(config, overrides, defaults, optional=NEEDED_KEYS)
+        hosts: Mapping[str, RayActor] | None = None
+        if workers is not None:
+            config, hosts = _over_actors(config, workers)
         self.config = config
-        self._thread = EventLoopThread(lambda: open_manager(self.config), "the manager")
+        self._thread = EventLoopThread(
+            lambda: open_manager(self.config, hosts=hosts), "the manager"
+        )
         self._asleep = False
 
     def __enter__(self) -> Self:
@@ -55,14 +82,22 @@ class LLMServerManager:
 
     @property
     def chat_scheduler(self) -> ChatCompletionScheduler:
-        """The scheduler of chats; its methods may be awaited on any event loop, as callbacks do."""
-        chats = self._thread.opened[1]
-        return chats.scheduler(chats)
+        """The scheduler of chats, always the same one; its methods may be awaited on any event
+        loop, as callbacks do."""
+        return self._thread.opened[1].conductor
+
+    @property
+    def async_llm_servers(self) -> "list[RayActor]":
+        """Ray's handles of the workers, whose `chat_completion_generator` answers chats."""
+        return [engine.actor for engine in self._thread.opened[0].engines]
 
     @property
     def server_addresses(self) -> list[str]:
-        """Base URLs of the workers' own OpenAI servers (`serving.worker_servers`)."""
-        return list(self._thread.opened[0].base_urls.values())
+        """Addresses of the workers' own OpenAI servers, HOST:PORT, for
+        `base_url=f"http://{address}/v1"`; InputError without `serving.worker_servers`."""
+        if not self.config.serving.worker_servers:
+            raise InputError("server_addresses needs serving.worker_servers: set it to true")
+        return [urlsplit(url).netloc for url in self._thread.opened[0].base_urls.values()]
 
     def submit_chat_completions(
         self,
@@ -88,6 +123,31 @@ class LLMServerManager:
         # Each conversation has its own deadline.
         return self._thread.call(work, NO_DEADLINE, "the conversations")
 
+    def update_weights(self, publish: "Callable[[], Manifest]") -> int:
+        """Bring new weights to all engines, or to none; return their version.
+
+        Args:
+            publish: Has every actor publish its weights (`WorkerHost.publish_weights`), and returns
+                the first one's result. It is called again when an engine has to be restarted.
+
+        Raises:
+            WeightUpdateError: when an engine refuses them.
+        """
+        weights = self.config.weights
+        sync = WeightSync(
+            _Publisher(publish, weights.update_timeout),
+            weights.update_timeout,
+            self.config.engine.start_timeout,
+        )
+
+        async def update() -> int:
+            await sync.publish()
+            updated = await self._thread.opened[0].update_weights(sync)
+            return max(each.version for each in updated)
+
+        # To publish, to load, and to load again where a stream broke.
+        return self._thread.call(update, 3 * weights.update_timeout, "the engines' new weights")
+
     def sleep(self) -> None:
         """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
         work, seconds = self._thread.opened[0].sleep, self.config.engine.request_timeout
@@ -103,3 +163,55 @@ class LLMServerManager:
     def _check_awake(self) -> None:
         if self._asleep:
             raise InputError("the engines sleep: call wake_up first")
+
+
+class _Publisher:
+    """A `Trainer` of `weights.sync` that only publishes."""
+
+    def __init__(self, publish: "Callable[[], Manifest]", seconds: float) -> None:
+        self._publish = publish
+        self._seconds = seconds
+
+    async def publish(self) -> "Manifest":
+        manifest: Manifest = await call_user_code(
+            self._publish,
+            name="the function that publishes the weights",
+            seconds=self._seconds,
+            key="weights.update_timeout",
+        )
+        return manifest
+
+    async def send(self, devices: Sequence[str]) -> None:
+        raise InputError(
+            "update_weights takes weights that are published as a whole, by publish_weights or "
+            "the transports shm and disk; ipc and collective need a trainer that sends them"
+        )
+
+    async def rendezvous(self) -> tuple[str, int]:
+        await self.send([])
+        raise AssertionError
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
+        await self.send([])
+
+
+def _over_actors(
+    config: Config, workers: "Sequence[RayActor]"
+) -> "tuple[Config, Mapping[str, RayActor]]":
+    """Return the configuration of as many engines as the actors suffice for, and the actors by
+    their names in errors."""
+    import ray  # takes a second
+
+    size = config.engine.tensor_parallel_size
+    if not workers or len(workers) % size:
+        raise InputError(
+            f"there are {len(workers)} workers, no multiple of engine.tensor_parallel_size {size}"
+        )
+    if config.engine.pipeline_parallel_size > 1:
+        raise InputError("engines in your own actors need engine.pipeline_parallel_size 1")
+    if not ray.is_initialized():
+        raise InputError("the workers' Ray is not connected: pass handles of running actors")
+    count = len(workers) // size
+    serving = config.serving.model_copy(update={"workers": count, "spread": False})
+    named = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
+    return config.model_copy(update={"serving": serving}), named

@@ -70,6 +70,7 @@ ALIASES = {
         "data.path": "data_path dataset dataset_name train_dataset train_file train_files",
         "engine.logits_processors_allowed": "logits_processor_pattern",
         "engine.max_num_seqs": "generation_batch_size",
+        "engine.metrics": "disable_log_stats",
         "engine.pipeline_parallel_size": "pipeline_model_parallel_size",
         "engine.routing_replay": "enable_routing_replay",
         "engine.tensor_parallel_size": "tensor_model_parallel_size",
@@ -89,10 +90,10 @@ ALIASES = {
         "model.tokenizer": "tokenizer_model tokenizer_path",
         "name": "exp_name run_name",
         "output_dir": "output",
+        "rollout.max_response_tokens": "max_response_length response_length",
         "rollout.prompts_per_step": "batch_size sample_per_episode train_batch_size",
         "rollout.rewards": "reward reward_fn reward_funcs",
-        "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length "
-        "new_token_limit response_length",
+        "sampling.max_tokens": "max_completion_length max_new_tokens new_token_limit",
         "sampling.n": "group_size num_generations num_inference_per_prompt num_rollouts "
         "num_samples rollout_n",
         "sampling.stop": "stop_token_list",

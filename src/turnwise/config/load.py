@@ -6,7 +6,7 @@ the machine: trackers and exported pages.
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from turnwise.config.aliases import ALIASES, REPLACED_KEYS
 from turnwise.config.base import NEEDED_KEYS, Tree, sections
 from turnwise.config.explain import CHOICES, known_keys
 from turnwise.config.schema import Config
+from turnwise.config.verl_keys import VERL_KEYS, verl_answer
 from turnwise.errors import InputError
 
 _OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written
@@ -26,7 +27,7 @@ MASK = "***"
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
 )
-_SECRET_SECTIONS = ("env", "headers")  # of a server, tool or engine: any value may be a secret
+_SECRET_SECTIONS = ("env", "headers", "ray_env")  # any value may be a secret
 _USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 _REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # names an environment variable, no secret
 
@@ -227,7 +228,7 @@ def _explain_mistake(error: ErrorDetails) -> str:
             fields = [kind.model_fields for kind in CHOICES[owner] if leaf in kind.model_fields]
             names = " and ".join(each["name"].default for each in fields)
             return f"{key} belongs to {names}, not to {loc[-2]} ({owner}.name)"
-        return f"there is no key {key}{_nearest(key)}"
+        return "; ".join(_explain_unknown(key, error["input"]))
     if error["type"] == "missing":
         field = Config.model_fields.get(key)
         parts = sections(field.annotation) if field is not None else []
@@ -243,6 +244,21 @@ def _explain_mistake(error: ErrorDetails) -> str:
         return f"{key}: {message}" if key else message
     given = f", not {value!r}" if isinstance(value, str | int | float) else ""
     return f"{key}: {error['msg']}{given}"
+
+
+def _explain_unknown(key: str, value: object) -> Iterator[str]:
+    """Yield a sentence about an unknown key, or about each key below it if it is a section of
+    verl's."""
+    answer, below = verl_answer(key), (f"{key}.", f"actor_rollout_ref.{key}.")
+    if isinstance(value, dict) and value and any(name.startswith(below) for name in VERL_KEYS):
+        for name, item in value.items():
+            yield from _explain_unknown(f"{key}.{name}", item)
+    elif answer is None:
+        yield f"there is no key {key}{_nearest(key)}"
+    elif answer in known_keys():
+        yield f"there is no key {key}; did you mean {answer}?"
+    else:
+        yield f"there is no key {key}: {answer}"
 
 
 def _explain_missing(key: str) -> str:

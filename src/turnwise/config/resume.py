@@ -30,7 +30,7 @@ _KEYS: dict[OnResume, str] = {
     ): "environments",
     (True, "applies from now on"): (
         "trackers project entity tags samples_every log_level watchdog_seconds ray_address "
-        "model.trust_remote_code engine serving weights training.context_parallel "
+        "ray_env model.trust_remote_code engine serving weights training.context_parallel "
         "training.colocated training.offload training.resources "
         "training.activation_checkpointing training.packing training.attention "
         "training.micro_batch_tokens training.threads training.step_timeout "

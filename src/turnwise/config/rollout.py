@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from turnwise.config.base import (
     Fraction,
@@ -27,6 +27,11 @@ Loop = Annotated[
         f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {{!r}}",
     ),
 ]
+
+
+def _with_colon(path: str) -> str:
+    """Return `package.module.Class`, as verl writes it, as `package.module:Class`."""
+    return path if ":" in path else ":".join(path.rsplit(".", 1))
 
 
 class CodeToolConfig(Section):
@@ -152,9 +157,10 @@ class RolloutConfig(Section):
     """For loop agent: a package.module:function, a command, the URL of an endpoint
     (http://host/run), or "worker: COMMAND" for a long-lived process, that receives an OpenAI base
     URL and a problem."""
-    chat_scheduler: str | None = None
-    """package.module:Class, a ChatCompletionScheduler whose generate_sequences conducts each
-    trajectory's conversation. Setting it also sets loop to chat_scheduler."""
+    chat_scheduler: Annotated[str, AfterValidator(_with_colon)] | None = None
+    """package.module:Class or package.module.Class, a ChatCompletionScheduler of which one instance
+    conducts the conversations of all trajectories: its generate_sequences is called for each.
+    Setting it also sets loop to chat_scheduler."""
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""

@@ -74,6 +74,11 @@ class Config(Section):
     """Seconds without any progress after which the run reports what it is waiting for."""
     ray_address: str | None = None
     """Address of a running Ray cluster, or `auto`; null starts Ray on this machine."""
+    ray_env: dict[str, str] = {}
+    """Environment variables of all Ray actors, on all nodes: workers, ranks of the trainer and
+    further processes, such as {HF_HOME: /data/hf, NCCL_DEBUG: INFO}. They override those of the
+    node, and those that Turnwise sets itself. Without any, actors on this machine have the
+    variables of this process."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -128,6 +133,9 @@ class Config(Section):
         return {part.rollout.loop for part in self.parts().values()}
 
     def mistakes(self) -> Iterator[str]:
+        for name in self.ray_env:
+            if name == "PYTHONPATH" or name.startswith("TURNWISE_"):
+                yield f"ray_env: {name} is set by the run itself, and may not be changed"
         own = [key for key in ("environment", "environment_args") if getattr(self, key)]
         fields = RowsConfig.model_fields.items()
         rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]

@@ -78,6 +78,7 @@ class ActorHandle:
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             **(environment or {}),
+            **config.ray_env,
         }
         options = _remote(actor_class).options(
             num_cpus=0,

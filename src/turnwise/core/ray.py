@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import ray
@@ -28,8 +28,9 @@ _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
 
 
-def start_ray(address: str | None) -> float:
-    """Connect to a cluster, or start Ray on this machine; return its number of GPUs."""
+def start_ray(address: str | None, environment: Mapping[str, str] | None = None) -> float:
+    """Connect to a cluster, or start Ray on this machine, whose actors get the variables of
+    `environment` too; return its number of GPUs."""
     options: dict[str, object] = {
         "log_to_driver": False,
         "logging_level": logs.quiet("ray"),
@@ -38,12 +39,14 @@ def start_ray(address: str | None) -> float:
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     secret = os.environ.setdefault(process.SECRET, secrets.token_hex(16))
-    variables = {"PYTHONPATH": paths, process.SECRET: secret}
+    variables = {**(environment or {}), "PYTHONPATH": paths, process.SECRET: secret}
     options["runtime_env"] = {"env_vars": variables}
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:
-        # Other machines have no fork server: in a cluster, workers start without one.
-        if (server := fork_server.address()) is not None:
+        # Other machines have no fork server: in a cluster, workers start without one. It has
+        # imported libraries that read their variables then, so none is used beside others.
+        server = None if environment else fork_server.address()
+        if server is not None:
             variables[fork_server.VARIABLE] = server
         lean = lean_ray(None if server is None else fork_server.CLIENT)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -38,14 +38,14 @@ from turnwise.core.untrusted import (
     read_body,
     read_line,
 )
-from turnwise.core.user_code import call_user_code, import_user_code
+from turnwise.core.user_code import call_user_code, describe_user_error, import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
-from turnwise.serving.data_proto import DataProto
+from turnwise.serving.data_proto import DataProto, take_rows
 from turnwise.trajectory import MAX_REWARD
 
 logger = logging.getLogger(__name__)
@@ -447,7 +447,7 @@ class ChatSchedulerLoop:
             validate=config.eval.sampling == context.sampling != config.sampling,
         )
         with context.timed("agent"), waiting(context.request_id, "chat scheduler"):
-            await context.chats.converse(
+            made = await context.chats.converse(
                 context.trajectory,
                 batch,
                 context.sampling,
@@ -455,6 +455,22 @@ class ChatSchedulerLoop:
                 clock=context.clock,
                 calls=context.calls,
             )
+        if made is None:
+            return
+        try:
+            await call_user_code(
+                *(take_rows, context.trajectory, made),
+                name="the chat scheduler's batch",
+                seconds=context.rollout.environment_timeout,
+                key="rollout.environment_timeout",
+            )
+        except (TrajectoryError, DeadlineError):
+            raise
+        except Exception as error:
+            message = (
+                f"the chat scheduler's batch cannot be read: {await describe_user_error(error)}"
+            )
+            raise TrajectoryError("inexact_rows", message) from error
 
 
 async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:

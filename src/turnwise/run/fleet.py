@@ -59,15 +59,17 @@ async def open_server(config: Config, progress: Display = SILENT) -> AsyncIterat
 
 @asynccontextmanager
 async def open_manager(
-    config: Config, progress: Display = SILENT
+    config: Config, progress: Display = SILENT, hosts: Mapping[str, RayActor] | None = None
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
-    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit."""
+    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit. With
+    `hosts`, the workers' models are in these actors, and Ray is the one that runs already."""
     async with _open_fleet(
         config,
         progress,
         CHATS,
         partial(import_chat_scheduler, config),
         lambda chat_scheduler, manager: ChatBackend(config, manager.scheduler, chat_scheduler),
+        hosts,
     ) as opened:
         yield opened
 
@@ -79,6 +81,7 @@ async def _open_fleet(
     name: str,
     load: Callable[[], Coroutine[object, object, _Imported]],
     make_front: Callable[[_Imported, AsyncLLMServerManager], _Front],
+    hosts: Mapping[str, RayActor] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
     """Start the workers and the front end concurrently; `load` imports what the latter needs."""
     begin_imports(config)
@@ -87,23 +90,27 @@ async def _open_fleet(
     async with AsyncExitStack() as stack:
         importing = asyncio.ensure_future(load())
         stack.callback(importing.cancel)
-        gpus = await stack.enter_async_context(ray_running(config, progress))
-        manager = make_manager(config, gpu_share(config, gpus, training=False))
+        share = 0.0
+        if hosts is None:
+            gpus = await stack.enter_async_context(ray_running(config, progress))
+            share = gpu_share(config, gpus, training=False)
+        manager = make_manager(config, share, hosts)
         stack.push_async_callback(manager.shutdown)
         front = make_front(await importing, manager)
         stack.push_async_callback(front.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             starting.create_task(show_part(progress, name, front.start))
-        async with watching_ray(config.ray_address):
+        async with watching_ray(config.ray_address if hosts is None else "auto"):
             yield manager, front
 
 
 @asynccontextmanager
 async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]:
     """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
+    where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
-        show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, config.ray_address))
+        show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, *where))
     )
     try:
         yield await asyncio.shield(starting)
@@ -115,7 +122,7 @@ async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]
 def begin_imports(config: Config) -> None:
     """Start importing the workers' modules in the process that they are forked from."""
     check_vllm()
-    if config.ray_address is None:
+    if config.ray_address is None and not config.ray_env:
         fork_server.address()
 
 

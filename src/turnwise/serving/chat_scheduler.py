@@ -11,15 +11,21 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
+from http import HTTPStatus
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
+from turnwise.config.verl_keys import SCHEDULER_SECTION, VERL_KEYS
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
@@ -50,16 +56,52 @@ Callback = Callable[..., Awaitable[object] | object]
 """
 
 
+_conversation: ContextVar[Session | None] = ContextVar("conversation", default=None)
+"""The session of the call of `generate_sequences` that runs, also in tasks that it starts."""
+
+
+class SchedulerConfig:
+    """The configuration of a chat scheduler: the run's, by our names and by verl's of `rollout`.
+
+    `config.sampling.temperature` is `config.temperature`, and `config.response_length`
+    `rollout.max_response_tokens`; `config.n` is 1, because each conversation has a call of its own.
+    """
+
+    def __init__(self, config: Config, chats: "ChatBackend") -> None:
+        self.chats = chats
+        """Answers the requests."""
+        self._config = config
+
+    def __getattr__(self, name: str) -> Foreign:
+        if name.startswith("_"):  # it is not set yet, in a copy
+            raise AttributeError(name)
+        if name == "n":
+            return 1
+        value: Foreign = self._config
+        key = VERL_KEYS.get(f"{SCHEDULER_SECTION}.{name}", name)
+        for part in [name] if hasattr(value, name) else key.split("."):
+            if not hasattr(value, part):
+                raise AttributeError(f"the configuration of a chat scheduler has no {name}")
+            value = getattr(value, part)
+        return value
+
+    def get(self, name: str, default: object = None) -> Foreign:
+        """Return a value by its name, or the default where there is none, as verl's does."""
+        return getattr(self, name, default)
+
+
 class ChatCompletionScheduler:
     """Leads conversations; the base class for the class that `rollout.chat_scheduler` names.
 
-    In a run each trajectory gets its own instance, whose `generate_sequences` is called once, with
-    that trajectory's conversation. All sampled turns become part of the trajectory.
+    There is one instance in each process that runs trajectories; it keeps its state.
+    `generate_sequences` is called for each conversation, many at once. A request belongs to the
+    conversation whose call started its task, and all sampled turns become part of the trajectory.
 
     Args:
-        chats: Answers the requests.
-        session: Records all sampled turns; with None, each request begins a conversation unless
-            `extra_headers` names one.
+        config: The run's configuration, as `self.config`.
+        model_path: Name of the model in requests, as `self.model_name`.
+        server_addresses: Empty: requests reach the engines without HTTP.
+        max_cache_size: Ignored: `serving.known_sessions` limits the remembered conversations.
 
     Example:
         class TwoRounds(ChatCompletionScheduler):
@@ -73,13 +115,16 @@ class ChatCompletionScheduler:
                 ...  # append the answer and the next question, and submit them
     """
 
-    def __init__(self, chats: "ChatBackend", session: Session | None = None) -> None:
-        self.config = chats.config
-        """The run's configuration: `config.sampling.temperature`, `config.sampling.max_tokens`."""
-        self.model_name = chats.model_name
-        self.tokenizer = chats.tokenizer
-        self._chats = chats
-        self._session = session
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model_path: str,
+        server_addresses: Sequence[str] = (),
+        max_cache_size: int = 10_000,
+    ) -> None:
+        self.config = config
+        self.model_name = model_path
+        self.tokenizer = config.chats.tokenizer
 
     async def submit_chat_completions(
         self,
@@ -120,18 +165,20 @@ class ChatCompletionScheduler:
             InputError: naming the key that cannot be served, or when the prompt is too long.
             EngineError, DeadlineError: when the workers fail.
         """
-        return await self._chats.create(request, self._session)
+        return await self.config.chats.create(request, _conversation.get())
 
     async def generate_sequences(self, batch: DataProto, **sampling_params: object) -> object:
         """Run the conversations of a batch; this base class asks for one answer each.
 
         Args:
-            batch: `non_tensor_batch["raw_prompt"]` contains arrays of messages; in a run there is
-                only one, and the other columns are those of the trajectory's row.
+            batch: `non_tensor_batch["raw_prompt"]` contains arrays of messages. There is only one;
+                in a run the other columns are those of the trajectory's row.
             sampling_params: Keys for each request.
 
         Returns:
-            Any value; it is ignored, because the session records all sampled turns.
+            A `DataProto` decides what is trained (its masks, its rows, `rm_scores`; see
+            `data_proto.take_rows`), and is what `LLMServerManager.generate_sequences` returns. With
+            any other value, None for one, all sampled tokens are trained.
         """
 
         def answered(completions: object, info: object, exception: Exception | None) -> None:
@@ -146,10 +193,14 @@ class ChatCompletionScheduler:
 
 
 class ChatBackend:
-    """Answers chat requests in this process, and leads conversations with the class `scheduler`.
+    """Answers chat requests in this process, and leads conversations with an instance of the class
+    `scheduler`.
 
-    `create` may be awaited on any event loop, all other methods only on the loop of `start`.
+    `create` and `events` may be used on any event loop, all else only on the loop of `start`.
     """
+
+    conductor: ChatCompletionScheduler
+    """The instance, once `start` has returned."""
 
     def __init__(
         self,
@@ -158,14 +209,15 @@ class ChatBackend:
         scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler,
     ) -> None:
         self.config = config
-        self.scheduler = scheduler
         self.model_name = config.serving.served_model_name or config.model.path
         self.sessions = SessionStore.from_config(config)
+        self._scheduler = scheduler
         self._generator = generator
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     async def start(self) -> None:
-        """Build vLLM's application; raise `InputError` when vLLM refuses the model."""
+        """Build vLLM's application, and the conductor; raise `InputError` when vLLM refuses the
+        model, or the user's class fails."""
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
@@ -173,6 +225,22 @@ class ChatBackend:
         self._app = await vllm_app.build(self.config, self._generator, self.sessions, names)
         self._chats = self._app.state.chats
         self.tokenizer = self._chats.tokenizer
+        await self.conduct_by(self._scheduler)
+
+    async def conduct_by(self, scheduler: type[ChatCompletionScheduler]) -> None:
+        """Make an instance of a class, with verl's arguments, and lead further conversations with
+        it."""
+        config, model, name = SchedulerConfig(self.config, self), self.model_name, _name(scheduler)
+
+        async def make() -> ChatCompletionScheduler:
+            return scheduler(config=config, model_path=model, server_addresses=[])
+
+        seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
+        try:
+            self.conductor = await call_user_code(make, name=name, seconds=seconds, key=key)
+        except Exception as error:
+            why = await describe_user_error(error)
+            raise InputError(f"rollout.chat_scheduler: {name} cannot be made: {why}") from error
 
     async def stop(self) -> None:
         if hasattr(self, "_app"):
@@ -181,34 +249,72 @@ class ChatBackend:
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
+        """Answer a request, as `ChatCompletionScheduler.chat_completion` does."""
+        from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
+
         replies = self._replies(request, session)
-        if (first := await anext(replies)) is None:
-            return cast("AsyncGenerator[ChatCompletionChunk, None]", replies)
-        await replies.aclose()
-        return cast("ChatCompletion", first)
+
+        async def chunks() -> AsyncGenerator[ChatCompletionChunk, None]:
+            try:
+                async with aclosing(replies):
+                    async for event in replies:
+                        for line in str(event).splitlines():
+                            data = line.removeprefix("data: ")
+                            if data not in (line, "[DONE]"):
+                                chunk = _checked(json.loads(data))
+                                yield ChatCompletionChunk.model_validate(chunk)
+            except Exception as error:
+                own = _own(error)
+                raise own from own.__cause__
+
+        try:
+            first = await anext(replies)
+            if first is None:
+                return chunks()
+            await replies.aclose()
+            assert isinstance(first, dict)
+            return ChatCompletion.model_validate(_checked(first))
+        except Exception as error:
+            own = _own(error)
+            raise own from own.__cause__
+
+    async def events(self, request: Mapping[str, object]) -> AsyncGenerator[tuple[int, str], None]:
+        """Answer a request as verl's server actor does: yield a status of HTTP and a server-sent
+        event ("data: ..."), for the whole answer, for each chunk of a stream, or for an error."""
+        from turnwise.internals.vllm_server import create_error_response
+        from turnwise.serving.openai.chat_service import client_error
+
+        try:
+            async with aclosing(self._replies(request, None)) as replies:
+                async for reply in replies:
+                    if isinstance(reply, dict):
+                        failed = reply.get("error") or {"code": HTTPStatus.OK.value}
+                        yield int(failed["code"] or 500), f"data: {json.dumps(reply)}\n\n"
+                    elif reply is not None:
+                        yield HTTPStatus.OK.value, str(reply)
+        except Exception as error:  # the caller gets it as an answer
+            refusal = create_error_response(client_error(_own(error)))
+            yield refusal.error.code, f"data: {refusal.model_dump_json()}\n\n"
 
     async def _replies(
         self, request: Mapping[str, object], session: Session | None
     ) -> AsyncGenerator[object, None]:
-        """Yield the completion; or None, and the chunks of a stream. Closing ends the request."""
+        """Yield vLLM's answer; or None, and the events of a stream. Closing ends the request."""
         replies = asyncio.Queue[object]()
-        try:  # here, and not on the other loop: its objects may be the user's own
-            tree: JsonObject = dict(request)
-            tree |= tree.pop("extra_body", None) or {}
-            given = tree.pop("extra_headers", None) or {}
-            headers = {name.lower(): str(value) for name, value in given.items()}
-            if unknown := headers.keys() - _HEADERS:
-                raise InputError(
-                    f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
-                )
-            tree["messages"] = [  # callers may pass OpenAI's objects, too
-                message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
-                for message in tree.get("messages", ())
-            ]
-            tree["return_token_ids"] = True
-        except Exception as error:
-            own = _own(error)
-            raise own from own.__cause__
+        # Here, and not on the other loop: its objects may be the user's own.
+        tree: JsonObject = dict(request)
+        tree |= tree.pop("extra_body", None) or {}
+        given = tree.pop("extra_headers", None) or {}
+        headers = {name.lower(): str(value) for name, value in given.items()}
+        if unknown := headers.keys() - _HEADERS:
+            raise InputError(
+                f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
+            )
+        tree["messages"] = [  # callers may pass OpenAI's objects, too
+            message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
+            for message in tree.get("messages", ())
+        ]
+        tree["return_token_ids"] = True
         answering = self._answer(tree, headers, session, replies)
         running = asyncio.run_coroutine_threadsafe(answering, self._loop)
         begun = False
@@ -222,6 +328,8 @@ class ChatBackend:
                     return
                 begun = True
                 yield reply
+                if isinstance(reply, dict):
+                    return
         finally:
             running.cancel()
 
@@ -235,8 +343,9 @@ class ChatBackend:
         sampling_params: Mapping[str, object] | None = None,
         clock: StallClock | None = None,
         calls: list[TurnTimes] | None = None,
-    ) -> None:
-        """Run one conversation, a batch of one, with an instance of the scheduler class.
+    ) -> DataProto | None:
+        """Run one conversation, a batch of one, and return the batch that the scheduler makes of
+        it; None without one.
 
         `trajectory` records the sampled turns. Requests may not change `sampling`. TrajectoryError
         when the class raises (chat_scheduler_error) or samples nothing (chat_scheduler_silent).
@@ -250,15 +359,19 @@ class ChatBackend:
             calls=calls,
         )
         session.clock = clock
-        name = f"the chat scheduler {self.config.rollout.chat_scheduler or self.scheduler.__name__}"
+        conductor, name = self.conductor, _name(type(self.conductor))
+        made: DataProto | None = None
 
-        async def hold() -> None:
-            scheduler = self.scheduler(self, session)
-            await scheduler.generate_sequences(batch, **(sampling_params or {}))
+        async def hold() -> DataProto | None:
+            _conversation.set(session)
+            value: Foreign = await conductor.generate_sequences(batch, **(sampling_params or {}))
+            # Another package's class of that name is as good.
+            is_batch = hasattr(value, "batch") and hasattr(value, "non_tensor_batch")
+            return value if is_batch else None
 
         try:
             seconds, key = self.config.rollout.trajectory_timeout, "rollout.trajectory_timeout"
-            await call_user_code(hold, name=name, seconds=seconds, key=key)
+            made = await call_user_code(hold, name=name, seconds=seconds, key=key)
         except Exception as raised:
             error = raised
             while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
@@ -274,7 +387,12 @@ class ChatBackend:
         if session.lost_turns:
             trajectory.events["lost_turn"] += session.lost_turns
         if not trajectory.turns:
-            raise TrajectoryError("chat_scheduler_silent", f"{name} sampled nothing")
+            raise TrajectoryError(
+                "chat_scheduler_silent",
+                f"{name} sampled nothing (a request belongs to a conversation if its task was "
+                "started by generate_sequences)",
+            )
+        return made
 
     async def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
@@ -285,7 +403,8 @@ class ChatBackend:
 
         There is a row for each conversation (or for each of its branches), in the prompts' order,
         as in `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-        reason. If all fail, the first error is raised.
+        reason. If all fail, the first error is raised. Where the scheduler made a batch of a
+        conversation, its rows are there instead, with the columns that all rows have.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
@@ -302,33 +421,61 @@ class ChatBackend:
         failures: list[TurnwiseError] = []
         rollout = self.config.rollout
 
-        async def one(index: int, number: int) -> tuple[int, Trajectory] | None:
+        async def one(index: int, number: int) -> tuple[int, Trajectory, DataProto | None] | None:
             trajectory, row = Trajectory(str(index), number), prompts.row(index)
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
                 async with self._slots, limits as clock:
-                    await self.converse(
+                    made = await self.converse(
                         trajectory, row, sampling, sampling_params=params, clock=clock
                     )
             except (TrajectoryError, EngineError, DeadlineError) as error:
                 failures.append(error)
                 return None
-            return index, trajectory
+            return index, trajectory, made
 
         works = (one(i, number) for i in range(len(prompts)) for number in range(sampling.n))
         done = [each for each in await together(works) if each is not None]
         if failures and not done:
             raise failures[0]
-        pad = self.tokenizer.pad_token_id
-        batch = DataProto.from_trajectories(
-            [trajectory for _, trajectory in done],
-            [index for index, _ in done],
-            self.tokenizer.eos_token_id if pad is None else pad,
-        )
+        batch = await self._batch_of(done)
         late = {True: "engine_timeout", False: "engine_error"}
         batch.meta_info["dropped"] = Counter(
             getattr(error, "reason", late[isinstance(error, DeadlineError)]) for error in failures
         )
+        return batch
+
+    async def _batch_of(
+        self, done: Sequence[tuple[int, Trajectory, DataProto | None]]
+    ) -> DataProto:
+        """Return one batch of conversations, each with its row and what the scheduler made."""
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+
+        def joined() -> DataProto:
+            if all(made is None for *_, made in done):
+                rows = [index for index, *_ in done]
+                return DataProto.from_trajectories([each for _, each, _ in done], rows, pad)
+            batches = []
+            for index, trajectory, made in done:
+                own, more = made, {} if made is None else made.non_tensor_batch
+                if own is None or own.batch is None:
+                    own = DataProto.from_trajectories([trajectory], [index], pad)
+                columns = {**own.non_tensor_batch, **more, "index": np.full(len(own), index)}
+                batches.append(DataProto(own.batch, columns, dict(own.meta_info)))
+            return DataProto.concat(batches, pad)
+
+        name, rollout = _name(type(self.conductor)), self.config.rollout
+        try:
+            batch: DataProto = await call_user_code(
+                joined,
+                name=f"the batch of {name}",
+                seconds=rollout.environment_timeout,
+                key="rollout.environment_timeout",
+            )
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            why = await describe_user_error(error)
+            raise InputError(f"the batches of {name} cannot be joined: {why}") from error
         return batch
 
     async def _answer(
@@ -338,10 +485,7 @@ class ChatBackend:
         own: Session | None,
         replies: asyncio.Queue[object],
     ) -> None:
-        """Reply with the completion; or with None, a stream's chunks, and None; or an error."""
-        from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
-
-        whole: ChatCompletion | None = None
+        """Reply with vLLM's answer; or with None, a stream's events, and None; or an error."""
         try:
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
             if own is not None:
@@ -353,27 +497,29 @@ class ChatBackend:
                     f"x-request-id: no completion {previous} is remembered "
                     "(serving.session_idle, serving.session_memory_mb)"
                 )
+            whole: JsonObject | None = None
             with self._chats.serving(name, previous) as context:
                 answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
-                    whole = ChatCompletion.model_validate(_checked(answer))
-                    context.deliver()
+                    whole = answer
+                    if not whole.get("error"):
+                        context.deliver()
                 else:
                     replies.put_nowait(None)
                     async with aclosing(answer) as events:
                         async for event in events:
                             context.deliver()
-                            for line in event.splitlines():
-                                data = line.removeprefix("data: ")
-                                if data not in (line, "[DONE]"):
-                                    chunk = _checked(json.loads(data))
-                                    replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
+                            replies.put_nowait(event)
             replies.put_nowait(whole)
         except asyncio.CancelledError:  # not always by the caller, who then waits
             replies.put_nowait(EngineError("the chat completion was cancelled"))
             raise
-        except Exception as error:  # raised to the caller of `create`
-            replies.put_nowait(_own(error))
+        except Exception as error:  # raised to the caller
+            replies.put_nowait(error)
+
+
+def _name(scheduler: type[ChatCompletionScheduler]) -> str:
+    return f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
 
 
 def _own(error: Exception) -> Exception:

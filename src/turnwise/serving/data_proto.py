@@ -1,13 +1,19 @@
-"""verl's batch: conversations go in, padded tensors of the sampled tokens come out."""
+"""verl's batch: conversations go in, padded tensors of the sampled tokens come out.
 
-from collections.abc import Sequence, Sized
+A chat scheduler may make its own batch of a conversation: `take_rows` lets that decide what of the
+conversation is trained.
+"""
+
+import math
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.errors import InputError
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -16,6 +22,8 @@ if TYPE_CHECKING:
 
 Column = npt.NDArray[Any]
 """An array of N values."""
+_IDS = ("prompts", "responses", "input_ids")  # tensors of token ids
+_WHOLE = ("input_ids", "attention_mask", "position_ids")  # as wide as prompts and responses
 
 
 @dataclass(slots=True)
@@ -37,7 +45,9 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        columns: list[Sized] = [*(self.batch or {}).values(), *self.non_tensor_batch.values()]
+        # A TensorDict of the user's has no truth value.
+        tensors: Iterable[Sized] = () if self.batch is None else self.batch.values()
+        columns: list[Sized] = [*tensors, *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
     def row(self, index: int) -> "DataProto":
@@ -58,6 +68,40 @@ class DataProto:
         return cls(None, {**more, "raw_prompt": prompts}, meta_info)
 
     @classmethod
+    def from_tokens(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        response_mask: Sequence[Sequence[int]],
+        pad_token_id: int,
+        **columns: Sequence[object],
+    ) -> "DataProto":
+        """Return a batch of N rows of token ids, padded as in `from_trajectories`.
+
+        Args:
+            response_mask: 1 on each token of the responses that is trained.
+            columns: Further columns of N values.
+
+        Example:
+            >>> batch = DataProto.from_tokens([[5, 6]], [[7, 8, 9]], [[1, 1, 0]], 0, turns=[1])
+            >>> batch.batch["input_ids"].shape
+        """
+        import torch  # a second to import
+
+        before, after = _padded(prompts, pad_token_id, left=True), _padded(responses, pad_token_id)
+        left, right = ([[1] * len(row) for row in rows] for rows in (prompts, responses))
+        attention = torch.cat([_padded(left, 0, left=True), _padded(right, 0)], dim=1)
+        batch = {
+            "prompts": before,
+            "responses": after,
+            "input_ids": torch.cat([before, after], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1) * attention,
+            "response_mask": _padded(response_mask, 0),
+        }
+        return cls(batch, {name: _objects(values) for name, values in columns.items()})
+
+    @classmethod
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], rows: Sequence[int], pad_token_id: int
     ) -> "DataProto":
@@ -72,9 +116,6 @@ class DataProto:
             and weight_versions [N, R], padded on the right; input_ids, attention_mask and
             position_ids [N, P + R].
         """
-        import torch  # a second to import
-        from torch.nn.utils.rnn import pad_sequence
-
         samples = [
             (row, trajectory.messages, sample, sample.response_mask.index(1))
             for row, trajectory in zip(rows, trajectories, strict=True)
@@ -83,34 +124,120 @@ class DataProto:
         if not samples:
             raise InputError("the batch would be empty: no token was sampled")
 
-        def padded(lists: list[list[Any]], fill: float, *, left: bool = False) -> torch.Tensor:
-            rows, side = list(map(torch.tensor, lists)), "left" if left else "right"
-            return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+        def after(name: str) -> list[list[float]]:
+            return [getattr(sample, name)[at:] for *_, sample, at in samples]
 
-        def right(name: str, fill: float) -> torch.Tensor:
-            return padded([getattr(sample, name)[at:] for *_, sample, at in samples], fill)
+        made = cls.from_tokens(
+            [sample.token_ids[:at] for *_, sample, at in samples],
+            [sample.token_ids[at:] for *_, sample, at in samples],
+            [sample.response_mask[at:] for *_, sample, at in samples],
+            pad_token_id,
+            messages=[messages for _, messages, *_ in samples],
+        )
+        assert made.batch is not None
+        made.batch["rollout_log_probs"] = _padded(after("logprobs"), 0.0)
+        made.batch["weight_versions"] = _padded(after("weight_versions"), -1)
+        made.non_tensor_batch["index"] = np.array([row for row, *_ in samples])
+        return made
 
-        before = [sample.token_ids[:at] for *_, sample, at in samples]
-        prompts = padded(before, pad_token_id, left=True)
-        responses = right("token_ids", pad_token_id)
-        ones = [[1] * len(ids) for ids in before]
-        after = [[1] * (len(sample.token_ids) - at) for *_, sample, at in samples]
-        attention = torch.cat([padded(ones, 0, left=True), padded(after, 0)], dim=1)
-        batch = {
-            "prompts": prompts,
-            "responses": responses,
-            "input_ids": torch.cat([prompts, responses], dim=1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(dim=1) - 1) * attention,
-            "response_mask": right("response_mask", 0),
-            "rollout_log_probs": right("logprobs", 0.0),
-            "weight_versions": right("weight_versions", -1),
+    @classmethod
+    def concat(cls, batches: "Sequence[DataProto]", pad_token_id: int = 0) -> "DataProto":
+        """Return the rows of several batches, with what all of them have, padded to one width.
+
+        Tensors as wide as the responses, or as prompts and responses together, are padded beside
+        these; all others must have the same shape but for their first dimension.
+
+        Raises:
+            InputError: when a batch has no prompts or responses.
+        """
+        import torch  # a second to import
+
+        of_each: list[Foreign] = [each.batch for each in batches]
+        if any(t is None or not {"prompts", "responses"} <= {*t.keys()} for t in of_each):
+            raise InputError("each of the batches needs the tensors prompts and responses")
+        widths = [(t["prompts"].shape[1], t["responses"].shape[1]) for t in of_each]
+        most_before, most_after = (max(sizes) for sizes in zip(*widths, strict=True))
+
+        def fitted(name: str, tensor: torch.Tensor, before: int, after: int) -> torch.Tensor:
+            width = tensor.shape[1] if tensor.dim() > 1 else -1
+            left, right = most_before - before, most_after - after
+            if name == "prompts":
+                right = 0
+            elif name not in _WHOLE and width == after:
+                left = 0
+            elif width != before + after:
+                return tensor
+            fill = pad_token_id if name in _IDS else 0
+            inner = [0, 0] * (tensor.dim() - 2)
+            return torch.nn.functional.pad(tensor, [*inner, left, right], value=fill)
+
+        tensors = {
+            name: torch.cat(
+                [fitted(name, t[name], *width) for t, width in zip(of_each, widths, strict=True)]
+            )
+            for name in _common(of_each)
         }
         columns = {
-            "index": np.array([row for row, *_ in samples]),
-            "messages": _objects([messages for _, messages, *_ in samples]),
+            name: np.concatenate([each.non_tensor_batch[name] for each in batches])
+            for name in _common([each.non_tensor_batch for each in batches])
         }
-        return cls(batch, columns)
+        return cls(tensors, columns, dict(batches[0].meta_info))
+
+
+def take_rows(trajectory: Trajectory, made: "DataProto") -> None:
+    """Train what the batch that a chat scheduler made of a conversation says.
+
+    Its rows are trained where `response_mask` [N, R] is 1 and the model sampled the token; without
+    that tensor, wherever it was sampled, and all of the conversation if the rows are not its own
+    ids. `rm_scores` [N, R], summed over R and averaged over the rows, replace the environment's
+    reward. Columns of numbers become the trajectory's metrics, averaged over the rows.
+
+    Raises:
+        TrajectoryError: when rows with a mask are not what was sampled.
+    """
+    batch: Foreign = made.batch
+    if batch is not None:
+        names = ("input_ids", "attention_mask", "responses")
+        ids, attention, responses = (batch.get(name, None) for name in names)
+        if ids is None or attention is None or responses is None:
+            raise TrajectoryError("inexact_rows", f"the batch needs the tensors {', '.join(names)}")
+        width, mask = responses.shape[1], batch.get("response_mask", None)
+        wanted = attention[:, attention.shape[1] - width :] if mask is None else mask
+        rows: list[tuple[list[int], list[int]]] = []
+        for row, real, trained in zip(*(t.tolist() for t in (ids, attention, wanted)), strict=True):
+            whole = [0] * (len(row) - width) + trained
+            kept = [at for at, is_real in enumerate(real) if is_real]
+            rows.append(([row[at] for at in kept], [whole[at] for at in kept]))
+        try:
+            trajectory.choose(rows)
+        except TrajectoryError:
+            if mask is not None:
+                raise
+            trajectory.events["retokenised_rows"] += len(rows)
+        if (scores := batch.get("rm_scores", None)) is not None and len(scores):
+            trajectory.reward = float(scores.sum(dim=-1).mean())
+    for name, column in made.non_tensor_batch.items():
+        numbers = [float(v) for v in column if isinstance(v, int | float | np.number | np.bool_)]
+        if numbers and len(numbers) == len(column) and all(map(math.isfinite, numbers)):
+            trajectory.metrics[name] = sum(numbers) / len(numbers)
+
+
+def _padded(rows: Sequence[Sequence[float]], fill: float, *, left: bool = False) -> "torch.Tensor":
+    """Return a tensor of whole numbers, or of floats if `fill` is one."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    if not rows:
+        return torch.zeros((0, 0), dtype=dtype)
+    tensors, side = [torch.tensor(row, dtype=dtype) for row in rows], "left" if left else "right"
+    return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def _common(mappings: Sequence[Foreign]) -> list[str]:
+    """Return the names that all of the mappings have, in the first one's order."""
+    names = [list(each.keys()) for each in mappings]  # a TensorDict iterates over its rows
+    return [name for name in names[0] if all(name in others for others in names)]
 
 
 def _objects(values: Sequence[object]) -> Column:

@@ -8,7 +8,7 @@ The fork server imports this module, without Ray.
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ from turnwise.serving.openai import import_server
 from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
+    from turnwise.core.optional import Foreign
     from turnwise.engine.vllm_engine import VllmEngine
+    from turnwise.serving.chat_scheduler import ChatBackend
     from turnwise.serving.openai import OpenAIServer
 
 HEARTBEAT_SECONDS = 10.0
@@ -112,6 +114,7 @@ class EngineWorker:
         self._share = fraction_of_gpus
         self._address: Address | None = None
         self._server: OpenAIServer | None = None
+        self._chats: asyncio.Task[ChatBackend] | None = None
         self._bundle_indices = bundle_indices
 
     async def post_init_async(self) -> int:
@@ -162,6 +165,31 @@ class EngineWorker:
     async def report_dp_openai_server_base_url(self) -> str | None:
         """Return the base URL of this worker's own OpenAI server; None without one."""
         return None if self._server is None else str(self._server.base_url)
+
+    async def chat_completion_generator(self, request: "Foreign") -> AsyncIterator[tuple[int, str]]:
+        """Answer a chat request without HTTP, as verl's server actor does.
+
+        Args:
+            request: vLLM's `ChatCompletionRequest`, or a dictionary of its keys.
+
+        Yields:
+            A status of HTTP and a server-sent event, "data: ..." and an empty line: one with the
+            answer, with `stream` one for each chunk and "[DONE]", or one with the error.
+        """
+        tree = request if isinstance(request, dict) else request.model_dump(exclude_unset=True)
+        if self._chats is None:
+            self._chats = asyncio.create_task(self._start_chats())
+        chats = await asyncio.shield(self._chats)
+        async with aclosing(chats.events(tree)) as events:
+            async for event in events:
+                yield event
+
+    async def _start_chats(self) -> "ChatBackend":
+        from turnwise.serving.chat_scheduler import ChatBackend
+
+        chats = ChatBackend(self._config, self._engine)
+        await chats.start()
+        return chats
 
     async def shutdown(self, exit_after: float | None = None) -> bool:
         """End the server and the engine, and return True. The owner kills the actor, or, if Ray's

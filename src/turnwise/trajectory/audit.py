@@ -96,7 +96,8 @@ def audit(
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
-        masked: Reason why sampled tokens are in no sample; None makes such tokens a violation.
+        masked: Reason why sampled tokens are in no sample; None makes such tokens a violation,
+            unless user code chose the samples (`Trajectory.choose`).
 
     Example:
         >>> report = audit(trajectory)
@@ -105,9 +106,11 @@ def audit(
     turns = trajectory.turns
     found = list(_check_turns(turns))
     would_train = sum(len(turn.completion_token_ids) for turn in turns)
+    if trajectory.chosen is not None:
+        masked = masked or "not_chosen"
     if samples is None:
         samples = [] if found else trajectory.samples()
-    elif not found:
+    if not found:
         would_train = sum(sum(sample.response_mask) for sample in samples)
     report = ExactnessReport(
         trajectories=1,

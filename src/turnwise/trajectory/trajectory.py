@@ -13,8 +13,8 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +98,18 @@ class Branch:
     experts: bytes = b""
     """T - 1 rows; empty if the engine returned none for some turn."""
 
+    def masked(self, mask: Sequence[int]) -> "Branch":
+        """Return the branch with a response mask of which each 1 is one of its own."""
+        return replace(
+            self,
+            response_mask=list(mask),
+            logprobs=[value if m else 0.0 for value, m in zip(self.logprobs, mask, strict=True)],
+            weight_versions=[
+                value if m else -1 for value, m in zip(self.weight_versions, mask, strict=True)
+            ],
+            turns=[value if m else -1 for value, m in zip(self.turns, mask, strict=True)],
+        )
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -135,6 +147,9 @@ class Trajectory:
     """Reward of each player of a game; `reward` is their mean."""
     environment: str = ""
     """Its name, in a run with several."""
+    chosen: list[tuple[int, list[int]]] | None = None
+    """Samples that user code chose: the last turn and the response mask of each; None trains every
+    sampled token."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 
@@ -232,11 +247,77 @@ class Trajectory:
         """Return the branches as training samples: each sampled token has mask 1 in exactly one.
 
         A token on several branches belongs to the first; branches that would train no token are
-        left out.
+        left out. After `choose`, they are the chosen ones.
         """
+        if self.chosen is not None:
+            return [self._branch(leaf, {}).masked(mask) for leaf, mask in self.chosen]
         trained: dict[int, int] = {}
         samples = [self._branch(leaf, trained) for leaf in self._leaves()]
         return [sample for sample in samples if any(sample.response_mask)]
+
+    def choose(self, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Train only rows of user code: token ids, each with a mask of 1 where it is trained.
+
+        A row is the beginning of what the engine had and sampled. Tokens that were not sampled, or
+        that an earlier row trains, are context whatever their mask; what follows the last trained
+        token is left out.
+
+        Raises:
+            TrajectoryError: when a row differs from what was sampled before its last trained token.
+
+        Example:
+            >>> trajectory = Trajectory("math:1")
+            >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+            >>> trajectory.choose([([11, 12, 7, 2], [0, 0, 1, 0])])
+            >>> trajectory.samples()[0].response_mask
+            [0, 0, 1, 0]
+        """
+        paths = [
+            [*self.prompt_token_ids(index), *turn.completion_token_ids]
+            for index, turn in enumerate(self.turns)
+        ]
+        chosen: list[tuple[int, list[int]]] = []
+        trained: set[tuple[int, int]] = set()  # turns, and positions on their paths
+        for number, (token_ids, row_mask) in enumerate(rows):
+            ids = list(token_ids)
+            shared = [common_prefix(ids, path) for path in paths]
+            longest = max(shared, default=0)
+            wanted = {at for at, m in enumerate(row_mask) if m}
+            others = [p for p, n in zip(paths, shared, strict=True) if n == longest < len(p)]
+            if others and longest < len(ids) and max(wanted, default=-1) >= longest:
+                raise TrajectoryError(
+                    "inexact_rows",
+                    f"row {number} has token {ids[longest]} at position {longest}, where the "
+                    f"conversation has {others[0][longest]}: make rows of the answers' own ids "
+                    "(prompt_token_ids and generation_token_ids of their messages)",
+                )
+            wanted = {at for at in wanted if at < longest}
+            if not wanted:
+                continue
+            # Paths may have equal ids of which only one's were sampled; else the shortest is meant.
+            options = [
+                (self._kept(leaf, wanted, trained), leaf)
+                for leaf, n in enumerate(shared)
+                if n > max(wanted)
+            ]
+            mask, leaf = max(options, key=lambda option: (sum(option[0]), -len(option[0])))
+            turns = self._branch(leaf, {}).turns
+            trained |= {(turns[at], at) for at, kept in enumerate(mask) if kept}
+            if any(mask):
+                chosen.append((leaf, mask))
+        self.chosen = chosen
+
+    def _kept(
+        self, leaf: int, wanted: Collection[int], trained: Collection[tuple[int, int]]
+    ) -> list[int]:
+        """Return the mask of a path: its sampled tokens at `wanted` positions, unless trained."""
+        branch = self._branch(leaf, {})
+        return [
+            int(bool(sampled) and at in wanted and (turn, at) not in trained)
+            for at, (sampled, turn) in enumerate(
+                zip(branch.response_mask, branch.turns, strict=True)
+            )
+        ]
 
     def prompt_token_ids(self, index: int) -> list[int]:
         """Return the whole prompt of a turn, as the engine received it."""
@@ -334,6 +415,8 @@ class Trajectory:
                     "inconsistent_turn", f"turn {index}: parent {turn.parent} is not before it"
                 )
         tree["events"] = Counter(tree["events"])
+        if (chosen := tree.get("chosen")) is not None:
+            tree["chosen"] = [(leaf, mask) for leaf, mask in chosen]
         trajectory = cls(turns=turns, **tree)
         if turns:
             prompt = trajectory.prompt_token_ids(len(turns) - 1)

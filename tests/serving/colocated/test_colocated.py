@@ -1,6 +1,7 @@
 """A vLLM worker inside an actor that trains: one process, one model in two forms."""
 
 import asyncio
+import gc
 import hashlib
 import os
 import random
@@ -275,6 +276,24 @@ async def test_an_actor_hosts_one_engine_after_the_other(
     await second.shutdown()
     assert memory(pid, "VmRSS") < hosting - 400  # the KV cache, for one, is gone
     assert await trainer.train.remote() > 0
+
+
+async def test_actors_of_an_engine_outlive_all_other_handles(
+    ray_started: None, model_path: str, build_engine: Callable[..., VllmEngine]
+) -> None:
+    """The engine holds them, while it is used and while it sleeps."""
+    engine = build_engine({"trainer-9": Trainer.options(name="kept").remote(model_path)})
+    try:
+        for index in range(3):
+            gc.collect()
+            await asyncio.sleep(1.0)  # in which Ray would end an actor without handles
+            completion = await generate(engine, Request(PROMPT, SHORT, f"kept-{index}"))
+            assert len(completion.token_ids) == 16
+            await engine.sleep()
+            await engine.wake_up()
+    finally:
+        await engine.shutdown()
+        ray.kill(ray.get_actor("kept"))
 
 
 async def test_the_death_of_an_actor_is_told_at_once(

@@ -172,6 +172,8 @@ class PipelineFile:
             kind = "grpo"
         self._models(entries, kind)
         self._runtime(runtime, entries)
+        if variables := self._section("runtime_env").get("env_vars"):
+            self._put("ray_env", variables, "runtime_env.env_vars")
         if self._mistakes:
             raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
         for key, kinds in _ONLY_FOR.items():

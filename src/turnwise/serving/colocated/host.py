@@ -26,6 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import EngineConfig
 from turnwise.errors import EngineError, InputError
 from turnwise.internals.torch import OwnGroups, default_group_apart, groups_now, use_groups
+from turnwise.weights.in_process import InProcessSender
+from turnwise.weights.transport import Manifest, NamedTensors
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
@@ -104,14 +106,36 @@ class _Hosted(NamedTuple):
 
 
 class WorkerHost:
-    """A mixin for actor classes; `ColocatedExecutor` calls its methods.
+    """A mixin for your own actors: engines run their workers inside them.
 
-    Between two of these calls vLLM has no effect on the process: random numbers, number of
-    threads, process groups and torch's defaults are the trainer's. Untested on GPUs, where
-    `VllmEngine.sleep` would also free the worker's memory for the trainer.
+    `LLMServerManager(config, workers=...)` takes the actors' handles. An actor runs one call at a
+    time: it either trains or generates, and never waits for its own engine. Between two calls of
+    its engine, vLLM has no effect on the process: random numbers, number of threads, process groups
+    and torch's defaults are yours. Untested on GPUs, where each actor must see exactly one, and
+    `LLMServerManager.sleep` would also free the worker's memory for you.
+
+    Example:
+        @ray.remote(num_cpus=0)
+        class Trainer(turnwise.WorkerHost):
+            def publish(self):
+                return self.publish_weights(self.version, self.model.named_parameters())
+
+        trainers = [Trainer.remote() for _ in range(2)]
+        with turnwise.LLMServerManager("config.yaml", workers=trainers) as manager:
+            manager.update_weights(lambda: ray.get([t.publish.remote() for t in trainers])[0])
     """
 
     _colocated: _Hosted | None = None
+
+    def publish_weights(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Offer weights to the worker in this process, without a copy; they must not change until
+        `LLMServerManager.update_weights` returns.
+
+        Args:
+            version: Number of the weights, which every sampled token records; it never decreases.
+            tensors: Pairs of the names of a Hugging Face checkpoint, and whole tensors.
+        """
+        return InProcessSender().publish(version, tensors)
 
     def open_worker(self, engine: str, rank: int, threads: int, environment: dict[str, str]) -> str:
         """Prepare for the worker of `engine`; close one that another engine left behind.
