@@ -35,6 +35,7 @@ from turnwise.core.user_code import (
     describe_user_error,
     run_abandonable,
 )
+from turnwise.engine.beam_search import BeamSearch
 from turnwise.engine.protocol import Generator, Route, TurnTimes
 from turnwise.errors import (
     DeadlineError,
@@ -45,7 +46,7 @@ from turnwise.errors import (
     describe_error,
 )
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
-from turnwise.rollouts.agents import HttpAgentLoop
+from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
@@ -363,6 +364,13 @@ class Runner:
         `on_trajectory` gets each as soon as its reward is known."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
+        if sampling.use_beam_search:
+            if isinstance(stage.loop, HttpAgentLoop | ChatSchedulerLoop):
+                raise InputError(
+                    "sampling.use_beam_search: the requests of agents and chat schedulers sample; "
+                    "choose another rollout.loop"
+                )
+            engine = BeamSearch(engine, self._tokenizer, sampling.n)
         run = _Run(engine, problem, sampling, name, stage, group)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop

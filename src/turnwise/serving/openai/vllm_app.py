@@ -13,6 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -451,6 +452,8 @@ class EngineClient:
                         "(rollout.max_response_tokens)"
                     )
                 sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
+                if session.sampling is not None and session.sampling.prompt_logprobs:
+                    sampling.prompt_logprobs = params.prompt_logprobs or 0
             asked = Request(
                 prompt,
                 sampling,
@@ -460,8 +463,11 @@ class EngineClient:
                 whole=not streamed,
             )
             with_logprobs = params.num_logprobs is not None
+            scored = params.prompt_logprobs is not None  # else only the session records them
             async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
+                    if not scored:
+                        chunk = replace(chunk, prompt_alternatives=[])
                     for output in _outputs(request.request_id, chunk, with_logprobs):
                         self._outputs.process_outputs([output])
                     if chunk.finish_reason is not None and context is not None:
