@@ -116,6 +116,15 @@ def check_sources(config: Config, *data: str | None) -> None:
     EngineAdapters.of(config)
 
 
+def check_sampled(config: Config) -> None:
+    """Raise an `InputError` if training would get answers that were not sampled."""
+    if config.sampling.use_beam_search:
+        raise InputError(
+            "sampling.use_beam_search: answers that a search found were not sampled, and cannot be "
+            "trained on; set it in eval.sampling alone"
+        )
+
+
 def all_problems(
     config: Config, inputs: ProgramInputs
 ) -> "tuple[Sequence[Problem], Sequence[Problem]]":
@@ -155,6 +164,7 @@ async def train(
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
     """Train to the last step, from the newest complete checkpoint of `run` on, if it is given."""
+    check_sampled(config)
     resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
