@@ -16,13 +16,12 @@ from typing import ClassVar, Self, TypeVar
 
 from turnwise.compat.chatlearn.model_file import (
     REWARDS,
-    UNNAMED,
     Args,
     Settings,
     model_settings,
     sentences,
 )
-from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, PipelineFile, is_pipeline_file
+from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, DRAFT, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
@@ -47,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
-_DRAFT: Settings = {**DEFAULTS, "model": {"path": UNNAMED}}
-"""Defaults of the configuration that modules see before they have said which model it is."""
 _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
 
@@ -199,7 +196,7 @@ class Pipeline:
 
     def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
         """Show new modules the configuration of all modules' files."""
-        draft = self._resolved(_settings_of(modules), _DRAFT)
+        draft = self._resolved(_settings_of(modules), DRAFT)
         for module in new:
             module.plan(draft, {} if self._file is None else self._file.args)
 

@@ -13,6 +13,7 @@ from turnwise.compat.chatlearn.model_file import (
     OURS,
     REWARDS,
     ROLES,
+    UNNAMED,
     Args,
     FixedKeys,
     Notes,
@@ -33,6 +34,8 @@ from turnwise.errors import InputError
 
 DEFAULTS: Settings = {"environment": "turnwise.pipeline.prompts:Conversation"}
 """Default of `environment`: rows are prompts, answered in one turn."""
+DRAFT: Settings = {**DEFAULTS, "model": {"path": UNNAMED}}
+"""Defaults of the configuration that modules see before they have said which model it is."""
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """Sections of a pipeline's file beside those of a configuration."""
 _KINDS: dict[str, Settings] = {
