@@ -292,10 +292,11 @@ def read_model(path: str | Path) -> ModelFile:
                     settings |= _leaves(_SECTIONS[section][name], value)
                 else:
                     flat[name] = value
-            elif value in (None, "None") or asks_for_nothing(name, value):
+            elif asks_for_nothing(name, value):
                 pass
             elif not section and name in _REASONS:
-                notes.setdefault(_REASONS[name], []).append(name)
+                if value and value != "None":
+                    notes.setdefault(_REASONS[name], []).append(name)
             elif name in UNNEEDED_KEYS:
                 notes.setdefault(f"no effect; {REPLACED_KEYS[name]}", []).append(name)
             else:
@@ -337,7 +338,7 @@ def check_structure(args: Args, path: str) -> list[str]:
                 "its own configuration decides; remove the key, or set load to another folder"
             )
     unknown = [key for key in given if STRUCTURE[key] not in config]
-    where = f"{_IN_FOLDER}, with which they were not compared: {path} is no folder on this machine"
+    where = f"{_IN_FOLDER}; not compared, because there is no config.json with them in {path}"
     return sentences({where: unknown}) if unknown else []
 
 
@@ -474,7 +475,8 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
         elif value in (None, "None"):
             pass
         elif why := _why_unused(str(key)):
-            notes.setdefault(why, []).append(str(key))
+            if value:
+                notes.setdefault(why, []).append(str(key))
         else:
             names = [*flat, *_SECTIONS, "training", "algorithm"]
             mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
