@@ -1,4 +1,4 @@
-"""Beam search: a `Generator` whose completions are the likeliest answers to their prompts.
+"""Beam search: completions that are the likeliest answers to their prompts.
 
 The algorithm is vLLM's own, over any `Generator`: each of its steps asks for the likeliest next
 tokens of every beam. vLLM's engine has no beam search.
@@ -6,9 +6,8 @@ tokens of every beam. vLLM's engine has no beam search.
 
 import asyncio
 import copy
-import itertools
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class BeamSearch:
-    """Answers the requests of a group: those of one prompt share a search, whose likeliest answer
-    the first of them gets, the second one the next, and so on.
+    """The searches of a group, whose trajectories share that of their first prompt.
 
     Args:
         generator: Computes the steps.
@@ -38,14 +36,18 @@ class BeamSearch:
         self._tokenizer = tokenizer
         self._width = width
         self._found: dict[tuple[int, ...], asyncio.Future[list[Chunk]]] = {}
-        self._places: dict[tuple[int, ...], Iterator[int]] = {}
 
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def of(self, index: int) -> Generator:
+        """Return the generator of trajectory `index`: its first completion is the answer of that
+        rank, later ones are the likeliest."""
+        return _Ranked(self, index)
+
+    async def answers(self, request: Request) -> list[Chunk]:
+        """Return the answers to a request's prompt as whole completions, the likeliest first."""
         prompt = tuple(request.prompt)
         found = self._found.get(prompt)
         if found is None:
             found = self._found[prompt] = asyncio.get_running_loop().create_future()
-            self._places[prompt] = itertools.count()
             try:
                 found.set_result(await self._search(request))
             except BaseException as error:
@@ -54,12 +56,9 @@ class BeamSearch:
                 found.set_exception(error if isinstance(error, Exception) else cancelled)
                 found.exception()  # nobody else may be waiting
                 raise
-        place = next(self._places[prompt])
-        answers = await asyncio.shield(found)
-        yield answers[place % len(answers)]
+        return await asyncio.shield(found)
 
     async def _search(self, request: Request) -> list[Chunk]:
-        """Return the answers to a request's prompt as whole completions, the likeliest first."""
         vllm = await run_in_thread(_import_vllm)  # seconds
         sampling = cast(SamplingConfig, request.sampling)
         client = _Client(self._generator, request)
@@ -84,6 +83,19 @@ class BeamSearch:
     def _stops(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return any(end in text for end in stop)
+
+
+class _Ranked:
+    """The `Generator` of one trajectory."""
+
+    def __init__(self, search: BeamSearch, rank: int) -> None:
+        self._search = search
+        self._rank = rank
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        answers = await self._search.answers(request)
+        rank, self._rank = self._rank, 0
+        yield answers[min(rank, len(answers) - 1)]
 
 
 class _Client:
