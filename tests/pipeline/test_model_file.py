@@ -336,6 +336,7 @@ def test_the_structure_in_included_files_is_compared_with_the_models_own(
 def test_use_beam_search_is_that_of_training_and_evaluation(tmp_path: Path) -> None:
     settings = read_model(write(tmp_path, own="use_beam_search: True"))[0]
     assert settings == {"sampling.use_beam_search": True, "eval.sampling.use_beam_search": True}
+    assert read_model(write(tmp_path, own="use_beam_search: False"))[0] == {}
     base = write(tmp_path, base="environment: a:B\ndata: {path: d}\nmodel: {path: m}")
     with pytest.raises(InputError, match="use_beam_search knows neither min_tokens nor logits_pro"):
         load_config(base, ["sampling={use_beam_search: true, min_tokens: 2}"])

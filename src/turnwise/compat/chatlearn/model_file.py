@@ -95,9 +95,8 @@ _FLAT: dict[str, Sequence[str]] = {
 }
 """Flat keys of `OURS` in the file of each role."""
 _COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
-_SHARED = ("ignore_eos", "prompt_logprobs", "use_beam_search")
-"""Flat keys of training and evaluation alike."""
-_READ = _words("stop_token_list prompt_key vllm_input_ids_key vllm_prompt_key")
+_SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluation alike
+_READ = _words("stop_token_list prompt_key use_beam_search vllm_input_ids_key vllm_prompt_key")
 """Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
 
 FixedKeys = dict[str, tuple[tuple[object, ...], str]]
@@ -388,6 +387,8 @@ def _mistakes(args: Args) -> Iterator[str]:
 def _meant(args: Args) -> Settings:
     """Return the settings of flat keys without mistakes."""
     both = {key: args[key] for key in _SHARED if key in args}
+    if args.get("use_beam_search"):
+        both["use_beam_search"] = args["use_beam_search"]
     stop, new = args.get("stop_token_list"), args.get("max_new_tokens")
     if stop is not None:
         both["stop"] = [t for t in stop.split(";") if t] if isinstance(stop, str) else stop
