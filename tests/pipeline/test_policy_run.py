@@ -69,7 +69,7 @@ def begin(file: Path, tokenizer: Any) -> Begin:
         runner = Runner(run.pipeline.config, tokenizer)
         engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=8)
         runtime: Any = SimpleNamespace(
-            processes=None, policy=object(), runner=runner, generator=engine, grouping=None
+            policy=object(), runner=runner, generator=engine, grouping=None
         )
         train, heldout = await run.join(runtime, (ROWS, ROWS[:1]))
         return run, runtime, train, heldout

@@ -8,11 +8,13 @@ time, each within a deadline.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 from turnwise.config import SamplingConfig
+from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
 from turnwise.core.optional import Foreign, load_object
@@ -28,6 +30,7 @@ from turnwise.training.model import ModelName
 
 POLICY_CLASS = "models.policy.module"
 _GATHER_SECONDS = 0.05  # time for groups that begin together to become one batch
+_GRACE_SECONDS = 10.0  # time after a call's own deadline after which the event loop is stuck
 
 _Result = TypeVar("_Result")
 _Datasets = tuple[Sequence[Problem], Sequence[Problem]]
@@ -42,7 +45,17 @@ class _RunsPipeline(Pipeline):
         self._thread = EventLoopThread.around(parts, "the run")
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        return self._thread.call(work, seconds, who)  # the run has a watchdog already
+        async def within() -> _Result:  # the run has a watchdog already
+            async with deadline(seconds, f"waited for {who}: no answer"):
+                return await work()
+
+        future = self.submit(within)
+        try:
+            return future.result(seconds + _GRACE_SECONDS)
+        except CancelledError:
+            raise TurnwiseError(f"{who} was cancelled") from None
+        finally:
+            future.cancel()
 
     def train(self, *outputs: Mapping[str, object]) -> NoReturn:
         _refuse("train")
@@ -81,16 +94,16 @@ class PolicyRun:
             raise InputError(f"{POLICY_CLASS}: {path} is no subclass of turnwise.VLLMModule")
         self._policy: VLLMModule = kind("policy")
         self.pipeline = _RunsPipeline(file, self._policy, overrides=overrides)
+        if self.pipeline.config.rollout.processes > 1:
+            raise InputError(
+                f"{POLICY_CLASS}: the policy's class makes its batches in one process; set "
+                "rollout.processes to 1"
+            )
         self._calls = 0
 
     async def join(self, runtime: Runtime, data: _Datasets) -> _Datasets:
         """Set the policy up; return its datasets, whose groups the runtime has it make."""
         config = self.pipeline.config
-        if runtime.processes is not None:
-            raise InputError(
-                f"{POLICY_CLASS}: the policy's class makes its batches in one process; set "
-                "rollout.processes to 1"
-            )
         self.pipeline.attach(runtime)
         seconds = config.engine.start_timeout
         start = partial(self._policy.start, self.pipeline)

@@ -23,8 +23,6 @@ Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 PromptFields = tuple[str, str, str | None]
 """Names of the fields of a prompt that is a mapping: of token ids, of their text, and of a text or
 messages without ids; where the last is None, a mapping without ids is a row."""
-
-
 _STEP = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
 """Names of the parts of a scheduler's batch, of the vLLM for which ChatLearn was written."""
 
@@ -57,7 +55,8 @@ def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
     """Return a batch of prompts in the form of a step."""
     if is_step(data):
         return data
-    made = PromptColumns(data) if isinstance(data, Mapping) else PromptList(data)
+    columns = isinstance(data, Mapping)
+    made: PromptList | PromptColumns = PromptColumns(data) if columns else PromptList(data)
     made.is_eval = is_eval
     return made
 
