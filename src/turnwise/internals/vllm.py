@@ -172,7 +172,10 @@ def beam_search(
         ignore_eos=ignore_eos,
         include_stop_str_in_output=True,
     )
-    return search.beam_search(tokens_input(token_ids), name, params)
+    found: AsyncGenerator[RequestOutput, None] = search.beam_search(
+        tokens_input(token_ids), name, params
+    )
+    return found
 
 
 def use_process_context(context: BaseContext) -> None:

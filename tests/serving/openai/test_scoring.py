@@ -118,7 +118,6 @@ async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
             assert bool(answer.json()["prompt_logprobs"]) == ("prompt_logprobs" in more)
             said = answer.json()["choices"][0]["message"]["content"]
             messages = [*messages, {"role": "assistant", "content": said}, USER]
-    await server.stop()
     assert len(trajectory.turns) == (1 if "stream" in more else 2)
     for number, turn in enumerate(trajectory.turns):
         scores = [-1e-3 * token for token in turn.added_token_ids]
