@@ -83,6 +83,12 @@ async def test_a_stream_begins_with_the_scores_of_its_prompt(http: httpx.AsyncCl
     assert sum(map(len, pieces)) == len(PROMPT) + 3
 
 
+async def test_the_steps_of_a_beam_search_are_no_turns(http: httpx.AsyncClient) -> None:
+    made = await ask(http, "beam", prompt=PROMPT, use_beam_search=True, max_tokens=3)
+    assert made["usage"]["completion_tokens"] == 3
+    assert (await trajectory(http, "beam")).turns == []
+
+
 async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> None:
     made = await ask(http, "n", prompt=PROMPT, n=3, prompt_logprobs=0, max_tokens=2)
     for choice in made["choices"]:

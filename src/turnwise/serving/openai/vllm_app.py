@@ -392,8 +392,9 @@ class EngineClient:
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
             asked = context.request
-            if getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0:
-                context = None  # it only scores its prompt, and its one token is thrown away
+            scoring = getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0
+            if scoring or getattr(asked, "use_beam_search", False):
+                context = None  # it throws its token away, or chooses among the likeliest
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
