@@ -165,6 +165,8 @@ class PipelineFile:
         known = [*_OWN_SECTIONS, *Config.model_fields]
         for name in sorted(map(str, self._tree.keys() - {*known})):
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
+        if self._section("runtime_env"):
+            self._note("no effect; the nodes' own environments count", "runtime_env")
         entries: dict[str, Tree] = {}
         for name, entry in models.items():
             if entry is not None and not isinstance(entry, dict):
