@@ -64,8 +64,8 @@ Begin = Callable[..., Any]
 def begin(file: Path, tokenizer: Any) -> Begin:
     """Joins a class to a run on a simulated engine."""
 
-    async def begin(kind: type[VLLMModule], module: str = HERE) -> Any:
-        run = PolicyRun(file, [], f"{module}:{kind.__name__}")
+    async def begin(kind: type[VLLMModule], module: str = HERE, *overrides: str) -> Any:
+        run = PolicyRun(file, overrides, f"{module}:{kind.__name__}")
         runner = Runner(run.pipeline.config, tokenizer)
         engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=8)
         runtime: Any = SimpleNamespace(
@@ -95,6 +95,16 @@ async def test_the_policys_class_makes_the_groups_of_the_run_in_batches(begin: B
     evaluate = runtime.grouping(config.eval.sampling)
     (group,) = await asyncio.gather(*(evaluate(problem, "eval") for problem in heldout))
     assert (group.problem_id, policy.batches) == ("policy-eval:1", [3, 1])
+
+
+async def test_a_batch_is_at_most_a_step(begin: Begin) -> None:
+    """Where groups of several steps are in flight."""
+    few = "rollout.prompts_per_step=2"
+    run, runtime, train, _ = await begin(PagePolicy, "tests.pipeline.page", few)
+    run_group = runtime.grouping(run.pipeline.config.sampling)
+    groups = await asyncio.gather(*(run_group(problem, "group") for problem in train))
+    assert [group.problem_id for group in groups] == [problem.id for problem in train]
+    assert run._policy.batches == [2, 1]
 
 
 async def test_a_group_that_is_no_longer_needed_holds_up_no_other(begin: Begin) -> None:

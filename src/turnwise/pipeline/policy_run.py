@@ -116,7 +116,9 @@ class PolicyRun:
             build = partial(self._built, rows, bool(is_eval), items)
             built = await self._called("build_dataset", build, seconds, "engine.start_timeout")
             problems.append(built)
-            batches[bool(is_eval)] = _Batches(partial(self._answers, items, bool(is_eval)), turn)
+            most = 0 if is_eval else config.rollout.prompts_per_step
+            answers = partial(self._answers, items, bool(is_eval))
+            batches[bool(is_eval)] = _Batches(answers, turn, most)
 
         def grouping(sampling: SamplingConfig) -> RunGroup:
             return batches[sampling is config.eval.sampling].run_group
@@ -196,13 +198,18 @@ def _is_text(row: JsonObject) -> bool:
 
 
 class _Batches:
-    """Gathers the problems of groups that begin together, and answers one batch at a `turn`."""
+    """Gathers the problems of groups that begin together, and answers one batch at a `turn`, of at
+    most `most` problems; 0 means any number."""
 
     def __init__(
-        self, answers: Callable[[Sequence[Problem]], Awaitable[list[Group]]], turn: asyncio.Lock
+        self,
+        answers: Callable[[Sequence[Problem]], Awaitable[list[Group]]],
+        turn: asyncio.Lock,
+        most: int = 0,
     ) -> None:
         self._answers = answers
         self._turn = turn
+        self._most = most
         self._waiting: list[tuple[Problem, asyncio.Future[Group]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -210,17 +217,23 @@ class _Batches:
         answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
         self._waiting.append((problem, answer))
         if len(self._waiting) == 1:
-            task = asyncio.create_task(self._next())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin()
         return await answer
 
+    def _begin(self) -> None:
+        task = asyncio.create_task(self._next())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _next(self) -> None:
-        """Answer all that wait once it is their turn."""
+        """Answer those that wait once it is their turn."""
         async with self._turn:
             await asyncio.sleep(_GATHER_SECONDS)
-            batch = [(problem, answer) for problem, answer in self._waiting if not answer.done()]
-            self._waiting = []
+            waiting = [(problem, answer) for problem, answer in self._waiting if not answer.done()]
+            most = self._most or len(waiting)
+            batch, self._waiting = waiting[:most], waiting[most:]
+            if self._waiting:
+                self._begin()
             if not batch:
                 return
             try:
