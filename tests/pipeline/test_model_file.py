@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
 
 import pytest
 
-from turnwise.compat.chatlearn.model_file import read_model
+from turnwise.compat.chatlearn.model_file import read_model, sentences
+from turnwise.compat.chatlearn.pipeline_file import PipelineFile
 from turnwise.config import load_config
+from turnwise.config.algorithm import Gae
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
 
@@ -111,21 +114,12 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
             "repetition_penalty: 1.1",
             "repetition_penalty is not supported: a penalty",
         ),
-        (
-            "batch_generation: {ranking: true}",
-            "batch_generation is not supported: vLLM forms",
-        ),
         ("fp16: true", "fp16 True is not supported: model.dtype is bfloat16 or float32"),
         ("include_prompt: false", "all_tokens begin with the prompt; cut them at prompt_token_l"),
         ("n: many", "n must be a whole number of 1 or more, not 'many'"),
         ("new_token_limit: false", "new_token_limit false samples up to seq_length, which is not"),
         ("n: 2\nsampling: {n: 3}", "sampling.n is 3 in a section and 2 by a flat key"),
-        (
-            "sampling: {use_beam_search: true}",
-            "sampling.use_beam_search is not supported: vLLM",
-        ),
-        ("scheduler: {max_paddings: 512}", "scheduler.max_paddings is not supported: vLLM packs"),
-        ("cache: {swap_space: 4}", "cache.swap_space is not supported: vLLM recomputes"),
+        ("length_penalty: 2", "length_penalty is not supported: it belongs to beam search"),
         ("best_of: 2", "best_of is not supported: "),
         ("sampling: 3", "sampling must hold keys and values, not 3"),
         ("includes: {a: b}", "includes must be a list of files"),
@@ -195,8 +189,6 @@ def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("tokenizer_load", "some/tokenizer")
     monkeypatch.setenv("policy_inference_load", "some/model")
     monkeypatch.setenv("policy_tp", "2")
-    monkeypatch.setenv("swap_space", "0")
-    monkeypatch.setenv("max_paddings", "0")
     return write(tmp_path, policy=POLICY, base_inference=BASE)
 
 
@@ -215,39 +207,139 @@ def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == (2, 1)
     assert engine.max_num_batched_tokens == 32768
     assert engine.vllm_args == {"block_size": 16, "gpu_memory_utilization": 0.5}
-    _, args = read_model(chatlearn)
+    args = read_model(chatlearn).args
     assert (args["vllm_input_ids_key"], args["vllm_prompt_key"]) == ("input_ids", "prompt")
 
 
-def test_all_of_an_examples_keys_that_are_gone_are_named_at_once(
-    chatlearn: Path, monkeypatch: pytest.MonkeyPatch
+def test_keys_of_speed_and_memory_load_with_a_line_that_says_what_they_do_today(
+    chatlearn: Path, tmp_path: Path
 ) -> None:
-    """As the example is written, two keys ask for what vLLM no longer does."""
-    monkeypatch.delenv("swap_space")
-    monkeypatch.delenv("max_paddings")
-    with pytest.raises(InputError) as error:
-        read_model(chatlearn)[0]
-    first, second = str(error.value).split(f"; {chatlearn}")
-    assert "max_paddings is not supported: vLLM packs batches without padding" in first
-    assert "swap_space is not supported: vLLM recomputes preempted requests" in second
+    """As the page and its example have them: max_paddings 512, swap_space 4, block_size 16."""
+    said = sentences(read_model(chatlearn).notes)
+    assert sum("max_paddings: no effect; vLLM packs batches without padding" in n for n in said)
+    assert sum("swap_space: no effect; vLLM recomputes preempted requests" in n for n in said)
+    assert (
+        "block_size: the number of tokens in a block of vLLM's KV cache, and no size in MB" in said
+    )
+    assert len(said) == 3
+    more = "scheduler: {max_paddings: 512}\nbatch_generation: {ranking: true}\nmax_paddings: 0"
+    notes = read_model(write(tmp_path, more=more)).notes
+    assert [*notes.values()] == [["max_paddings"], ["batch_generation"]]
+    assert read_model(write(tmp_path, none="swap_space: 0\nmax_paddings: None")).notes == {}
 
 
-def test_megatrons_keys_are_named_in_one_sentence_with_what_took_their_place(
-    tmp_path: Path,
+BASE_YAML = """
+add_position_embedding: False
+tokenizer_type: Llama2Tokenizer
+normalization: RMSNorm
+group_query_attention: ${group_query_attention:False}
+swiglu: True
+bf16: True
+trainer_engine: ${trainer_engine:rlhf}
+init_shuffle_prompts: 0
+dpo_weight: 0.1
+num_inference_per_prompt: 1
+tokenizer_model: ${tokenizer_model}
+max_position_embeddings: ${max_position_embedding:4096}
+seq_length: ${seq_length:1024}
+init_kl_coef: 0.03
+gamma: 1
+lam: 0.9
+cliprange: 0.2
+cliprange_value: 0.1
+scale_reward: "None"
+max_new_tokens: ${max_new_tokens:512}
+lm_coef: 0
+use_flash_attn: 1
+"""
+SHARED = """
+load: ${%s_load}
+num_layers: 2
+hidden_size: ${%s_hidden_size}
+num_query_groups: ${%s_num_query_groups}
+tensor_model_parallel_size: ${tp:8}
+use_distributed_optimizer: True
+"""
+TRAINED = """
+includes: [base.yaml, %s_shared.yaml]
+use_checkpoint_opt_param_scheduler: False
+adam_beta1: 0.9
+lr_decay_iters: 12000
+lr_warmup_iters: 100
+lr: 2.4e-7
+min_lr: 1e-9
+lr_decay_style: linear
+weight_decay: 0.01
+clip_grad: 0.5
+sequence_parallel: True
+recompute_granularity: ${granularity:None}
+"""
+CHAIN = {
+    "base": BASE_YAML,
+    "policy_shared": SHARED.replace("%s", "policy"),
+    "reward_shared": SHARED.replace("%s", "reward"),
+    "policy": POLICY.replace("base_inference.yaml", "base.yaml, policy_shared.yaml")
+    .replace("tensor_model_parallel_size: ${policy_tp}", "")
+    .replace("${tokenizer_load}", "None"),
+    "reference": "includes: [base.yaml, policy_shared.yaml]\nparallel_output: True",
+    "reward": "includes: [base.yaml, reward_shared.yaml]\nreward_bias: 0",
+    "value": "includes: [base.yaml, reward_shared.yaml]",
+    "ppo_policy": TRAINED % "policy",
+    "ppo_value": TRAINED % "reward",
+}
+"""The kinds of keys of the files that ChatLearn's example for llama2 includes."""
+
+
+@pytest.fixture
+def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a pipeline, whose models' files all include the structure of a model."""
+    for name in ("policy", "reward"):
+        (tmp_path / name).mkdir()
+        shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_key_value_heads": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+        monkeypatch.setenv(f"{name}_load", str(tmp_path / name))
+        monkeypatch.setenv(f"{name}_hidden_size", "64")
+    models = "".join(f"  {n}: {{model_config_file: {n}.yaml}}\n" for n in [*CHAIN][3:])
+    write(tmp_path, **CHAIN)
+    return write(tmp_path, rlhf=f"models:\n{models}\nruntime: {{data_path: rows.jsonl}}")
+
+
+def test_includes_with_the_models_structure_load_for_every_model(chain: Path) -> None:
+    """And each key that has no counterpart is named, once."""
+    read = PipelineFile(chain)
+    config = read.config
+    assert (config.model.path, config.model.max_length) == (str(chain.parent / "policy"), 1024)
+    assert (config.algorithm.kl.coef, config.training.learning_rate) == (0.03, 2.4e-7)
+    assert isinstance(config.algorithm.advantage, Gae)
+    assert (config.algorithm.advantage.lam, config.algorithm.advantage.clip) == (0.9, 0.1)
+    said = "\n".join(read.notes)
+    assert "no effect; the folder of load (model.path), in Hugging Face's format, contains" in said
+    for key in ("swiglu", "use_distributed_optimizer", "min_lr", "normalization", "max_paddings"):
+        (line,) = [note for note in read.notes if key in note.partition(":")[0].split(", ")]
+        assert "no effect; " in line
+    assert "num_layers" in said, "of the other models: only the policy's is compared"
+
+
+def test_the_structure_in_included_files_is_compared_with_the_models_own(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of base.yaml and policy_shared.yaml for Megatron."""
-    path = write(
-        tmp_path,
-        policy="includes: [base.yaml]\nnum_layers: 32\nhidden_size: 4096\nadd_bias_linear: False",
-        base="swiglu: True\ninit_kl_coef: 0.02\ngamma: 1\nload_iteration:",
-    )
-    with pytest.raises(InputError) as error:
-        read_model(path)[0]
-    assert "hidden_size, num_layers, swiglu describe a model and its checkpoint to Megatron" in str(
-        error.value
-    )
-    assert "gamma, init_kl_coef belong to the trainer" in str(error.value)
-    assert "add_bias_linear" not in str(error.value)
+    monkeypatch.setenv("policy_num_query_groups", "2")
+    PipelineFile(chain)
+    monkeypatch.setenv("policy_hidden_size", "4096")
+    with pytest.raises(InputError, match=r"hidden_size is 4096, and the model in .* has 64"):
+        PipelineFile(chain)
+    monkeypatch.setenv("policy_load", "some/model")
+    said = "\n".join(PipelineFile(chain).notes)
+    assert "not compared, because there is no config.json with them in some/model" in said
+
+
+def test_use_beam_search_is_that_of_training_and_evaluation(tmp_path: Path) -> None:
+    settings = read_model(write(tmp_path, own="use_beam_search: True"))[0]
+    assert settings == {"sampling.use_beam_search": True, "eval.sampling.use_beam_search": True}
+    assert read_model(write(tmp_path, own="use_beam_search: False"))[0] == {}
+    base = write(tmp_path, base="environment: a:B\ndata: {path: d}\nmodel: {path: m}")
+    with pytest.raises(InputError, match="use_beam_search knows neither min_tokens nor logits_pro"):
+        load_config(base, ["sampling={use_beam_search: true, min_tokens: 2}"])
 
 
 def test_chatlearns_first_example_had_other_values(tmp_path: Path) -> None:

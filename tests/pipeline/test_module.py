@@ -1,7 +1,5 @@
 """A module's hooks on a simulated engine, as a port from ChatLearn uses them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,68 +8,17 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.simulated import SimulatedEngine
+from tests.pipeline.bench import CONTEXT, NEW, Join, collated
 from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
-from turnwise.config import Config, dump_config
-from turnwise.core.loop_thread import EventLoopThread
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.pipeline.outputs import RequestOutput, request_outputs
-from turnwise.rollouts import Group, Runner
+from turnwise.rollouts import Group
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import ChatTemplate, Trajectory
-
-CONTEXT, NEW = 96, 12
-
-
-class Bench:
-    """A pipeline's side of modules: one thread, one simulated engine, no trainer."""
-
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.config = config
-        self.runner = Runner(config, tokenizer)
-        self.runner.tool_parser = None  # type: ignore[assignment]  # nothing calls tools
-        self.generator = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=8)
-        self._thread = EventLoopThread(self._open, "the bench")
-        self._thread.start(120)
-        self.submit = self._thread.submit
-
-    @asynccontextmanager
-    async def _open(self) -> Any:
-        yield None
-
-    def wait(self, requests: Sequence[Any], seconds: float, who: str) -> list[Any]:
-        return [request.result(seconds) for request in requests]
-
-    def close(self) -> None:
-        self._thread.stop(120)
-
-
-Join = Callable[..., Any]
-
-
-@pytest.fixture
-def join(make_config: Callable[..., Config], build: Path, tokenizer: Any) -> Iterator[Join]:
-    """Joins a module to a bench; arguments replace sections of its configuration."""
-    benches: list[Bench] = []
-
-    def join(module: VLLMModule, **sections: Any) -> Any:
-        sections = {
-            "model": {"path": str(build / "model"), "max_length": CONTEXT},
-            "sampling": {"n": 2, "max_tokens": NEW},
-            "eval": {"sampling": {"n": 1, "temperature": 0, "max_tokens": 5}},
-        } | sections
-        benches.append(Bench(make_config(**sections), tokenizer))
-        module.join(benches[-1])  # type: ignore[arg-type]
-        module.setup()
-        return module
-
-    yield join
-    for bench in benches:
-        bench.close()
 
 
 class Ported(VLLMModule):
@@ -128,11 +75,6 @@ class Ported(VLLMModule):
             "str_prompts": kept["prompts"],
             "str_outputs": kept["texts"],
         }
-
-
-def collated(items: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A batch as a data loader makes it."""
-    return {key: [item[key] for item in items] for key in items[0]}
 
 
 def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: Any) -> None:
@@ -379,13 +321,6 @@ def test_outputs_keep_the_order_of_trajectories_and_of_groups(template: ChatTemp
     assert [o.trajectory for output in outputs for o in output.outputs] == [*same, other]
     assert outputs[0].prompt_token_ids == []
     assert outputs[0].prompt_logprobs is None
-
-
-@pytest.fixture
-def pipeline_file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(dump_config(make_config()))
-    return path
 
 
 def test_model_provider_says_which_model_it_is(

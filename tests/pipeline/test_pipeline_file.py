@@ -153,6 +153,7 @@ def test_what_has_no_effect_is_said(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert "runtime.generation_batch_size: no effect; engines take" in said
     assert "runtime.data_checkpoint_path: no effect; each checkpoint contains" in said
     assert "validate_param_sync" not in said  # it is false
+    assert "runtime_env: no effect; the nodes' own environments count" in said
 
 
 @pytest.mark.parametrize(

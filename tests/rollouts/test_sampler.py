@@ -64,6 +64,21 @@ async def test_texts_and_messages_are_answered_with_tools(
     assert "Double a number" in prompt
 
 
+async def test_a_base_model_continues_texts(
+    llm: SimulatedEngine, make_config: Callable[..., Config], bare: Any
+) -> None:
+    """Without a chat template a text is a prompt after its BOS, in the default loop, too."""
+    config = make_config(sampling={"n": 2, "max_tokens": 12}, environment="not.there:Nothing")
+    sampler = RolloutSampler(llm, ["2 + 2 ="], config=config, tokenizer=bare)
+    trajectories = [trajectory async for trajectory in sampler]
+    expected = bare("2 + 2 =")["input_ids"]
+    assert expected[0] == bare.bos_token_id
+    assert [t.prompt_token_ids(0) for t in trajectories] == [expected] * 2
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2 ="}]
+    with pytest.raises(InputError, match="has no chat template, and without one a prompt is one"):
+        _ = [t async for t in RolloutSampler(llm, [chat], config=config, tokenizer=bare)]
+
+
 async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest(
     llm: SimulatedEngine, config: Config, tokenizer: Any
 ) -> None:

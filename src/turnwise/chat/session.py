@@ -38,6 +38,7 @@ _SESSION_BYTES = 2_000
 _TURN_BYTES = 700  # a turn and its digests
 _POINTER_BYTES = 8
 _PROMPT_TOKEN_BYTES = 48  # an id in its turn's list and in the last path
+_LOGPROB_BYTES = 32  # of a token of a prompt, if they are recorded
 _SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
 
 
@@ -220,6 +221,7 @@ class Session:
             completion.logprobs,
             completion.weight_versions,
             completion.finish_reason,
+            completion.prompt_logprobs,
             fork_reason=prompt.fork_reason,
             messages=new,
             adapter=adapter,
@@ -239,6 +241,7 @@ class Session:
             + len(completion.token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
+            + len(turn.added_logprobs or ()) * _LOGPROB_BYTES
         )
 
     def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:

@@ -17,6 +17,7 @@ from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
+from turnwise.core.user_code import import_user_code
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
@@ -112,21 +113,36 @@ async def pipeline(
     overrides: Overrides = None,
 ) -> None:
     """Train the models of a pipeline's file, from the last checkpoint where there is one."""
-    from turnwise.compat.chatlearn.pipeline_file import PipelineFile
+    from turnwise.compat.chatlearn.pipeline_file import DRAFT, PipelineFile
 
-    read = await run_in_thread(lambda: PipelineFile(file, overrides or ()))
-    config = command.of(read.config)
-    for note in read.notes:
+    changes, inputs = overrides or (), commands.FROM_CONFIG
+    read = await run_in_thread(lambda: PipelineFile(file, changes, defaults=DRAFT))
+    if read.module is None:
+        read = await run_in_thread(lambda: PipelineFile(file, changes))
+        config, notes = read.config, read.notes
+    else:
+        from turnwise.pipeline.policy_run import POLICY_CLASS, PolicyRun
+
+        given = file, changes, read.module
+        joined = await import_user_code(PolicyRun, *given, config=read.config, what=POLICY_CLASS)
+        config, notes = joined.pipeline.config, joined.pipeline.notes
+        inputs = commands.ProgramInputs(join=joined.join)
+    config = command.of(config)
+    for note in notes:
         print_error(f"turnwise: {file}: {note}", style="yellow")
     run = commands.run_folder(config)
     saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
-    await _train(config, run if read.resumes and saved else None)
+    await _train(config, run if read.resumes and saved else None, inputs)
 
 
-async def _train(config: Config, resume: Path | None = None) -> None:
+async def _train(
+    config: Config,
+    resume: Path | None = None,
+    inputs: commands.ProgramInputs = commands.FROM_CONFIG,
+) -> None:
     from turnwise.run.display import why_untrained
 
-    result = await commands.train(config, Console(), resume)
+    result = await commands.train(config, Console(), resume, inputs)
     if why := why_untrained(result.metrics):
         no_signal = any(row.get("groups_without_signal") for row in result.metrics)
         print_text(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow")

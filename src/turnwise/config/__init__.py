@@ -12,7 +12,7 @@ from turnwise.config.algorithm import (
     OwnLoss,
     TrainingConfig,
 )
-from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
+from turnwise.config.aliases import ALIASES, REPLACED_KEYS, UNNEEDED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import known_keys
@@ -41,6 +41,7 @@ __all__ = [
     "NO_DEADLINE",
     "PARTS",
     "REPLACED_KEYS",
+    "UNNEEDED_KEYS",
     "AlgorithmConfig",
     "Config",
     "EngineConfig",

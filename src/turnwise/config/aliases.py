@@ -3,10 +3,8 @@
 REPLACED_KEYS = {
     name: advice
     for names, advice in {
-        "use_beam_search": "vLLM no longer supports beam search; use sampling.n with "
-        "sampling.temperature for several answers to one prompt",
-        "early_stopping length_penalty": "it belongs to beam search, which vLLM no longer "
-        "supports; use sampling.n",
+        "early_stopping length_penalty": "it belongs to beam search, which has vLLM's own rules "
+        "here; see sampling.use_beam_search",
         "best_of": "vLLM removed it; sample several answers with sampling.n, and the reward ranks "
         "them",
         "presence_penalty frequency_penalty repetition_penalty": "a penalty samples from a "
@@ -35,6 +33,12 @@ REPLACED_KEYS = {
     for name in names.split()
 }
 """Keys of other systems that neither current vLLM nor turnwise reads, and their replacements."""
+UNNEEDED_KEYS = {
+    *("blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_out", "swap_space"),
+    *("batch_generation", "max_paddings", "num_scheduler_steps", "vllm_micro_batch_size"),
+    *("max_context_len_to_capture", "max_seq_len_to_capture"),
+}
+"""Those that concern only speed and memory: without them the same tokens are sampled."""
 _NEUTRAL: dict[str, float] = {
     "best_of": 1,
     "length_penalty": 1,

@@ -324,8 +324,13 @@ class SamplingConfig(Section):
     prompt_logprobs: Annotated[bool, BeforeValidator(lambda on: False if on is None else on)] = (
         False
     )
-    """Record the log-probs of each turn's prompt too; slower, because it bypasses the prefix
-    cache."""
+    """Record the log-probs of each turn's prompt too, in every loop; slower, because it bypasses
+    the prefix cache."""
+    use_beam_search: bool = False
+    """Search the n likeliest answers to a prompt with vLLM's beam search, n beams wide, instead of
+    sampling them: in evaluation, rollouts and modules. Temperature, top_p and top_k have no part in
+    it; more than 10 beams need engine.vllm_args.max_logprobs of 2 n. Such answers were not sampled,
+    so training refuses them."""
     logits_processor_args: Tree = {}
     """Arguments of engine.logits_processors for each request."""
     logits_processors: list[str | ProcessorCall] = []
@@ -335,6 +340,8 @@ class SamplingConfig(Section):
     def mistakes(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}"
+        if self.use_beam_search and (self.min_tokens or self.logits_processors):
+            yield "use_beam_search knows neither min_tokens nor logits_processors: leave them out"
 
     def within(self, room: int) -> "SamplingConfig":
         """Return the same parameters with at most `room` tokens per turn (at least 1)."""

@@ -5,7 +5,7 @@ process of an engine imports this file, which applies the patches.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partialmethod
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
@@ -47,9 +47,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import logger as reload_logger
-from vllm.outputs import RequestOutput, WeightVersionSpan
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
@@ -149,6 +149,33 @@ count_output = internal(OutputProcessor, "_update_stats_from_output", *_paramete
 _parameters = ("self", "req_state", "finish_reason")
 count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
 """Counts the end of a request in the same way."""
+
+
+def beam_search(
+    client: object,
+    tokenizer: object,
+    token_ids: list[int],
+    name: str,
+    width: int,
+    max_tokens: int,
+    ignore_eos: bool,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Search with the algorithm of vLLM's server, whose engine is `client`; answers include EOS."""
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+
+    internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
+    search = BeamSearchOnlineMixin()
+    search.engine_client, search.renderer = client, SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    params = BeamSearchParams(
+        beam_width=width,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=True,
+    )
+    found: AsyncGenerator[RequestOutput, None] = search.beam_search(
+        tokens_input(token_ids), name, params
+    )
+    return found
 
 
 def use_process_context(context: BaseContext) -> None:

@@ -3,13 +3,16 @@
 A module defines its prompts, requests and outputs; a pipeline runs the engines and the trainer
 behind it, and keeps the engines at the trainer's weights. `compat.chatlearn.pipeline_file`
 describes the file with several models that `turnwise pipeline` runs without a program.
-`LLMServerManager` runs only engines, for chats and batches of conversations.
+`LLMServerManager` runs only engines, for chats and batches of conversations. The names of ChatLearn
+are here: `VLLMPromptPipeline`, `get_model`, `print_rank_0`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from turnwise.compat.chatlearn.prompt_dataset import PromptPipeline, VLLMPromptPipeline
+    from turnwise.compat.chatlearn.vllm_utils import get_model, print_rank_0
     from turnwise.compat.verl import LLMServerManager
     from turnwise.pipeline.module import (
         ReferenceModule,
@@ -25,18 +28,26 @@ __all__ = [
     "CompletionOutput",
     "LLMServerManager",
     "Pipeline",
+    "PromptPipeline",
     "ReferenceModule",
     "RequestOutput",
     "RewardModule",
     "TrainerModule",
     "VLLMModule",
+    "VLLMPromptPipeline",
     "ValueModule",
+    "get_model",
+    "print_rank_0",
 ]
 _PLACES = {
     "CompletionOutput": "turnwise.pipeline.outputs",
     "LLMServerManager": "turnwise.compat.verl",
     "Pipeline": "turnwise.pipeline.pipeline",
+    "PromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
     "RequestOutput": "turnwise.pipeline.outputs",
+    "VLLMPromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
+    "get_model": "turnwise.compat.chatlearn.vllm_utils",
+    "print_rank_0": "turnwise.compat.chatlearn.vllm_utils",
 }
 
 

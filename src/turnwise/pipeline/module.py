@@ -9,15 +9,23 @@ the policy's outputs, and return lists with an entry for each of its trajectorie
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model
-from turnwise.config import SamplingConfig
+from turnwise.chat.template import read_tokenizer
+from turnwise.compat.chatlearn.model_file import (
+    Args,
+    Settings,
+    args_of,
+    check_structure,
+    read_model,
+    sentences,
+)
+from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
@@ -31,6 +39,8 @@ from turnwise.pipeline.prompts import (
     Prompt,
     PromptFields,
     PromptLoop,
+    is_step,
+    scheduled,
 )
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
@@ -39,6 +49,11 @@ from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
 """Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
+_OF_A_PIPELINE = (
+    *("decode_internal", "forward_step", "eval_forward"),
+    *("conversations", "generator", "tokenizer", "_fields"),
+)
+"""Attributes that `join` makes, or that the module makes once it is in a pipeline."""
 
 
 class VLLMModule(Module):
@@ -65,29 +80,33 @@ class VLLMModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._args: Settings = {}
+        self._args: Args = {}
         if model_file is not None:
-            self._settings, self._args = read_model(model_file)
+            self._settings, self._args, notes = read_model(model_file)
+            self.notes = sentences(notes)
         self._numbers = itertools.count(1)
+        self._folder: TemporaryDirectory[str] | None = None  # of the model of `model_provider`
 
-    @property
-    def settings(self) -> Settings:
-        """Values for the configuration: those of the module's file, and its own model's."""
-        return self._settings | self._provided[0]
-
-    @cached_property
-    def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
-        """The settings of the model that `model_provider` returns, and its temporary folder."""
+    def plan(self, config: Config, args: Args) -> None:
+        super().plan(config, args)
+        self.notes += check_structure(self._args, config.model.path)
+        self._args = args | self._args
         model: Foreign = self.model_provider()
+        self._settings |= self._provided(model)
+        # For `setup`, where ChatLearn's modules build it.
+        self.model_provider = lambda: model  # type: ignore[method-assign]
+
+    def _provided(self, model: Foreign) -> Settings:
+        """Return the settings of what `model_provider` returned; a model is saved to a folder."""
         if model is None:
-            return {}, None
+            return {}
         if isinstance(model, str | Path):
-            return {"model.path": str(model)}, None
+            return {"model.path": str(model)}
         if not hasattr(model, "save_pretrained"):
             raise InputError(
                 f"{self.name}: model_provider returns a model's folder or name, a model of "
-                f"transformers or its configuration, not {repr(model)[:80]}; override "
-                "generator_provider to replace the sampler"
+                f"transformers or its configuration, not {repr(model)[:80]}: vLLM builds its own "
+                "module of it in the engines; override generator_provider to replace the sampler"
             )
         tokenizer = self._settings.get("model.tokenizer") or getattr(model, "name_or_path", "")
         if not tokenizer:
@@ -99,12 +118,18 @@ class VLLMModule(Module):
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_config(model)
-        folder = TemporaryDirectory(prefix="turnwise-model-")
-        model.save_pretrained(folder.name)
-        return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder
+        self._folder = TemporaryDirectory(prefix="turnwise-model-")
+        model.save_pretrained(self._folder.name)
+        return {"model.path": self._folder.name, "model.tokenizer": tokenizer}
+
+    def start(self, pipeline: Pipeline) -> None:
+        super().start(pipeline)
+        vars(self).pop("model_provider", None)  # with it goes the model, which engines have by now
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
+        for name in _OF_A_PIPELINE:
+            vars(self).pop(name, None)
         decode = self.decode_internal
 
         @wraps(decode)
@@ -117,6 +142,21 @@ class VLLMModule(Module):
 
         # Every caller, including an override of forward_step, gets the groups to train on.
         self.decode_internal = decode_and_keep  # type: ignore[method-assign]
+        self.forward_step = self._step(self.forward_step, False)  # type: ignore[method-assign]
+        self.eval_forward = self._step(self.eval_forward, True)  # type: ignore[method-assign]
+
+    def _step(self, forward: Callable[..., Foreign], is_eval: bool) -> Callable[..., Foreign]:
+        """Let a method get prompts as the batch of a scheduler, too, and return, as that of
+        ChatLearn's first version does, the outputs of `execute_step`."""
+
+        @wraps(forward)
+        def step(data: Batch, *iteration: int, **named: int) -> Foreign:
+            returned = forward(scheduled(data, is_eval), *iteration, **named)
+            if isinstance(returned, list) and all(isinstance(o, RequestOutput) for o in returned):
+                return self.decode_internal(returned)
+            return returned
+
+        return step
 
     @property
     def model_args(self) -> Settings:
@@ -141,7 +181,8 @@ class VLLMModule(Module):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer; its `tokenizer` is itself, as in ChatLearn."""
-        tokenizer: Any = self.template.tokenizer
+        planned = self._pipeline is None
+        tokenizer: Any = read_tokenizer(self.config.model) if planned else self.template.tokenizer
         tokenizer.tokenizer = tokenizer
         return tokenizer
 
@@ -159,7 +200,8 @@ class VLLMModule(Module):
         _ = self.generator, self.tokenizer, self.runner.tool_parser
 
     def model_provider(self) -> object:
-        """Return the model that engines and trainer load; called once, before anything starts.
+        """Return the model that engines and trainer load; called once, before anything starts, with
+        `model_args` and `tokenizer` of the files. A call in `setup` returns the same object.
 
         A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or its
         configuration, for random weights; or None, as here, for the model of `model.path`. Its
@@ -279,9 +321,31 @@ class VLLMModule(Module):
             DeadlineError: when the answers do not come in time.
             StepError: when more than `rollout.max_failed_fraction` of the trajectories failed.
         """
-        groups = self.wait(self._add_request(query, is_eval=is_eval))
+        groups = self.wait(self._add_request(scheduled(query, is_eval), is_eval=is_eval))
         check_failures(groups, self.config.rollout.max_failed_fraction, self.name)
         return request_outputs(groups, self.template, self._sampling(is_eval).stop)
+
+    def execute_step(self, batch: object, *blocks: object) -> list[RequestOutput]:
+        """Do ChatLearn's step on the batch of a `forward_step`, to the end of all its answers.
+
+        vLLM's scheduler runs in the engines' processes now, and moves no blocks for a caller: there
+        is one step for a batch.
+
+        Args:
+            batch: `data`, or `data["seq_group_metadata_list"]`.
+            blocks: `data["blocks_to_swap_in"]`, `data["blocks_to_swap_out"]` and
+                `data["blocks_to_copy"]`, which are not looked at.
+
+        Example:
+            def forward_step(self, data, iteration=0):
+                return self.execute_step(data["seq_group_metadata_list"], {}, {}, {})
+        """
+        if not is_step(batch):
+            raise InputError(
+                f"{self.name}: execute_step takes what forward_step or eval_forward got, or its "
+                f"seq_group_metadata_list, not {repr(batch)[:80]}"
+            )
+        return self.generate_vllm(batch, batch.is_eval)
 
     def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> Outputs:
         """Return outputs as lists.
@@ -342,11 +406,15 @@ class VLLMModule(Module):
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
         """Return the groups of requests, each trajectory within `rollout.trajectory_timeout`."""
+        count = len(requests)
+        return self.pipeline.wait(requests, self.deadline(count), f"{count} groups of {self.name}")
+
+    def deadline(self, count: int) -> float:
+        """Return the seconds that `count` groups may take together."""
         rollout = self.config.rollout
-        trajectories = len(requests) * max(self.config.sampling.n, self.config.eval.sampling.n)
+        trajectories = count * max(self.config.sampling.n, self.config.eval.sampling.n)
         rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
-        seconds = rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
-        return self.pipeline.wait(requests, seconds, f"{len(requests)} groups of {self.name}")
+        return rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
 
     def _sampling(self, is_eval: bool) -> SamplingConfig:
         return self.config.eval.sampling if is_eval else self.config.sampling

@@ -14,8 +14,14 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
-from turnwise.compat.chatlearn.model_file import REWARDS, Settings, model_settings
-from turnwise.compat.chatlearn.pipeline_file import CONVERSATION, PipelineFile, is_pipeline_file
+from turnwise.compat.chatlearn.model_file import (
+    REWARDS,
+    Args,
+    Settings,
+    model_settings,
+    sentences,
+)
+from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, DRAFT, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
@@ -27,6 +33,7 @@ from turnwise.observe.metrics import StepMetrics, mean
 from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
+from turnwise.run.commands import check_sampled
 from turnwise.run.runtime import Runtime, TrainingStep, open_runtime
 from turnwise.training import checkpoint
 from turnwise.training.loading import missing_model
@@ -39,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
-_DEFAULTS: Settings = {"environment": CONVERSATION}
 _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
 
@@ -58,15 +64,33 @@ class Module:
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
+        self.notes: list[str] = []
+        """One sentence for each group of the file's keys that do not do what they did in
+        ChatLearn."""
         self._settings: Settings = {}
+        self._planned: Config | None = None
         if model_file is not None:
-            self._settings = model_settings(name, self.role, model_file)
+            self._settings, _, notes = model_settings(name, self.role, model_file)
+            self.notes = sentences(notes)
         self._pipeline: Pipeline | None = None
 
     @property
     def settings(self) -> Settings:
         """Values that the module needs in the configuration, by dotted key."""
         return self._settings
+
+    def plan(self, config: Config, args: Args) -> None:
+        """Look at the configuration that all files make, before anything starts.
+
+        Args:
+            args: Flat keys of the policy's file, if the pipeline's file names it.
+        """
+        self._planned = config
+
+    def start(self, pipeline: "Pipeline") -> None:
+        """Bind the module to a running pipeline, and set it up."""
+        self.join(pipeline)
+        self.setup()
 
     def join(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, which calls this before `setup`."""
@@ -88,6 +112,8 @@ class Module:
     @property
     def config(self) -> Config:
         """The pipeline's configuration, this module's file included."""
+        if self._pipeline is None and self._planned is not None:
+            return self._planned
         return self.pipeline.config
 
 
@@ -136,6 +162,9 @@ class Pipeline:
         """Audit of everything trained so far."""
         self.state: JsonObject = {}
         """The values that the program gave to `save`, once a checkpoint is loaded."""
+        self._file: PipelineFile | None = None
+        """The pipeline's file, as it was read last."""
+        self._plan(self._modules, self._modules)
         self.config = self._shared(self._modules)
 
     def add(self, module: Module) -> None:
@@ -146,6 +175,7 @@ class Pipeline:
                 running pipeline, changes anything.
         """
         modules = [*self._modules, module]
+        self._plan(modules, [module])
         if not self._thread.is_open:
             self.config = self._shared(modules)
         elif self._resolved(_settings_of(modules)) != self.config:
@@ -155,8 +185,20 @@ class Pipeline:
             )
         self._modules = modules
         if self._thread.is_open:
-            module.join(self)
-            module.setup()
+            module.start(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence for each group of keys of the files that do not do what they did in
+        ChatLearn."""
+        own = [] if self._file is None else self._file.notes
+        return list(dict.fromkeys([*own, *(n for module in self._modules for n in module.notes)]))
+
+    def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
+        """Show new modules the configuration of all modules' files."""
+        draft = self._resolved(_settings_of(modules), DRAFT)
+        for module in new:
+            module.plan(draft, {} if self._file is None else self._file.args)
 
     def _shared(self, modules: Sequence[Module]) -> Config:
         """Return the given configuration under the modules' settings under the overrides."""
@@ -175,13 +217,14 @@ class Pipeline:
                     )
         return config
 
-    def _resolved(self, settings: Settings) -> Config:
+    def _resolved(self, settings: Settings, defaults: Settings = DEFAULTS) -> Config:
         given, overrides = self._given, self._overrides
         if isinstance(given, Config):
-            return make_config(given.model_dump(), overrides, _DEFAULTS, settings, _OPTIONAL)
+            return make_config(given.model_dump(), overrides, defaults, settings, _OPTIONAL)
         if is_pipeline_file(given):
-            return PipelineFile(given, overrides, settings).config
-        return load_config(given, overrides, _DEFAULTS, settings, _OPTIONAL)
+            self._file = PipelineFile(given, overrides, settings, defaults)
+            return self._file.config
+        return load_config(given, overrides, defaults, settings, _OPTIONAL)
 
     def __enter__(self) -> Self:
         """Start the engines and the trainer, send its weights, and set up the modules."""
@@ -190,14 +233,15 @@ class Pipeline:
             Path(config.output_dir, config.name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
+        for note in self.notes:
+            logger.warning("%s", note)
         with ExitStack() as stack:
             stack.enter_context(self._thread)
             self._thread.start(
                 config.engine.start_timeout + config.training.step_timeout + self._update_seconds
             )
             for module in self._modules:
-                module.join(self)
-                module.setup()
+                module.start(self)
             stack.pop_all()
         return self
 
@@ -238,10 +282,12 @@ class Pipeline:
             The step's metrics, as in metrics.jsonl; `weight_version` is the engines' new version.
 
         Raises:
-            InputError: when the outputs hold no groups, or other than one reward a trajectory.
+            InputError: when the outputs hold no groups, other than one reward a trajectory, or
+                answers of a beam search.
             ExactnessError: when a token is not as it was sampled; nothing is trained then.
             StepError: when most trajectories failed.
         """
+        check_sampled(self.config)
         groups = [group for each in outputs for group in rewarded_groups(each)]
         seconds = self.config.training.step_timeout + self._update_seconds
         return self._call(lambda: self._train(groups), seconds, "the training step")

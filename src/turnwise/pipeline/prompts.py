@@ -6,9 +6,11 @@ All but rows are answered in one turn, by an environment and a loop of their own
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.loops import SingleTurnLoop
@@ -21,6 +23,46 @@ Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 PromptFields = tuple[str, str, str | None]
 """Names of the fields of a prompt that is a mapping: of token ids, of their text, and of a text or
 messages without ids; where the last is None, a mapping without ids is a row."""
+_STEP = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
+"""Names of the parts of a scheduler's batch, of the vLLM for which ChatLearn was written."""
+
+
+class PromptList(list[Foreign]):
+    """Prompts as a `forward_step` gets them, which may read them as the batch of a scheduler, or
+    one of their fields as a list."""
+
+    is_eval = False
+
+    def __getitem__(self, key: Foreign) -> Foreign:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        rows = [item.row if isinstance(item, Problem) else item for item in self]
+        return self if key in _STEP else [row[key] for row in rows]
+
+
+class PromptColumns(dict[str, Foreign]):
+    """The same for prompts as a mapping of lists."""
+
+    is_eval = False
+
+    def __missing__(self, key: str) -> Foreign:
+        if key in _STEP:
+            return self
+        raise KeyError(key)
+
+
+def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
+    """Return a batch of prompts in the form of a step."""
+    if is_step(data):
+        return data
+    columns = isinstance(data, Mapping)
+    made: PromptList | PromptColumns = PromptColumns(data) if columns else PromptList(data)
+    made.is_eval = is_eval
+    return made
+
+
+def is_step(data: object) -> TypeGuard[PromptList | PromptColumns]:
+    return isinstance(data, PromptList | PromptColumns)
 
 
 class Conversation:
@@ -157,7 +199,8 @@ class ProblemBuilder:
                 )
             messages = [{"role": "user", "content": self._template.decode_all(own[:kept])}]
             token_ids = self._render(name, messages)
-        return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
+        own = {"prompt": text, **row, "messages": messages, "input_ids": token_ids}
+        return ConversationProblem(name, own)
 
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:

@@ -35,6 +35,7 @@ from turnwise.core.user_code import (
     describe_user_error,
     run_abandonable,
 )
+from turnwise.engine.beam_search import BeamSearch
 from turnwise.engine.protocol import Generator, Route, TurnTimes
 from turnwise.errors import (
     DeadlineError,
@@ -45,7 +46,7 @@ from turnwise.errors import (
     describe_error,
 )
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
-from turnwise.rollouts.agents import HttpAgentLoop
+from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
@@ -241,6 +242,8 @@ class _Run:
     name: str  # unique name of the group; the names and seeds of its requests begin with it
     stage: Stage
     group: Group
+    search: BeamSearch | None = None
+    """The group's beam search; None if its answers are sampled."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
@@ -363,7 +366,15 @@ class Runner:
         `on_trajectory` gets each as soon as its reward is known."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
-        run = _Run(engine, problem, sampling, name, stage, group)
+        search: BeamSearch | None = None
+        if sampling.use_beam_search:
+            if isinstance(stage.loop, HttpAgentLoop | ChatSchedulerLoop):
+                raise InputError(
+                    "sampling.use_beam_search: the requests of agents and chat schedulers sample; "
+                    "choose another rollout.loop"
+                )
+            search = BeamSearch(engine, self._tokenizer, sampling.n)
+        run = _Run(engine, problem, sampling, name, stage, group, search)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
@@ -471,7 +482,7 @@ class Runner:
             context = RolloutContext(
                 trajectory=trajectory,
                 calls=calls,
-                engine=run.engine,
+                engine=run.engine if run.search is None else run.search.of(trajectory.sample_index),
                 template=self.template,
                 tool_parser=self.tool_parser,
                 rollout=stage.rollout,

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
     OnGroup = Callable[[Sequence[Trajectory]], None]
     """Called with the trajectories of each group of a command, also of one that was not run."""
+    Datasets = tuple[Sequence[Problem], Sequence[Problem]]
+    """Problems to train on, and held-out ones."""
+    Join = Callable[[Runtime, Datasets], Awaitable[Datasets]]
 
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
@@ -85,6 +88,7 @@ class ProgramInputs:
     environment: "EnvironmentType | None" = None  # makes one from a row; replaces `environment`
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
     eval_rows: Sequence[JsonObject] | None = None  # held-out rows; replace data.eval_path
+    join: "Join | None" = None  # takes part in the run once its engines and trainer have started
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -114,6 +118,15 @@ def check_sources(config: Config, *data: str | None) -> None:
     if config.model.tokenizer is not None:
         check_tokenizer(config.model.tokenizer)
     EngineAdapters.of(config)
+
+
+def check_sampled(config: Config) -> None:
+    """Raise an `InputError` if training would get answers that were not sampled."""
+    if config.sampling.use_beam_search:
+        raise InputError(
+            "sampling.use_beam_search: answers that a search found were not sampled, and cannot be "
+            "trained on; set it in eval.sampling alone"
+        )
 
 
 def all_problems(
@@ -155,6 +168,7 @@ async def train(
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
     """Train to the last step, from the newest complete checkpoint of `run` on, if it is given."""
+    check_sampled(config)
     resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
@@ -173,7 +187,10 @@ async def train(
             from turnwise.run.trainer import TrainingLoop
 
             async with _opened(config, inputs, problems, display, folder.path) as runtime:
-                loop = TrainingLoop(config, runtime, problems, heldout, folder, display, start)
+                data = problems, heldout
+                if inputs.join is not None:
+                    data = await inputs.join(runtime, data)
+                loop = TrainingLoop(config, runtime, *data, folder, display, start)
                 host, port = config.serving.host, config.metrics.port
                 scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
                 async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
@@ -344,7 +361,7 @@ def _opened(
 
     return open_runtime(
         config,
-        first_of_each(problems),
+        None if inputs.join else first_of_each(problems),
         folder=folder,
         progress=display,
         environment=inputs.environment_for(config),

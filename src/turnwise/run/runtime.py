@@ -67,6 +67,8 @@ class Runtime:
     """The trainer; None if nothing is trained."""
     processes: RolloutProcesses | None = None
     """Processes that run groups; None if the driver runs them."""
+    grouping: Callable[[SamplingConfig], RunGroup] | None = None
+    """Replaces `group_runner`, with a module of the user's; None if there is none."""
 
     @property
     def generator(self) -> Generator:
@@ -75,6 +77,8 @@ class Runtime:
 
     def group_runner(self, sampling: SamplingConfig) -> RunGroup:
         """Return a function that runs the group of a problem, under a unique tag."""
+        if self.grouping is not None:
+            return self.grouping(sampling)
         if (processes := self.processes) is not None:
             return lambda problem, tag: processes.run_group(problem, sampling, tag)
         run_group, generator = self.runner.run_group, self.generator

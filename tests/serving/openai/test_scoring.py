@@ -8,10 +8,12 @@ import httpx
 import pytest
 
 from tests.simulated import Latency, SimulatedEngine
-from turnwise.config import Config
+from turnwise.config import Config, SamplingConfig
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import Trajectory, audit
 
+ELSEWHERE = {"frequency_penalty": 0.0}
+"""An option that changes nothing and that only vLLM's application has."""
 PROMPT = [20, 21, 22, 23, 24]
 SCORES = [None, -0.021, -0.022, -0.023, -0.024]
 """Log-probs that the simulated engine gives."""
@@ -81,6 +83,12 @@ async def test_a_stream_begins_with_the_scores_of_its_prompt(http: httpx.AsyncCl
     assert sum(map(len, pieces)) == len(PROMPT) + 3
 
 
+async def test_the_steps_of_a_beam_search_are_no_turns(http: httpx.AsyncClient) -> None:
+    made = await ask(http, "beam", prompt=PROMPT, use_beam_search=True, max_tokens=3)
+    assert made["usage"]["completion_tokens"] == 3
+    assert (await trajectory(http, "beam")).turns == []
+
+
 async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> None:
     made = await ask(http, "n", prompt=PROMPT, n=3, prompt_logprobs=0, max_tokens=2)
     for choice in made["choices"]:
@@ -88,3 +96,38 @@ async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> Non
         assert first is None
         assert [list(each) for each in rest] == [[str(token)] for token in PROMPT[1:]]
     assert len((await trajectory(http, "n")).turns) == 3
+
+
+@pytest.mark.parametrize(
+    "more", [{}, ELSEWHERE, {"stream": True}, {"prompt_logprobs": 2}, {"n": 2}]
+)
+async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
+    make_config: Callable[..., Config], tokenizer: Any, more: dict[str, Any]
+) -> None:
+    """Whoever answers, by sampling.prompt_logprobs; its client sees them only if it asks itself."""
+    quick = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
+    engine = SimulatedEngine(vocab_size=len(tokenizer), latency=quick)
+    server = OpenAIServer(make_config(serving={"port": 0}), engine)
+    transport = httpx.ASGITransport(await server.application())
+    sampling = SamplingConfig(max_tokens=4, prompt_logprobs=True)
+    trajectory = Trajectory("p")
+    session = server.sessions.open_private(trajectory, sampling=sampling)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        messages = [USER]
+        for _ in range(2):
+            asked = {"model": "any", "messages": messages, **more}
+            path = f"/sessions/{session.id}/v1/chat/completions"
+            answer = await http.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            if "stream" in more or "n" in more:
+                break
+            assert bool(answer.json()["prompt_logprobs"]) == ("prompt_logprobs" in more)
+            said = answer.json()["choices"][0]["message"]["content"]
+            messages = [*messages, {"role": "assistant", "content": said}, USER]
+    assert len(trajectory.turns) == (1 if "stream" in more else 2)
+    for number, turn in enumerate(trajectory.turns):
+        scores = [-1e-3 * token for token in turn.added_token_ids]
+        assert turn.added_logprobs is not None
+        if number == 0:
+            assert turn.added_logprobs[0] is None
+        assert turn.added_logprobs[number == 0 :] == pytest.approx(scores[number == 0 :])

@@ -6,11 +6,13 @@ mappings. Only names are checked here; values are checked with the whole configu
 
 import ast
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -18,6 +20,7 @@ from turnwise.config import (
     ALIASES,
     PARTS,
     REPLACED_KEYS,
+    UNNEEDED_KEYS,
     Config,
     ModelConfig,
     SamplingConfig,
@@ -25,13 +28,18 @@ from turnwise.config import (
     known_keys,
 )
 from turnwise.config.base import Tree
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
 Settings = Tree
 """Values by dotted keys of the configuration."""
 Args = Tree
 """Values by ChatLearn's flat keys."""
+Notes = dict[str, list[str]]
+"""Keys that are accepted and do not do what they did in ChatLearn, by what is said of them."""
 REWARDS = "rollout.rewards"
+UNNAMED = "the model of model_provider"
+"""Stands for `model.path` before a module has said which model it is."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::(.*))?\}")
 _BOTH = ("sampling", "eval.sampling")
 
@@ -88,7 +96,7 @@ _FLAT: dict[str, Sequence[str]] = {
 """Flat keys of `OURS` in the file of each role."""
 _COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
 _SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluation alike
-_READ = _words("stop_token_list prompt_key vllm_input_ids_key vllm_prompt_key")
+_READ = _words("stop_token_list prompt_key use_beam_search vllm_input_ids_key vllm_prompt_key")
 """Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
 
 FixedKeys = dict[str, tuple[tuple[object, ...], str]]
@@ -107,38 +115,50 @@ _FIXED: FixedKeys = {
     "new_token_limit": ((True, False), "set it to true or false"),
 }
 
-_REFUSED = {
-    "describe a model and its checkpoint to Megatron; here the folder of load (model.path), in "
-    "Hugging Face's format, contains all of this: leave them out": _words(
+STRUCTURE = {
+    "ffn_hidden_size": "intermediate_size",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "num_query_groups": "num_key_value_heads",
+}
+"""Flat keys of the policy's structure, by which it is compared with its own configuration."""
+_IN_FOLDER = (
+    "no effect; the folder of load (model.path), in Hugging Face's format, contains the model's "
+    "structure"
+)
+_UNUSED = {
+    _IN_FOLDER: _words(
         """
         adaptive_parallel_strategy_on_checkpoint add_bias_linear add_position_embedding
         apply_query_key_layer_scaling attention_dropout attention_softmax_in_fp32 build_path
-        distributed_timeout_minutes exit_on_missing_checkpoint ffn_hidden_size finetune
-        gradient_accumulation_fusion group_query_attention hidden_dropout hidden_size hysteresis
-        inference_batch_times_seqlen_threshold load_iteration log_num_zeros_in_grad
+        distributed_backend distributed_timeout_minutes exit_on_missing_checkpoint finetune
+        gradient_accumulation_fusion group_query_attention hidden_dropout hysteresis
+        inference_batch_times_seqlen_threshold init_method_std load_iteration log_num_zeros_in_grad
         make_vocab_size_divisible_by masked_softmax_fusion max_position_embeddings
         max_tokens_to_oom no_load_args no_load_optim no_load_rng no_load_scheduler normalization
-        num_attention_heads num_layers num_query_groups numerical_stable
-        retro_encoder_attention_dropout retro_encoder_hidden_dropout swiglu tokenizer_model
-        tokenizer_type transformer_impl untie_embeddings_and_output_weights use_attn_acc
-        use_checkpoint_args use_distributed_optimizer use_flash_attn use_legacy_models
-        use_rotary_position_embeddings
+        num_workers numerical_stable parallel_output retro_encoder_attention_dropout
+        retro_encoder_hidden_dropout reward_bias save_inference save_inference_interval
+        sequence_parallel swiglu tokenizer_model tokenizer_type transformer_impl
+        untie_embeddings_and_output_weights use_attn_acc use_checkpoint_args
+        use_distributed_optimizer use_flash_attn use_legacy_models use_rotary_position_embeddings
         """
     ),
-    "belong to the trainer, not to a model's file; see algorithm and training in the pipeline's "
-    "configuration": _words(
+    "no effect; the sections algorithm and training, and the keys of ppo_policy's file that have "
+    "counterparts there, set what is trained": _words(
         """
-        clipped_value_only cliprange cliprange_reward cliprange_value do_math_eval dpo_weight
-        fix_kl_coef gamma horizon init_kl_coef lam lm_coef log_entropy log_interval loss_on_prompts
-        math_coef ngram_coef raw_reward_coeff save_interval scale_reward target
-        train_to_compare_num_responses trainer_engine use_ipo
+        adam_beta1 adam_beta2 clipped_value_only cliprange cliprange_reward cliprange_value
+        do_math_eval dpo_weight fix_kl_coef gamma horizon init_kl_coef lam lm_coef log_entropy
+        log_interval loss_on_prompts lr_decay_iters math_coef min_lr ngram_coef raw_reward_coeff
+        recompute_granularity save_interval scale_reward target train_iters
+        train_to_compare_num_responses trainer_engine use_checkpoint_opt_param_scheduler use_ipo
         """
     ),
 }
-"""Flat keys that are accepted only without a value, by what is said about the others."""
-_KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED]).union(
-    *_REFUSED.values()
-)
+"""Flat keys of Megatron's and of the trainer, which all models of ChatLearn's examples include."""
+_REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
+_TOKENS = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
+_KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
 
 _RENAMED = {
     "tokenizer": {
@@ -246,11 +266,24 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {meant[0]}?" if meant else ""
 
 
-def read_model(path: str | Path) -> tuple[Settings, Args]:
-    """Return the settings of the policy's file with all that it includes, and its flat keys, whose
-    values the settings include; InputError names every key that cannot be used."""
+class ModelFile(NamedTuple):
+    """A model's file with all that it includes."""
+
+    settings: Settings
+    args: Args
+    """The policy's flat keys, whose values the settings include; empty for other models."""
+    notes: Notes
+
+
+def sentences(notes: Notes) -> list[str]:
+    """Return a sentence for each group of keys."""
+    return [f"{', '.join(dict.fromkeys(keys))}: {said}" for said, keys in notes.items()]
+
+
+def read_model(path: str | Path) -> ModelFile:
+    """Read the policy's file; InputError names every key that cannot be used."""
     mistakes: list[str] = []
-    settings, flat = Settings(), Args()
+    settings, flat, notes = Settings(), Args(), Notes()
     for place, tree in with_included(Path(path).expanduser(), "model file"):
         for section, name, value in _entries(place, tree, mistakes):
             if name in (_SECTIONS[section] if section else _KNOWN):
@@ -258,7 +291,14 @@ def read_model(path: str | Path) -> tuple[Settings, Args]:
                     settings |= _leaves(_SECTIONS[section][name], value)
                 else:
                     flat[name] = value
-            elif name not in REPLACED_KEYS or not asks_for_nothing(name, value):
+            elif asks_for_nothing(name, value):
+                pass
+            elif not section and name in _REASONS:
+                if value and value != "None":
+                    notes.setdefault(_REASONS[name], []).append(name)
+            elif name in UNNEEDED_KEYS:
+                notes.setdefault(f"no effect; {REPLACED_KEYS[name]}", []).append(name)
+            else:
                 mistakes.append(f"{place}: {_unknown(section, name)}")
     flat = {key: value for key, value in flat.items() if value not in (None, "None")}
     mistakes = mistakes or [f"{path}: {mistake}" for mistake in _mistakes(flat)]
@@ -271,7 +311,34 @@ def read_model(path: str | Path) -> tuple[Settings, Args]:
                 f"{path}: {key} is {settings[key]!r} in a section and {meant[key]!r} by a flat key "
                 "of ChatLearn's; keep one"
             )
-    return settings | meant, flat
+    if "block_size" in flat:
+        notes[_TOKENS] = ["block_size"]
+    return ModelFile(settings | meant, flat, notes)
+
+
+def check_structure(args: Args, path: str) -> list[str]:
+    """Compare flat keys of the policy's structure with the configuration of its own model.
+
+    Returns:
+        A sentence if they cannot be compared, because `path` (model.path) is no folder here.
+
+    Raises:
+        InputError: naming the first key with another value.
+    """
+    given = {key: args[key] for key in STRUCTURE if args.get(key) is not None}
+    config: JsonObject = {}
+    with suppress(OSError, ValueError):
+        config = json.loads((Path(path).expanduser() / "config.json").read_text())
+    for key, value in given.items():
+        own = config.get(STRUCTURE[key])
+        if own is not None and own != value:
+            raise InputError(
+                f"{key} is {value!r}, and the model in {path} has {own!r} ({STRUCTURE[key]}): "
+                "its own configuration decides; remove the key, or set load to another folder"
+            )
+    unknown = [key for key in given if STRUCTURE[key] not in config]
+    where = f"{_IN_FOLDER}; not compared, because there is no config.json with them in {path}"
+    return sentences({where: unknown}) if unknown else []
 
 
 def _entries(place: Path, tree: Tree, mistakes: list[str]) -> Iterator[tuple[str, str, object]]:
@@ -307,10 +374,6 @@ def _unknown(section: str, name: str) -> str:
 
 def _mistakes(args: Args) -> Iterator[str]:
     """Yield a sentence for each flat key, or group of keys, whose value has no meaning here."""
-    for what, keys in _REFUSED.items():
-        named = sorted(key for key in keys if args.get(key))
-        if named:
-            yield f"{', '.join(named)} {what}"
     for key, (meant, instead) in _FIXED.items():
         if key in args and args[key] not in meant:
             yield f"{key} {args[key]!r} is not supported: {instead}"
@@ -324,6 +387,8 @@ def _mistakes(args: Args) -> Iterator[str]:
 def _meant(args: Args) -> Settings:
     """Return the settings of flat keys without mistakes."""
     both = {key: args[key] for key in _SHARED if key in args}
+    if args.get("use_beam_search"):
+        both["use_beam_search"] = args["use_beam_search"]
     stop, new = args.get("stop_token_list"), args.get("max_new_tokens")
     if stop is not None:
         both["stop"] = [t for t in stop.split(";") if t] if isinstance(stop, str) else stop
@@ -360,12 +425,15 @@ def args_of(config: Config, own: Args) -> Args:
         "vllm_input_ids_key": "input_ids",
         "init_shuffle_prompts": 0,
         **own,
+        "load": None if config.model.path == UNNAMED else config.model.path,
+        "tokenizer": config.model.tokenizer or config.model.path,
         "num_inference_per_prompt": 1,  # `n` holds it
         "seq_length": config.model.max_length,
         "max_new_tokens": sampling.max_tokens,
         "n": sampling.n,
         "ignore_eos": sampling.ignore_eos,
         "prompt_logprobs": 1 if sampling.prompt_logprobs else None,
+        "use_beam_search": sampling.use_beam_search,
         "stop_token_list": list(sampling.stop),
         **sampling.model_dump(include=both),
         **{f"eval_{key}": value for key, value in held_out.model_dump(include=both).items()},
@@ -378,10 +446,10 @@ def role_of(name: str) -> str | None:
     return role if role in _FLAT else None
 
 
-def model_settings(name: str, role: str, path: str | Path) -> Settings:
-    """Return the values that the file of a model beside the policy sets, named as in `models`."""
+def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
+    """Read the file of a model beside the policy, named as in `models`."""
     flat, trains = {key: OURS[key] for key in _FLAT[role]}, role == "ppo_policy"
-    settings = Settings()
+    settings, notes = Settings(), Notes()
     mistakes: list[str] = []
     for key, value in load_merged(Path(path).expanduser()).items():
         if key in flat and value is not None:
@@ -405,16 +473,36 @@ def model_settings(name: str, role: str, path: str | Path) -> Settings:
                     section == "model" and part not in ModelConfig.model_fields
                 ):  # the other keys of these sections are another model's
                     mistakes.append(f"there is no key {full}{nearest(full, [*known_keys()])}")
-        elif value is not None:
+        elif value in (None, "None"):
+            pass
+        elif why := _why_unused(str(key)):
+            if value:
+                notes.setdefault(why, []).append(str(key))
+        else:
             names = [*flat, *_SECTIONS, "training", "algorithm"]
             mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
     if mistakes:
         raise InputError(f"{path}: {'; '.join(mistakes)}")
-    if trains:
-        return settings
     if role == "reward":
         keys = {"model.path": "model", "model.dtype": "dtype"}
-        return {REWARDS: [{"name": name} | {keys[k]: v for k, v in settings.items()}]}
+        settings = {REWARDS: [{"name": name} | {keys[k]: v for k, v in settings.items()}]}
+    elif not trains:
+        settings = _moved(settings, role)
+    return ModelFile(settings, {}, notes)
+
+
+def _why_unused(key: str) -> str:
+    """Return what is said of another model's flat key, or Megatron's; "" of one that is unknown."""
+    if key in STRUCTURE:
+        return _IN_FOLDER
+    for owner, keys in (("policy", _KNOWN), *_FLAT.items()):
+        if key in keys and key not in _COMPANION:
+            return f"no effect in the other models' files; {owner}'s file sets it"
+    return _REASONS.get(key, "")
+
+
+def _moved(settings: Settings, role: str) -> Settings:
+    """Return the settings of a reference or value model under the keys of the algorithm."""
     section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
     moved = {"training.learning_rate": f"{section}.learning_rate"}
     return {

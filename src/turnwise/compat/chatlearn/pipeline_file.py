@@ -13,22 +13,29 @@ from turnwise.compat.chatlearn.model_file import (
     OURS,
     REWARDS,
     ROLES,
+    UNNAMED,
+    Args,
     FixedKeys,
+    Notes,
     Settings,
+    check_structure,
     load_merged,
     merged,
     model_settings,
     nearest,
     read_model,
     role_of,
+    sentences,
 )
 from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.config.load import value_of
 from turnwise.errors import InputError
 
-CONVERSATION = "turnwise.pipeline.prompts:Conversation"
+DEFAULTS: Settings = {"environment": "turnwise.pipeline.prompts:Conversation"}
 """Default of `environment`: rows are prompts, answered in one turn."""
+DRAFT: Settings = {**DEFAULTS, "model": {"path": UNNAMED}}
+"""Defaults of the configuration that modules see before they have said which model it is."""
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """Sections of a pipeline's file beside those of a configuration."""
 _KINDS: dict[str, Settings] = {
@@ -90,7 +97,7 @@ _NO_EFFECT = {
 """Keys that are accepted and change nothing, and why."""
 _MODEL_KEYS = (
     *("model_config_file", "num_gpu", "num_device", "num_replica"),
-    *("trainable", "function", "weight", "lora"),
+    *("trainable", "function", "weight", "lora", "module"),
 )
 _LORA_KEYS = ("enable_lora", "lora_dim", "lora_scaling", "lora_dropout", "lora_layer")
 """Keys of a model's `lora`; layers other than linear ones never get an adapter, and dropout never
@@ -114,6 +121,7 @@ class PipelineFile:
     Args:
         overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
         settings: Values by dotted keys of the configuration, over the file and under overrides.
+        defaults: Values for keys that nothing sets.
     """
 
     def __init__(
@@ -121,6 +129,7 @@ class PipelineFile:
         path: str | Path,
         overrides: Sequence[str] = (),
         settings: Mapping[str, object] | None = None,
+        defaults: Tree = DEFAULTS,
     ) -> None:
         self._path = Path(path).expanduser()
         self._tree = load_merged(self._path)
@@ -131,25 +140,33 @@ class PipelineFile:
             else:
                 self._overrides.append(override)
         self._over = settings or {}
+        self._defaults = defaults
         self._settings = Settings()
         self._devices: int | None = None
         """Devices of the policy's engines, where the file gives their number."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
-        self._without_effect: dict[str, list[str]] = {}
+        self._notes = Notes()
+        self.module: str | None = None
+        """Path of the policy's own class, package.module:Class; None for the command's own loop."""
+        self.args = Args()
+        """Flat keys of the policy's file."""
         self.config = self._read()
         self.resumes = bool(self._section("runtime").get("enable_resume_training", True))
         """Whether a run that already exists is resumed."""
         self.notes = [
-            f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
+            *sentences(self._notes),
+            *check_structure(self.args, self.config.model.path),
         ]
-        """One sentence for each group of keys without effect."""
+        """One sentence for each group of keys that do not do what they did in ChatLearn."""
 
     def _read(self) -> Config:
         models, runtime = self._section("models"), self._section("runtime")
         known = [*_OWN_SECTIONS, *Config.model_fields]
         for name in sorted(map(str, self._tree.keys() - {*known})):
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
+        if self._section("runtime_env"):
+            self._note("no effect; the nodes' own environments count", "runtime_env")
         entries: dict[str, Tree] = {}
         for name, entry in models.items():
             if entry is not None and not isinstance(entry, dict):
@@ -210,7 +227,7 @@ class PipelineFile:
                     self._mistakes.append(f"{section}.{key} is {value!r}: {instead}")
             elif key in _NO_EFFECT:
                 if value not in (None, False):
-                    self._without_effect.setdefault(_NO_EFFECT[key], []).append(f"{section}.{key}")
+                    self._note(f"no effect; {_NO_EFFECT[key]}", f"{section}.{key}")
             elif key not in known:
                 names = [*known, *_NO_EFFECT, *_FIXED]
                 self._mistakes.append(f"there is no key {section}.{key}{nearest(key, names)}")
@@ -229,11 +246,7 @@ class PipelineFile:
                     "(a reward's name ends in _reward)"
                 )
                 continue
-            settings, file = Settings(), str(entry.get("model_config_file"))
-            if "model_config_file" in entry:
-                path = self._path.parent / Path(file).expanduser()
-                policy = role == "policy"
-                settings = read_model(path)[0] if policy else model_settings(name, role, path)
+            settings, file = self._of_file(name, role, entry), str(entry.get("model_config_file"))
             number = entry.get("num_gpu") or entry.get("num_device")
             if role == "reward":
                 part: Tree = settings[REWARDS][0] if settings else {"name": name}
@@ -246,8 +259,7 @@ class PipelineFile:
                 rewards.append(part | ({"gpus": number} if number else {}))
                 continue
             if kind != "ppo" and role in ("value", "ppo_value"):
-                without = self._without_effect.setdefault("only ppo has a value model", [])
-                without.append(f"models.{name}")
+                self._note("no effect; only ppo has a value model", f"models.{name}")
             self._lora(name, entry.get("lora"))
             for key, value in settings.items():
                 self._put(key, value, file)
@@ -262,6 +274,27 @@ class PipelineFile:
                     self._mistakes.append(f"models.{name}.{key} is for rewards")
         if rewards:
             self._put(REWARDS, rewards, "models")
+
+    def _of_file(self, name: str, role: str, entry: Tree) -> Settings:
+        """Return the settings of a model's file, if it has one; take the policy's own class."""
+        if "module" in entry and role == "policy":
+            self.module = str(entry["module"])
+        elif "module" in entry:
+            self._mistakes.append(
+                f"models.{name}.module: only the policy may have a class of its own here; a "
+                "reward's own code is a function, and other classes need a program (Pipeline)"
+            )
+        if "model_config_file" not in entry:
+            return {}
+        path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
+        read = read_model(path) if role == "policy" else model_settings(name, role, path)
+        self.args |= read.args
+        for said, keys in read.notes.items():
+            self._note(said, *keys)
+        return read.settings
+
+    def _note(self, said: str, *keys: str) -> None:
+        self._notes.setdefault(said, []).extend(keys)
 
     def _lora(self, name: str, section: object) -> None:
         """Take the settings of a model's `lora`."""
@@ -370,8 +403,7 @@ class PipelineFile:
     def _config(self, more: Settings) -> Config:
         """Return the configuration; in increasing precedence: the models' settings, the file's own
         sections, the caller's settings, overrides."""
-        defaults = {"environment": CONVERSATION}
-        return make_config(self._merged(more), self._overrides, defaults, self._over)
+        return make_config(self._merged(more), self._overrides, self._defaults, self._over)
 
     def _merged(self, more: Settings) -> Tree:
         """Return the tree of the models' settings under the file's own sections."""

@@ -341,7 +341,8 @@ class ChatService:
         least = changes.get("min_tokens", min(base.min_tokens, most))
         if most < 1 or least > most:
             return None
-        changes |= {"max_tokens": most, "min_tokens": least, "prompt_logprobs": False}
+        changes |= {"max_tokens": most, "min_tokens": least}
+        changes["prompt_logprobs"] = own is not None and own.prompt_logprobs
         sampling = base.model_copy(update=changes)
         return partial(self._complete, context, request, messages, offer, prompt, sampling)
 

@@ -13,6 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -395,8 +396,9 @@ class EngineClient:
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
             asked = context.request
-            if getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0:
-                context = None  # it only scores its prompt, and its one token is thrown away
+            scoring = getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0
+            if scoring or getattr(asked, "use_beam_search", False):
+                context = None  # it throws its token away, or chooses among the likeliest
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
@@ -455,6 +457,8 @@ class EngineClient:
                         "(rollout.max_response_tokens)"
                     )
                 sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
+                if session.sampling is not None and session.sampling.prompt_logprobs:
+                    sampling.prompt_logprobs = params.prompt_logprobs or 0
             asked = Request(
                 prompt,
                 sampling,
@@ -464,8 +468,11 @@ class EngineClient:
                 whole=not streamed,
             )
             with_logprobs = params.num_logprobs is not None
+            scored = params.prompt_logprobs is not None  # else only the session records them
             async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
+                    if not scored:
+                        chunk = replace(chunk, prompt_alternatives=[])
                     for output in _outputs(request.request_id, chunk, with_logprobs):
                         self._outputs.process_outputs([output])
                     if chunk.finish_reason is not None and context is not None:

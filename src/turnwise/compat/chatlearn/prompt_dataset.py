@@ -1,0 +1,88 @@
+"""ChatLearn's datasets of prompts, with its names: token ids, and the text that they come from."""
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError
+
+
+class PromptPipeline(Sequence[JsonObject]):
+    """The base class of a dataset, which a subclass fills.
+
+    Example:
+        class Own(PromptPipeline):
+            def __init__(self, texts, tokenizer):
+                self.prompts_ids = [{"input_ids": tokenizer.encode(t), "prompt": t} for t in texts]
+    """
+
+    prompts_ids: list[JsonObject]
+    """The items: `input_ids`, `prompt`, and any other fields."""
+
+    @property
+    def data(self) -> list[JsonObject]:
+        """The items, by the name of later versions."""
+        return self.prompts_ids
+
+    @data.setter
+    def data(self, items: list[JsonObject]) -> None:
+        self.prompts_ids = items
+
+    def __len__(self) -> int:
+        return len(self.prompts_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> JsonObject: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[JsonObject]: ...
+    def __getitem__(self, index: int | slice) -> JsonObject | list[JsonObject]:
+        return self.prompts_ids[index]
+
+    def collate_fn(self, samples: Sequence[JsonObject]) -> dict[str, list[Foreign]]:
+        """Return items as a batch: a list for each of their fields."""
+        return {name: [sample[name] for sample in samples] for name in (samples or [{}])[0]}
+
+
+class VLLMPromptPipeline(PromptPipeline):
+    """Prompts for a policy's `forward_step`, cut at their end.
+
+    Args:
+        prompts: Texts; tuples that begin with a text; or rows, whose text is under `prompt_key`,
+            or else `prompt`, and whose other fields are kept.
+        max_prompt_length: Largest number of tokens.
+        tokenizer: A Hugging Face tokenizer, which adds its BOS.
+
+    Raises:
+        InputError: naming the prompt that is empty or has no text.
+
+    Example:
+        def build_dataset(self, train_prompts, is_eval=False):
+            longest = self.model_args["seq_length"] - self.model_args["max_new_tokens"]
+            return VLLMPromptPipeline(train_prompts, longest, self.tokenizer.tokenizer)
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str | Sequence[Foreign] | JsonObject],
+        max_prompt_length: int,
+        tokenizer: Foreign = None,
+        prompt_key: str | None = None,
+    ) -> None:
+        if max_prompt_length < 1:
+            raise InputError(f"max_prompt_length must be 1 or more, not {max_prompt_length}")
+        if tokenizer is None:
+            raise InputError("VLLMPromptPipeline needs a tokenizer: self.tokenizer.tokenizer")
+        self.tokenizer = tokenizer
+        self.prompts: list[tuple[str, list[int]]] = []
+        """Text and token ids of each prompt."""
+        self.prompts_ids = []
+        for number, given in enumerate(prompts, start=1):
+            row = given if isinstance(given, Mapping) else {}
+            text = row.get(prompt_key or "prompt") if row else given
+            text = text[0] if isinstance(text, tuple) and text else text
+            if not isinstance(text, str) or not text:
+                raise InputError(f"prompt {number} is empty, or no text: {repr(given)[:80]}")
+            ids = list(tokenizer.encode(text))[:max_prompt_length]
+            self.prompts.append((text, ids))
+            self.prompts_ids.append({**row, "input_ids": ids, "prompt": text})

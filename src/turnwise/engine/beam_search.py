@@ -1,0 +1,132 @@
+"""Beam search: completions that are the likeliest answers to their prompts.
+
+The algorithm is vLLM's own, over any `Generator`: each of its steps asks for the likeliest next
+tokens of every beam. vLLM's engine has no beam search.
+"""
+
+import asyncio
+import copy
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from turnwise.config import SamplingConfig
+from turnwise.core.aio import run_in_thread
+from turnwise.core.optional import Foreign
+from turnwise.engine.protocol import Chunk, FinishReason, Generator, Request, join
+from turnwise.errors import EngineError
+
+if TYPE_CHECKING:
+    from turnwise.internals import vllm
+
+
+class BeamSearch:
+    """The searches of a group, whose trajectories share that of their first prompt.
+
+    Args:
+        generator: Computes the steps.
+        tokenizer: The model's; its EOS ends an answer, and `sampling.stop` cuts it.
+        width: Number of beams, and of answers.
+    """
+
+    def __init__(self, generator: Generator, tokenizer: Foreign, width: int) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._width = width
+        self._found: dict[tuple[int, ...], asyncio.Future[list[Chunk]]] = {}
+
+    def of(self, index: int) -> Generator:
+        """Return the generator of trajectory `index`: its first completion is the answer of that
+        rank, later ones are the likeliest."""
+        return _Ranked(self, index)
+
+    async def answers(self, request: Request) -> list[Chunk]:
+        """Return the answers to a request's prompt as whole completions, the likeliest first."""
+        prompt = tuple(request.prompt)
+        found = self._found.get(prompt)
+        if found is None:
+            found = self._found[prompt] = asyncio.get_running_loop().create_future()
+            try:
+                found.set_result(await self._search(request))
+            except BaseException as error:
+                del self._found[prompt]  # another attempt searches again
+                cancelled = EngineError(f"the beam search of {request.id} was cancelled")
+                found.set_exception(error if isinstance(error, Exception) else cancelled)
+                found.exception()  # nobody else may be waiting
+                raise
+        return await asyncio.shield(found)
+
+    async def _search(self, request: Request) -> list[Chunk]:
+        vllm = await run_in_thread(_import_vllm)  # seconds
+        sampling = cast(SamplingConfig, request.sampling)
+        client = _Client(self._generator, request)
+        limits = self._width, sampling.max_tokens, sampling.ignore_eos
+        search = vllm.beam_search(
+            client, self._tokenizer, list(request.prompt), request.id, *limits
+        )
+        (output,) = [output async for output in search]
+        return [self._chunk(answer, sampling.stop, client.version) for answer in output.outputs]
+
+    def _chunk(self, answer: "vllm.CompletionOutput", stop: Sequence[str], version: int) -> Chunk:
+        ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
+        if stop:
+            ends = range(1, len(ids) + 1)
+            end = bisect_left(ends, True, key=lambda end: self._stops(ids[:end], stop))
+            if end < len(ids):
+                ids, reason = ids[: end + 1], "stop"
+        rows = zip(ids, answer.logprobs or (), strict=False)
+        logprobs = [float(row[token].logprob) for token, row in rows]
+        return Chunk(ids, logprobs, [version] * len(ids), reason)
+
+    def _stops(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return any(end in text for end in stop)
+
+
+class _Ranked:
+    """The `Generator` of one trajectory."""
+
+    def __init__(self, search: BeamSearch, rank: int) -> None:
+        self._search = search
+        self._rank = rank
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        answers = await self._search.answers(request)
+        rank, self._rank = self._rank, 0
+        yield answers[min(rank, len(answers) - 1)]
+
+
+class _Client:
+    """The part of vLLM's engine client that its beam search uses."""
+
+    input_processor = SimpleNamespace(resolve_watermarking=lambda params: False)
+
+    def __init__(self, generator: Generator, request: Request) -> None:
+        self._generator = generator
+        self._request = request
+        self.version = -1
+        """Version of the weights that computed the last step."""
+
+    async def generate(
+        self, prompt: Foreign, params: "vllm.SamplingParams", name: str, **_: object
+    ) -> AsyncGenerator[SimpleNamespace, None]:
+        """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
+        request = self._request._replace(
+            prompt=prompt["prompt_token_ids"], sampling=copy.copy(params), id=name, whole=True
+        )
+        async with aclosing(self._generator.stream(request)) as stream:
+            chunk = join([chunk async for chunk in stream])
+        self.version = max([self.version, *chunk.weight_versions])
+        row = chunk.alternatives[0] if chunk.alternatives else []
+        likely = {token: SimpleNamespace(logprob=value) for token, value, _ in row}
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])]
+        )
+
+
+def _import_vllm() -> Foreign:
+    from turnwise.internals import vllm
+
+    return vllm
