@@ -68,6 +68,7 @@ ALIASES = {
         "data.limit": "training_data_num_limit",
         "data.max_prompt_tokens": "max_prompt_length prompt_length",
         "data.path": "data_path dataset dataset_name train_dataset train_file train_files",
+        "data.shuffle": "shuffle_dataset",
         "engine.logits_processors_allowed": "logits_processor_pattern",
         "engine.max_num_seqs": "generation_batch_size",
         "engine.pipeline_parallel_size": "pipeline_model_parallel_size",

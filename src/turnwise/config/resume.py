@@ -15,7 +15,7 @@ OnResume = tuple[bool, str]
 value, or the reason why there can be none."""
 _KEYS: dict[OnResume, str] = {
     (False, "a run is resumed in its own folder, which may be moved as a whole"): "name output_dir",
-    (False, "the order of the rows that are left in this epoch depends on it"): "seed",
+    (False, "the order of the rows that are left in this epoch depends on it"): "seed data.shuffle",
     (True, "applies from the next step on"): (
         "deterministic exactness model.max_length data.max_prompt_tokens data.max_rest "
         "algorithm.advantage algorithm.loss algorithm.reduction algorithm.kl "
@@ -49,7 +49,9 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on, if the number of rows stays and they have the same names"): (
         "data.path data.subset data.split data.limit"
     ),
-    (True, "applies to the next evaluation"): "data.eval_path data.eval_split data.eval_limit eval",
+    (True, "applies to the next evaluation"): (
+        "data.eval_path data.eval_sets data.eval_split data.eval_limit eval"
+    ),
     (True, "applies from now on; false forgets the outcomes of earlier groups"): "data.curriculum",
     (True, "applies to new groups; those that were waiting keep their size"): "sampling",
     (

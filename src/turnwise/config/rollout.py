@@ -128,6 +128,9 @@ class RewardConfig(Section):
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face name of the model's tokenizer and chat template; null uses those of
+    model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model's weights: float32, bfloat16, or auto for the saved precision."""
     gpus: NonNegativeFloat = 0.0
@@ -269,8 +272,8 @@ class EnvironmentConfig(Section):
     environment_args: Tree = {}
     """As the key of the same name at the top."""
     data: RowsConfig
-    """Rows: the keys of `data` that name them (path, eval_path, subset, split, eval_split, limit,
-    eval_limit)."""
+    """Rows: the keys of `data` that name them (path, eval_path, eval_sets, subset, split,
+    eval_split, limit, eval_limit)."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other weights."""
     loop: Loop | None = None

@@ -132,7 +132,8 @@ class RewardManager:
                     if part.function is not None:
                         value = await self._call(part, part.function, trajectory, row)
                     elif part.model:
-                        value = await self.models[part.model].score(trajectory.messages)
+                        read = episode.plain_text(trajectory) or trajectory.messages
+                        value = await self.models[part.model].score(read)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
                     else:

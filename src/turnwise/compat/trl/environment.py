@@ -106,7 +106,9 @@ class TrlEnvironment(Environment):
         self._name = row.get("environment") if environments.chooses else None
         if self._name not in environments.factories:
             names = ", ".join(map(repr, environments.factories))
-            raise InputError(f"environment is {self._name!r}; the environment factory has {names}")
+            raise InputError(
+                f"the row's environment {self._name!r} is not among the environments {names}"
+            )
         self._calls: list[object] = []
         """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
@@ -161,6 +163,9 @@ class TrlEnvironment(Environment):
             raise InputError(f"{name} has no get_reward: list reward functions in rollout.rewards")
         reward: float | Awaitable[float] = self.instance.get_reward()
         return reward
+
+    def _plain_text(self, trajectory: Trajectory) -> str | None:
+        return None if self.text is None else self.text + trajectory.final_text
 
     def _group_ended(self) -> None:
         if self.instance is not None and not self._calls:
