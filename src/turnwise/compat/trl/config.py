@@ -42,25 +42,25 @@ WITHOUT_EFFECT: dict[str, object] = {
     "log_completions": False, "log_multimodal": True, "num_completions_to_print": None,
     "log_unique_prompts": False, "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None, "use_transformers_paged": False,
+    "use_liger_kernel": False, "liger_kernel_config": None, "cast_lm_head_to_fp32": False,
+    "hub_strategy": "every_save", "hub_always_push": False,
 }  # fmt: skip
 """Fields about TRL's own machinery, or about what Turnwise always does: it logs each step and each
-trajectory, evaluates before the first step, disables dropout, and samples with vLLM."""
+trajectory, evaluates before the first step, disables dropout, samples with vLLM, never holds all
+logits, has a head of the model's precision, and uploads to the Hub once, after the training."""
 REFUSED: dict[str, object] = {
     "lr_scheduler_kwargs": None, "optim_args": None, "adam_beta1": 0.9, "adam_beta2": 0.999,
     "adam_epsilon": 1e-08, "optim_target_modules": None, "label_smoothing_factor": 0.0,
     "fp16": False, "fp16_full_eval": False, "torch_compile": False, "torch_compile_backend": None,
-    "torch_compile_mode": None, "use_liger_kernel": False, "liger_kernel_config": None,
-    "neftune_noise_alpha": None, "auto_find_batch_size": False, "trackio_space_id": None,
-    "trackio_bucket_id": None, "trackio_static_space_id": None, "eval_delay": 0.0,
-    "include_for_metrics": [], "push_to_hub": False, "hub_token": None, "hub_private_repo": None,
-    "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False,
-    "hub_revision": None, "load_best_model_at_end": False, "metric_for_best_model": None,
+    "torch_compile_mode": None, "neftune_noise_alpha": None, "auto_find_batch_size": False,
+    "trackio_space_id": None, "trackio_bucket_id": None, "trackio_static_space_id": None,
+    "eval_delay": 0.0, "include_for_metrics": [], "load_best_model_at_end": False,
+    "metric_for_best_model": None,
     "greater_is_better": None, "ignore_data_skip": False,
     "restore_callback_states_from_checkpoint": False, "data_seed": None, "parallelism_config": None,
     "train_sampling_strategy": "random", "fsdp": None, "fsdp_config": None, "deepspeed": None,
-    "debug": "", "router_aux_loss_coef": None, "cast_lm_head_to_fp32": False,
-    "shuffle_dataset": True, "min_p": None, "repetition_penalty": 1.0, "vllm_mode": "colocate",
-    "vllm_structured_outputs_regex": None, "vllm_server_base_url": None,
+    "debug": "", "router_aux_loss_coef": None, "min_p": None, "repetition_penalty": 1.0,
+    "vllm_mode": "colocate", "vllm_structured_outputs_regex": None, "vllm_server_base_url": None,
     "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0,
     "vllm_group_port": 51216, "num_iterations": 1, "sapo_temperature_neg": 1.05,
     "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
@@ -120,8 +120,14 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     full_determinism: bool = False
     seed: int = 42
     resume_from_checkpoint: str | None = None
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
     model_init_kwargs: dict[str, object] | str | None = None
     trust_remote_code: bool = False
+    shuffle_dataset: bool = True
     num_generations: int | None = 8
     num_generations_eval: int | None = None
     max_completion_length: int | None = 512
@@ -166,9 +172,7 @@ _ADAM_BETA2 = 0.95
 """Ours in any case; a field with this value is accepted too."""
 _WHY = {
     "adam_beta2": f"AdamW's second beta is {_ADAM_BETA2}",
-    "cast_lm_head_to_fp32": "the head has the precision of the model",
     "num_iterations": "a batch is trained on once; raise steps_per_generation for more updates",
-    "shuffle_dataset": "rows are always shuffled, by the seed",
     "vllm_mode": "the run starts its own engines; remove the server",
 }
 _WITH_VLLM = {name for name in MAPPED if name.startswith("vllm_")} - {"vllm_max_model_length"}
@@ -179,6 +183,15 @@ _SCHEDULES = {"linear": "linear", _CONSTANT: "constant", "constant_with_warmup":
 _REDUCTIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
 _CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
 _SAMPLING = ("ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids")
+_DEFAULTS: dict[str, object] = {
+    "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0,
+    "use_cache": True,
+}  # fmt: skip
+"""Other keys of `generation_kwargs`, with the only value that each may have."""
+_LOADING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_kernels")
+"""Keys of `model_init_kwargs` without effect: the run's own processes load the model."""
+_SUMMED = ("bnpo", "dr_grpo", "dapo", "cispo")
+"""Losses that sum over tokens."""
 _UNLIMITED = 1_000_000
 
 _LORA = {
@@ -208,8 +221,8 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "seed": args.seed,
         "deterministic": args.full_determinism,
         "trackers": [name for name in report_to if name not in ("none", "tensorboard")],
-        "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
+        "data.shuffle": args.shuffle_dataset,
         **_model(args),
         "rollout.max_turns": 1,  # so dr_grpo's constant is that of one completion
         "rollout.prompts_per_step": groups,
@@ -253,6 +266,22 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
             _refuse(name, value, f"{why}; TRL's default is {default!r}")
     if unused:
         logger.warning("GRPOConfig: without effect in Turnwise: %s", ", ".join(unused))
+    _warn_as_trl(args)
+
+
+def _warn_as_trl(args: GRPOConfig) -> None:
+    """Log the warnings of TRL about combinations that are probably not meant."""
+    level, loss = args.importance_sampling_level, args.loss_type
+    if level == "sequence" and loss in _SUMMED:
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r sums over tokens, which "
+            "weights each sequence by its completion length; GSPO's paper has loss_type='grpo'",
+            loss,
+        )
+    if loss == "luspo" and level != "sequence":
+        logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
+    if loss == "vespo" and level != "token":
+        logger.warning("loss_type='vespo' is meant for importance_sampling_level='token'")
 
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
@@ -331,10 +360,17 @@ def _model(args: GRPOConfig) -> dict[str, object]:
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
-    _check(not given, "model_init_kwargs", given, "only dtype and attn_implementation can be set")
+    trust = bool(given.pop("trust_remote_code", False)) or args.trust_remote_code
+    if given.get("revision") in (None, "main"):
+        given.pop("revision", None)
+    if unused := sorted(name for name in _LOADING if given.pop(name, None) is not None):
+        logger.warning("model_init_kwargs: without effect in Turnwise: %s", ", ".join(unused))
+    why = "only dtype, attn_implementation and trust_remote_code can be set"
+    _check(not given, "model_init_kwargs", given, why)
     known, why = ("None", "auto", "float32", "bfloat16"), "dtype must be float32 or bfloat16"
     _check(dtype in known, "model_init_kwargs", {"dtype": dtype}, why)
     values: dict[str, object] = {
+        "model.trust_remote_code": trust,
         "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
         "training.attention": "auto" if attention in (None, "sdpa") else attention,
     }
@@ -354,7 +390,11 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
     if args.max_completion_length is not None:
         values["max_tokens"] = args.max_completion_length
     for key, value in _dictionary(args, "generation_kwargs").items():
+        if key in _DEFAULTS and value == _DEFAULTS[key]:
+            continue
         why = f"it takes {', '.join(_SAMPLING)}"
+        if key in _DEFAULTS:
+            why = f"answers are sampled, each token by vLLM: it must be {_DEFAULTS[key]}"
         _check(key in (*_SAMPLING, *values), "generation_kwargs", {key: value}, why)
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
@@ -428,7 +468,8 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
     the kind of the model, if they are not given."""
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):
-        _refuse_lora("", peft_config, "it must be a peft.LoraConfig")
+        why = "it must be a peft.LoraConfig: engines have no other adapters, and no prompt-learning"
+        _refuse_lora("", peft_config, why)
     given, defaults = peft_config.to_dict(), peft.LoraConfig().to_dict()
     for name, value in given.items():
         if name in _LORA or value == defaults.get(name):
@@ -450,6 +491,9 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
             _refuse_lora(".target_modules", None, why)
     if not isinstance(targets, str):
         targets = sorted(targets)
+        if "lm_head" in targets:
+            why = "engines have no adapter for the output head; remove lm_head"
+            _refuse_lora(".target_modules", targets, why)
     elif targets.lower() == "all-linear":
         targets = "all-linear"
     else:
