@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 from turnwise.compat.trl.config import GRPOConfig
@@ -64,11 +65,9 @@ def check_streams(args: GRPOConfig, *datasets: HeldoutRows | None) -> None:
     each = [one for rows in datasets for one in _sets_of(rows).values()]
     if not any(map(is_stream, each)):
         return
-    from transformers.trainer_pt_utils import AcceleratorConfig  # seconds to import
-
     given: Foreign = args.accelerator_config
     if given is None or isinstance(given, Mapping):
-        given = AcceleratorConfig(**(given or {}))
+        given = SimpleNamespace(**{"dispatch_batches": None, **(given or {})})
     if given.dispatch_batches:
         raise InputError(
             "Iterable datasets require `dispatch_batches=False`, as in TRL, but accelerator_config "

@@ -157,15 +157,15 @@ class GRPOTrainer:
         self.args = _with_folder(args, model)
         self.accelerator = ScriptProcess()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._folder = Path(str(self.args.output_dir)).resolve()
+        folder = self._folder = Path(str(self.args.output_dir)).resolve()
         self._environments = TrlEnvironments(environment_factory, tools or ())
         lora = lora_of(model, peft_config)
         asked = copy(self.args)  # without what TRL sets itself
         check_streams(self.args, train_dataset, eval_dataset)
         rows = training_rows(train_dataset, environment_factory, self.args)
-        weights, folder = self.args.reward_weights, self._folder
         self._rewards = Rewards(
-            reward_funcs, weights, reward_processing_classes, self._environments, folder
+            *(reward_funcs, self.args.reward_weights, reward_processing_classes),
+            *(self._environments, folder),
         )
         with_tools = bool(tools) or environment_factory is not None
         values = settings(asked, None if train_dataset is None else len(rows), tools=with_tools)
@@ -387,7 +387,8 @@ class GRPOTrainer:
             for prefix, (found, summary) in sets.items()
             for name, value in {**evaluation_names(found, config), **summary}.items()
         }
-        results[f"{metric_key_prefix}_runtime"] = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        results |= {f"{prefix}_runtime": seconds for prefix in (metric_key_prefix, *sets)}
         place = {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append({**results, **place})
         return results
