@@ -59,11 +59,11 @@ def is_stream(rows: object) -> bool:
     return rows is not None and not isinstance(rows, Sized)
 
 
-def check_streams(args: GRPOConfig, *datasets: HeldoutRows | None) -> None:
+def check_streams(args: GRPOConfig, *datasets: Foreign) -> None:
     """Check, and set, what TRL requires of `args` where a dataset is a stream; the first one is
-    that of the training."""
-    each = [one for rows in datasets for one in _sets_of(rows).values()]
-    if not any(map(is_stream, each)):
+    that of the training. Held-out rows may be several sets by name."""
+    sets = (rows.values() if isinstance(rows, Mapping) else [rows] for rows in datasets)
+    if not any(is_stream(rows) for each in sets for rows in each):
         return
     given: Foreign = args.accelerator_config
     if given is None or isinstance(given, Mapping):
@@ -79,16 +79,11 @@ def check_streams(args: GRPOConfig, *datasets: HeldoutRows | None) -> None:
         args.dataloader_num_workers = 0
 
 
-def _sets_of(rows: HeldoutRows | None) -> Mapping[str, Rows]:
-    if rows is None:
-        return {}
-    return rows if isinstance(rows, Mapping) else {"": rows}
-
-
 def heldout_rows(
-    rows: HeldoutRows | None, name: str = "eval_dataset"
+    rows: Foreign,
 ) -> Sequence[JsonObject] | dict[str, Sequence[JsonObject]] | None:
     """Return held-out rows, or those of each set by name, as dictionaries."""
+    name = "eval_dataset"
     if isinstance(rows, Mapping):
         return {str(of): listed(each, f"{name}[{of!r}]") for of, each in rows.items()}
     return None if rows is None else listed(rows, name)

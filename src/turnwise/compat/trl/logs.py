@@ -13,6 +13,8 @@ from turnwise.trajectory import Trajectory
 
 _CLIPPED = {"cispo": "cispo_clip_ratio"}
 """TRL's names of the share of clipped tokens, for losses that have one of their own."""
+_OF_TRAINING = ("staleness_max", "train_tokens_per_s")
+"""Metrics that every record has, and that mean nothing in an evaluation."""
 
 
 def log_history(records: Sequence[JsonObject], config: Config) -> list[JsonObject]:
@@ -83,7 +85,11 @@ def evaluation_names(trajectories: Sequence[Trajectory], config: Config) -> Json
     metrics.add_trajectories(trajectories)
     record = {**metrics.to_json(), "loss": evaluation_loss(trajectories, config)}
     named = trl_names(record, config)
-    return {name: value for name, value in named.items() if isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, int | float) and name not in _OF_TRAINING
+    }
 
 
 def evaluation_loss(trajectories: Sequence[Trajectory], config: Config) -> float:

@@ -82,8 +82,10 @@ class Policy:
         if (folder / ADAPTER_CONFIG).is_file():
             from safetensors.torch import load_file
 
+            from turnwise.training.lora import ADAPTER_TENSORS  # imports torch
+
             peft = optional("peft", "lora", "peft_config")
-            tensors = load_file(folder / "adapter_model.safetensors")
+            tensors = load_file(folder / ADAPTER_TENSORS)
             peft.set_peft_model_state_dict(self._model, tensors, adapter_name=_ADAPTER)
         else:
             trained = load_model(str(folder), "auto", trust_remote_code=self._trust)

@@ -354,7 +354,7 @@ class GRPOTrainer:
             TRL's names of the results, `eval_loss` and `eval_reward` among them, and ours, such as
             `eval_accuracy`. The loss has no KL penalty.
         """
-        given: HeldoutRows | None = self.eval_dataset
+        given: Foreign = self.eval_dataset
         if isinstance(eval_dataset, str):
             if not isinstance(given, Mapping) or eval_dataset not in given:
                 raise InputError(f"GRPOTrainer.evaluate: eval_dataset has no set {eval_dataset!r}")
@@ -374,7 +374,7 @@ class GRPOTrainer:
         evaluation = run_command(work, "the evaluation")
         trajectories = list(evaluation.trajectories)
         sets = {metric_key_prefix: (trajectories, evaluation.summary)}
-        if isinstance(rows, Mapping):
+        if isinstance(rows, dict):
             sets = {
                 f"{metric_key_prefix}_{of}": (
                     [t for t in trajectories if t.problem_id.startswith(f"{of}/")],
@@ -438,11 +438,10 @@ class GRPOTrainer:
         self, eval_dataset: HeldoutRows | str | None = None
     ) -> "DataLoader[object]":
         """Return held-out rows in batches in the same way."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(given, str):
-            sets = self.eval_dataset
-            given = sets.get(given) if isinstance(sets, Mapping) else None
-        return self._loader(given)
+        sets: Foreign = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            return self._loader(sets.get(eval_dataset) if isinstance(sets, Mapping) else None)
+        return self._loader(sets if eval_dataset is None else eval_dataset)
 
     @as_value_error()
     def _loader(self, rows: object) -> "DataLoader[object]":
