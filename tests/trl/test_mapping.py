@@ -203,6 +203,10 @@ def test_tools_bound_the_trajectory() -> None:
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation=3"),
         ({"generation_batch_size": 12}, r"generation_batch_size=12 .*not divisible"),
         ({"generation_kwargs": {"min_p": 0.1}}, r"generation_kwargs=\{'min_p': 0\.1\}"),
+        (
+            {"generation_kwargs": {"do_sample": True, "num_beams": 2}},
+            r"generation_kwargs=\{'num_beams': 2\} .*each token by vLLM: it must be 1",
+        ),
         ({"model_init_kwargs": {"dtype": "float16"}}, r"model_init_kwargs=.*float32 or bfloat16"),
         ({"model_init_kwargs": {"revision": "x"}}, r"model_init_kwargs=\{'revision': 'x'\}"),
         ({"report_to": "comet_ml"}, r"report_to='comet_ml'"),
@@ -244,3 +248,16 @@ def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> N
     assert "without effect in Turnwise: warmup_steps" in caplog.text
     config_of(loss_type="cispo", epsilon_high=5.0, delta=1.5)
     assert "without effect in Turnwise: delta" in caplog.text
+    config_of(use_liger_kernel=True, cast_lm_head_to_fp32=True, pad_to_multiple_of=8)
+    names = "pad_to_multiple_of, use_liger_kernel, cast_lm_head_to_fp32"
+    assert f"without effect in Turnwise: {names}" in caplog.text
+
+
+def test_the_models_arguments_in_trls_own_scripts_are_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"revision": "main", "trust_remote_code": True, "device_map": "auto", "dtype": "auto"}
+    config = config_of(model_init_kwargs=given, generation_kwargs={"do_sample": True})
+    assert config.model.trust_remote_code
+    assert "model_init_kwargs: without effect in Turnwise: device_map" in caplog.text
+    assert config_of(trust_remote_code=True, model_init_kwargs=given).model.trust_remote_code

@@ -91,7 +91,7 @@ def _shares(
         "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
     yield "tool_errors", (alarms.tool_errors, _share(sum(failed.values()), called), said)
-    counts = row.get("dropped", {})
+    counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # no failure
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
     said = (
