@@ -133,7 +133,7 @@ class GRPOTrainer:
         self._console = Console(quiet=bool(self.args.disable_tqdm))
         self._inputs = ProgramInputs(self._environments, rows, eval_rows)
         training = self._config.training
-        self.state = TrainState(max_steps=training.steps * training.updates_per_step)
+        self.state = TrainState(max_steps=training.steps * training.versions_per_step)
         self._result: TrainingResult | None = None
 
     @property
@@ -147,7 +147,7 @@ class GRPOTrainer:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
         config = self._config
-        updates = config.training.updates_per_step
+        updates = config.training.versions_per_step
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config)
