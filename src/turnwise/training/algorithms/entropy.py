@@ -48,31 +48,31 @@ class EntropyControl:
 
     The bonus: Williams and Peng, "Function Optimization Using Connectionist Reinforcement Learning
     Algorithms" (1991), and PPO (arXiv 1707.06347), eq. 9. Adaptive: He et al., "Skywork Open
-    Reasoner 1" (arXiv 2505.22312). The entropy is exact, over the whole vocabulary as it
-    is sampled from (temperature, top-k, top-p and min-p included), and its mean is over the tokens
-    of the update, whatever `algorithm.reduction` is; of those that `top_quantile` keeps, if set.
-    Difference: an update that is skipped does not adapt it.
+    Reasoner 1" (arXiv 2505.22312). The entropy is exact, over the whole vocabulary as it is sampled
+    from (temperature, min-p, top-k and top-p included), and its mean is over the tokens of the
+    update, whatever `algorithm.reduction` is; over those that `top_quantile` keeps, if set.
+    Difference: an update that is skipped does not adapt the weight.
     """
 
-    def __init__(self, config: EntropyConfig) -> None:
-        self._config = config
-        self.coef = config.coef
+    def __init__(self, entropy: EntropyConfig) -> None:
+        self._entropy = entropy
+        self.coef = entropy.coef
         """Weight after the last update."""
         self._last = math.inf
 
     @property
     def applied(self) -> float:
         """The weight in the next update."""
-        waits = self._config.adaptive and self._last > self._config.target
+        waits = self._entropy.adaptive and self._last > self._entropy.target
         return 0.0 if waits else self.coef
 
-    def adapt(self, entropy: float) -> None:
-        """Change the weight after an update with this mean entropy in nats, if it is adaptive."""
-        config, self._last = self._config, entropy
-        if config.adaptive and entropy <= config.target:
-            self.coef = min(self.coef + config.coef_delta, config.coef_max)
-        elif config.adaptive:
-            self.coef = max(self.coef - config.coef_delta, config.coef_min)
+    def adapt(self, mean: float) -> None:
+        """Change the weight after an update of this mean entropy in nats, if it is adaptive."""
+        entropy, self._last = self._entropy, mean
+        if entropy.adaptive and mean <= entropy.target:
+            self.coef = min(self.coef + entropy.coef_delta, entropy.coef_max)
+        elif entropy.adaptive:
+            self.coef = max(self.coef - entropy.coef_delta, entropy.coef_min)
 
     @property
     def state(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class EntropyControl:
 
     def resume(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's values, if the weight is adaptive."""
-        if self._config.adaptive and state:
+        if self._entropy.adaptive and state:
             self.coef, self._last = state["coef"], state["last"]
 
 
@@ -89,11 +89,11 @@ def entropy_floor(entropies: torch.Tensor, top_quantile: float) -> float:
     """Return the smallest entropy that trains: the 1 - top_quantile quantile of all of an update's.
 
     Tokens of high entropy are the forks of an argument, and suffice to learn from: Wang et al.,
-    "Beyond the 80/20 Rule" (arXiv 2506.01939); 0.2 is the paper's value, 0 keeps only the
-    highest. Linear interpolation between two entropies, as in TRL. Difference: the quantile is over
-    all trained tokens of an optimizer step, with the weights before it, so that it depends neither
-    on micro-batches nor on ranks; TRL's is over one micro-batch of all ranks. Tokens below it
-    still count in the totals that a reduction divides by, and have the KL penalty.
+    "Beyond the 80/20 Rule" (arXiv 2506.01939); 0.2 is the paper's value, 0 keeps only the highest.
+    Linear interpolation between two entropies, as in TRL. Difference: the quantile is over all
+    trained tokens of an optimizer step, under the weights before it, so that it depends neither on
+    micro-batches nor on ranks; TRL's is over one micro-batch of all ranks. Tokens below it still
+    count in the totals that a reduction divides by, and have the KL penalty.
     """
     if not len(entropies):
         return math.inf
