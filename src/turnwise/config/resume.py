@@ -20,7 +20,8 @@ _KEYS: dict[OnResume, str] = {
         "deterministic exactness model.max_length data.max_prompt_tokens data.max_rest "
         "algorithm.advantage algorithm.loss algorithm.reduction algorithm.kl "
         "algorithm.correction algorithm.dynamic_sampling algorithm.overlong_tokens "
-        "algorithm.overlong_penalty training.max_staleness training.stale_policy"
+        "algorithm.overlong_penalty algorithm.entropy algorithm.off_policy_mask_threshold "
+        "algorithm.mask_truncated training.max_staleness training.stale_policy"
     ),
     (True, "applies from now on; groups that were waiting keep their rewards"): "environment",
     (True, "applies from now on; see data.path where the rows depend on it"): "environment_args",
@@ -63,11 +64,21 @@ _KEYS: dict[OnResume, str] = {
         "training.max_grad_norm"
     ),
     (True, "counts the steps of the whole run"): "algorithm.advantage.warmup_steps",
-    (True, "another reference model from now on"): "algorithm.kl.model",
+    (True, "applies from the next step on; where it adapts, the checkpoint's goes on"): (
+        "algorithm.entropy.coef"
+    ),
+    (True, "another reference model from now on; with kl.sync_steps, the checkpoint's"): (
+        "algorithm.kl.model"
+    ),
+    (True, "applies from the next step on; 0 brings the original reference model back"): (
+        "algorithm.kl.sync_steps"
+    ),
     (True, "the new end of the run, also of its schedule"): "training.steps",
     (True, "a checkpoint can be loaded with any number of ranks"): "training.ranks",
     (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
-    (True, "applies from the next step on; a schedule counts updates"): "training.updates_per_step",
+    (True, "applies from the next step on; a schedule counts updates"): (
+        "training.updates_per_step training.epochs_per_step"
+    ),
     (True, "the schedule is the new one, at the checkpoint's update"): (
         "training.warmup_steps training.lr_schedule"
     ),

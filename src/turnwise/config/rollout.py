@@ -140,6 +140,12 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor of this part in the sum."""
 
+    @property
+    def label(self) -> str:
+        """Its name in metrics."""
+        source = self.function or self.group_function or self.trl or self.model
+        return self.name or source or "environment"
+
     def mistakes(self) -> Iterator[str]:
         if sum(map(bool, (self.function, self.group_function, self.trl, self.model))) > 1:
             yield "a reward is a function, a group_function, trl or a model: use an entry for each"
@@ -307,6 +313,9 @@ class SamplingConfig(Section):
     # -1 means all tokens in older versions of vLLM.
     top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
     """Sample from this many most likely tokens; 0 or -1 means all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the most likely token's probability; 0 means
+    all."""
     max_tokens: PositiveInt = 512
     """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
     min_tokens: NonNegativeInt = 0

@@ -106,6 +106,8 @@ class StepMetrics:
     """Tokens masked because they are older than training.max_staleness."""
     overlong: int | None = None
     """Trajectories with an overlong penalty."""
+    truncated_masked: int | None = None
+    """Trajectories that algorithm.mask_truncated leaves out of the loss."""
     exact_percent: Annotated[float | None, Series("turnwise_exact_percent")] = None
     """Percentage of trained tokens that exactly match the sampled ones."""
     forked: Annotated[Counts, Series("turnwise_forks_total", "reason")] = None
@@ -117,7 +119,12 @@ class StepMetrics:
     """Loss, averaged over the step's updates; None if nothing was trained, as for all metrics up to
     train_memory_gib unless noted."""
     loss_metrics: dict[str, float] | None = None
-    """Means over trained tokens of the metrics that your own loss reports, by name."""
+    """Means over trained tokens of the metrics that the loss reports, by name: those of your own
+    loss; phi_seq_mean, the mean weight of vespo."""
+    policy_loss: float | None = None
+    """The loss without the entropy bonus; None without one."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus after the last update; None without one."""
     value_loss: float | None = None
     """Loss of the value model per trained token; None without one."""
     grad_norm: Annotated[float | None, Series("turnwise_grad_norm")] = None
@@ -129,7 +136,7 @@ class StepMetrics:
     ratio: float | None = None
     """Mean importance ratio of trained tokens."""
     ratio_p1: float | None = None
-    """1st percentile of the importance ratios."""
+    """1st percentile of the importance ratios, in all updates of the step."""
     ratio_p50: float | None = None
     """Median of the importance ratios."""
     ratio_p99: float | None = None
@@ -138,6 +145,12 @@ class StepMetrics:
     """Share of trained tokens whose gradient was clipped to 0 (cispo: weight was clipped)."""
     entropy: Annotated[float | None, Series("turnwise_entropy")] = None
     """Mean entropy of the policy at trained tokens, in nats."""
+    off_policy_masked: float | None = None
+    """Share of trained tokens that algorithm.off_policy_mask_threshold leaves out of the loss; None
+    if it is not set."""
+    low_entropy_masked: float | None = None
+    """Share of trained tokens that algorithm.entropy.top_quantile leaves out of the loss; None if
+    it is 1."""
     correction: float | None = None
     """Mean weight of algorithm.correction."""
     kl: Annotated[float | None, Series("turnwise_kl")] = None
@@ -258,6 +271,7 @@ class StepMetrics:
         self.stale_groups = batch.stale_groups
         self.stale_tokens = batch.stale_tokens
         self.overlong = batch.overlong
+        self.truncated_masked = batch.truncated
         self.exact_percent = batch.report.percent
         self.forked = _sorted(batch.report.forked)
         self.trained_tokens = 0

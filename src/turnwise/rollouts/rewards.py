@@ -105,8 +105,7 @@ class RewardManager:
                 if kind.compares:
                     adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
                     function = partial(adapter, function, max_steps, files)
-            name, model = entry.name or path, entry.model or ""
-            self._parts.append(_Part(name, kind, entry.weight, function, model))
+            self._parts.append(_Part(entry.label, kind, entry.weight, function, entry.model or ""))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}

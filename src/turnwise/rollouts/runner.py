@@ -286,7 +286,7 @@ class Runner:
                 raise InputError(f"environments.{name}: {error}") from error
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
-        max_steps = config.training.steps * config.training.updates_per_step
+        max_steps = config.training.steps * config.training.versions_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
             functions,

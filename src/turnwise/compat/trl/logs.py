@@ -27,7 +27,7 @@ def log_history(records: Sequence[JsonObject], config: Config) -> list[JsonObjec
 
 
 def _entries(record: JsonObject, config: Config) -> Iterator[JsonObject]:
-    place = {"step": record["step"] * config.training.updates_per_step}
+    place = {"step": record["step"] * config.training.versions_per_step}
     if record["step"]:
         yield {**trl_names(record, config), **place}
     if heldout := record.get("heldout"):
@@ -66,6 +66,8 @@ def trl_names(record: JsonObject, config: Config) -> JsonObject:
         failed -= events.get("tool_malformed", 0)  # which is no call
         named["tools/call_frequency"] = calls / trajectories
         named["tools/failure_frequency"] = failed / calls if calls else 0.0
+    if (weight := (record.get("loss_metrics") or {}).get("phi_seq_mean")) is not None:
+        named["vespo/phi_seq_mean"] = weight
     clipped = _CLIPPED.get(config.algorithm.loss.name, "clip_ratio/region_mean")
     for ours, theirs in (
         ("clip_fraction", clipped),
@@ -103,13 +105,18 @@ def evaluation_loss(trajectories: Sequence[Trajectory], config: Config) -> float
     advantage = make_algorithm(config.algorithm).advantage
     if advantage.per_turn:
         return 0.0  # TRL has none of these
-    of_groups = advantage.of_groups([[t.reward or 0.0 for t in g] for g in groups.values()])
+    if advantage.multi_objective:
+        weights = {entry.label: entry.weight for entry in config.rollout.rewards}
+        parts = [[t.reward_parts for t in g] for g in groups.values()]
+        of_groups = advantage.of_objectives(parts, weights if len(weights) > 1 else {})
+    else:
+        of_groups = advantage.of_groups([[t.reward or 0.0 for t in g] for g in groups.values()])
     sums = count = 0.0
-    constant = config.sampling.max_tokens * config.rollout.max_turns
+    reduction, longest = config.algorithm.reduction, config.rollout.max_response_tokens
+    constant = longest or config.sampling.max_tokens * config.rollout.max_turns
     for group, values in zip(groups.values(), of_groups, strict=True):
         for trajectory, value in zip(group, values or [0.0] * len(group), strict=True):
             tokens = trajectory.sampled_tokens
-            weight = 1 if config.algorithm.reduction == "sequence_mean" else tokens
-            sums -= value * weight
-            count += constant if config.algorithm.reduction == "constant" else weight
+            sums -= value if reduction == "sequence_mean" else value * tokens
+            count += {"token_mean": tokens, "constant": constant}.get(reduction, 1)
     return sums / count if count else 0.0

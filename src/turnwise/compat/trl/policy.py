@@ -1,4 +1,5 @@
-"""The policy in a script's own memory: `GRPOTrainer.model`, which scripts read, save and push.
+"""The policy, and the reference model, in a script's own memory: `GRPOTrainer.model`, which scripts
+read, save and push, and `ref_model`.
 
 The run trains in processes of its own, so this is a copy for reading: it has the given weights
 before training, and those of the last checkpoint after it. Changes to it are not trained on.
@@ -29,6 +30,7 @@ class Policy:
         lora: PEFT's configuration of the adapters that are trained; None trains all weights.
         dtype: Name of the type of a loaded model's weights.
         trust_remote_code: Whether code that comes with the weights may run.
+        reference: Whether it is the reference model, whose weights are in a checkpoint's state.
 
     Example:
         policy = Policy("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, "float32")
@@ -44,7 +46,9 @@ class Policy:
         dtype: str,
         *,
         trust_remote_code: bool = False,
+        reference: bool = False,
     ) -> None:
+        self._reference = reference
         self._given = None if isinstance(given, str | Path) else given
         self._path = path
         self._lora = lora
@@ -79,7 +83,15 @@ class Policy:
         folder = self._checkpoint
         if folder is None:
             return
-        if (folder / ADAPTER_CONFIG).is_file():
+        if self._reference:
+            from torch import nn
+
+            from turnwise.training.checkpoint_state import load_moved
+
+            scorer = nn.Module()  # as the trainer holds it
+            scorer.model = self._model
+            load_moved(folder, "reference", scorer)
+        elif (folder / ADAPTER_CONFIG).is_file():
             from safetensors.torch import load_file
 
             from turnwise.training.lora import ADAPTER_TENSORS  # imports torch

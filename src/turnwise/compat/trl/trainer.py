@@ -190,7 +190,7 @@ class GRPOTrainer:
         self._reference: Policy | None = None
         self._tokenizer = processing_class
         training = self._config.training
-        self.state = TrainState(max_steps=training.steps * training.updates_per_step)
+        self.state = TrainState(max_steps=training.steps * training.versions_per_step)
         self._result: TrainingResult | None = None
 
     @property
@@ -207,15 +207,18 @@ class GRPOTrainer:
     @property
     @as_value_error()
     def ref_model(self) -> "PreTrainedModel | None":
-        """The reference model as the run starts with it, for reading; None without a KL penalty,
-        and with adapters, whose base is the reference."""
+        """The reference model, for reading, after `train` as it was moved (`sync_ref_model`); None
+        without a KL penalty, and with adapters, whose base is the reference."""
         config = self._config
         if not config.algorithm.kl.coef or config.model.lora.rank:
             return None
         if self._reference is None:
             path = config.algorithm.kl.model.path or config.model.path
             trust = config.model.trust_remote_code
-            self._reference = Policy(path, path, None, "float32", trust_remote_code=trust)
+            self._reference = Policy(
+                *(path, path, None, "float32"), trust_remote_code=trust, reference=True
+            )
+            self._reference.refresh(None if self._result is None else self._result.checkpoint)
         return self._reference.model
 
     @property
@@ -292,7 +295,7 @@ class GRPOTrainer:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
         config, started = self._config, time.perf_counter()
-        updates = config.training.updates_per_step
+        updates = config.training.versions_per_step
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config)
@@ -305,7 +308,9 @@ class GRPOTrainer:
         else:
             work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")
-        self._policy.refresh(result.checkpoint)
+        for kept in (self._policy, self._reference):
+            if kept is not None:
+                kept.refresh(result.checkpoint)
         trained = [record for record in result.metrics if record["step"]]
         steps = trained[-1]["step"] if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
