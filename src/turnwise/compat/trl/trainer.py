@@ -129,6 +129,8 @@ class GRPOTrainer:
 
     aux_loss_enabled = False
     """Whether a mixture of experts is trained with a loss that balances its experts: it is not."""
+    accelerator = ScriptProcess()
+    """The script's own process, as far as scripts ask for it."""
 
     @as_value_error()
     def __init__(
@@ -155,7 +157,6 @@ class GRPOTrainer:
             rollout_func=rollout_func,
         )
         self.args = _with_folder(args, model)
-        self.accelerator = ScriptProcess()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         folder = self._folder = Path(str(self.args.output_dir)).resolve()
         self._environments = TrlEnvironments(environment_factory, tools or ())
