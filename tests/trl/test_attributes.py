@@ -18,6 +18,7 @@ from turnwise.compat.trl.policy import Policy
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics
+from turnwise.training import checkpoint_state
 from turnwise.training.lora import write_adapter
 from turnwise.trajectory import Trajectory
 from turnwise.trl import GRPOConfig, GRPOTrainer
@@ -280,6 +281,24 @@ def test_there_is_a_reference_only_with_a_penalty(model_path: str) -> None:
     assert made.ref_model is made.ref_model is not made.model
     lora = trainer(model_path, args=GRPOConfig(beta=0.1), peft_config=LoraConfig())
     assert lora.ref_model is None
+
+
+def test_a_reference_that_was_moved_is_that_of_the_checkpoint(
+    model_path: str, tmp_path: Path
+) -> None:
+    moved = AutoModelForCausalLM.from_pretrained(perturbed(model_path, tmp_path / "moved"))
+    scorer = torch.nn.Module()
+    scorer.model = moved
+    (tmp_path / "step-0001" / "state").mkdir(parents=True)
+    checkpoint_state.save_state(tmp_path / "step-0001", 0, {}, {}, {"reference": scorer})
+    reference = Policy(model_path, model_path, None, "float32", reference=True)
+    before = values_of(reference.model)
+    reference.refresh(tmp_path / "step-0001")
+    for name, value in before.items():
+        assert not torch.equal(reference.model.get_parameter(name), value)
+        assert torch.equal(reference.model.get_parameter(name), moved.get_parameter(name))
+    checkpoint_state.save_state(tmp_path / "step-0001", 0, {}, {}, {"another": scorer})
+    reference.refresh(tmp_path / "step-0001")  # of a run that moves none
 
 
 def test_columns_that_reward_functions_log_are_read_from_the_run(tmp_path: Path) -> None:
