@@ -13,6 +13,7 @@ from rich.console import Console
 
 from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
+from turnwise.compat.trl.masks import TokenMasks
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
@@ -47,7 +48,7 @@ class TrainState:
     log_history: list[JsonObject] = field(default_factory=list)
 
 
-class GRPOTrainer:
+class GRPOTrainer(TokenMasks):
     """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
 
     Args:
