@@ -117,7 +117,7 @@ def test_a_token_outside_of_top_k_keeps_a_finite_logprob(
 ) -> None:
     model = model_of(make_policy())
     ids = torch.randint(0, 600, (40,)).tolist()
-    for limits in ({"top_k": 1}, {"top_p": 0.01}):
+    for limits in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         values = score(model, ids, 1, **limits)
         assert all(-50 < value <= 0 for value in values)
 

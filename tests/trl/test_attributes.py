@@ -309,24 +309,6 @@ def test_columns_that_reward_functions_log_are_read_from_the_run(tmp_path: Path)
     assert made._logs["extra"]["place"] == [*range(12, 20)]
 
 
-def test_tokens_of_high_entropy_are_chosen_as_in_trl() -> None:
-    entropies = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [0.7, 0.8, 0.9, 1.0, 1.1, 1.2]])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-    made = trainer()
-    chosen = made.get_high_entropy_mask(entropies, mask, 0.8)
-    assert chosen.tolist() == [[False] * 6, [False, False, True, True, False, False]]
-    assert torch.equal(made.get_high_entropy_mask(entropies, mask, 0.0), mask.bool())
-    assert not made.get_high_entropy_mask(entropies, mask * 0, 0.5).any()
-
-
-def test_sequences_far_from_their_policy_are_left_out_as_in_trl() -> None:
-    advantages = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]])
-    now = torch.tensor([[-2.0, -2.0], [-0.5, -0.5], [-2.0, -2.0], [-0.5, float("nan")]])
-    mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    kept = GRPOTrainer.get_off_policy_mask(advantages, now, torch.zeros(4, 2), mask, 1.0)
-    assert kept.tolist() == [[1.0], [1.0], [0.0], [1.0]]
-
-
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_a_sequence_weight_with_a_sum_over_tokens_is_warned_of_as_in_trl(
     loss: str, caplog: pytest.LogCaptureFixture

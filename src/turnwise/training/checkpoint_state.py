@@ -101,8 +101,8 @@ def load_state(
             }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
         states |= {
-            name: state
-            for name, state in _plain_states(moved or {}).items()
+            name: weights
+            for name, weights in _plain_states(moved or {}).items()
             if any(key.startswith(f"{name}.") for key in saved)
         }
         alone = not dist.is_initialized()

@@ -32,6 +32,7 @@ from turnwise.compat.trl.inputs import (
     training_rows,
 )
 from turnwise.compat.trl.logs import evaluation_names, log_history
+from turnwise.compat.trl.masks import TokenMasks
 from turnwise.compat.trl.policy import Policy, lora_of
 from turnwise.config import Config, make_config
 from turnwise.core.json_types import JsonObject
@@ -96,7 +97,7 @@ class ScriptProcess:
         """Return at once."""
 
 
-class GRPOTrainer:
+class GRPOTrainer(TokenMasks):
     """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
 
     Args:
@@ -485,48 +486,6 @@ class GRPOTrainer:
         self._folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self.state), indent=2, sort_keys=True, default=str)
         (self._folder / "trainer_state.json").write_text(text + "\n")
-
-    def get_high_entropy_mask(
-        self, entropies: "torch.Tensor", mask: "torch.Tensor", threshold: float
-    ) -> "torch.Tensor":
-        """Return the unmasked tokens of at least a quantile of entropy, as the run chooses them.
-
-        Args:
-            entropies: [B, T], in nats.
-            mask: [B, T], 1 at sampled tokens.
-            threshold: The quantile, between 0 and 1.
-
-        Returns:
-            [B, T], True at the chosen tokens.
-        """
-        import torch
-
-        chosen = mask.bool()
-        if not bool(chosen.any()):
-            return chosen
-        return chosen & (entropies >= torch.quantile(entropies[chosen].float(), threshold))
-
-    @staticmethod
-    def get_off_policy_mask(
-        advantages: "torch.Tensor",
-        per_token_logps: "torch.Tensor",
-        sampling_per_token_logps: "torch.Tensor",
-        mask: "torch.Tensor",
-        off_policy_threshold: float,
-    ) -> "torch.Tensor":
-        """Return [B, 1], 0 for sequences with a negative advantage whose mean difference of
-        log-probs, sampled minus now, is above a threshold (DeepSeek-V3.2); 1 for all others.
-
-        Args:
-            advantages: [B, 1].
-            per_token_logps: [B, T], of the policy now.
-            sampling_per_token_logps: [B, T], of the policy that sampled.
-            mask: [B, T], 1 at sampled tokens.
-            off_policy_threshold: The largest mean difference, in nats.
-        """
-        drift = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(0.0) * mask
-        mean = drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
-        return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
 
 
 def _refuse_unsupported(**given: object) -> None:

@@ -390,6 +390,8 @@ class EngineClient:
                 params.min_tokens = min(sampling.min_tokens, params.max_tokens)
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
+            if "min_p" not in written and params.temperature:
+                params.min_p = sampling.min_p
             asked = context.request
             if getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0:
                 context = None  # it only scores its prompt, and its one token is thrown away
