@@ -229,7 +229,7 @@ def test_calls_of_tools_have_trls_frequencies() -> None:
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        ("dapo", -(1 * 3 - 1 * 5) / 2**0.5 / 8),
+        ("dapo", -(1 * 3 - 1 * 5) / 8),
         ("grpo", 0.0),
         ("dr_grpo", -(0.5 * 3 - 0.5 * 5) / (2 * 16)),
     ],
