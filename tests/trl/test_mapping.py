@@ -276,6 +276,15 @@ def test_corrections() -> None:
     config = config_of(**vllm, vllm_importance_sampling_mode="token_truncate")
     correction = config.algorithm.correction
     assert (correction.name, correction.high) == ("token_tis", 3.0)
+    for mode in ("token_mask", "sequence_mask"):
+        bounds = {"vllm_importance_sampling_clip_min": 0.25}
+        correction = config_of(
+            **vllm, **bounds, vllm_importance_sampling_mode=mode
+        ).algorithm.correction
+        assert (correction.name, correction.low, correction.high) == (mode, 0.25, 3.0)
+    correction = config_of(**vllm, vllm_importance_sampling_clip_max=None).algorithm.correction
+    assert correction.name == "sequence_mask"
+    assert correction.low * 1e6 < 1 < correction.high / 1e6
 
 
 def test_the_constant_of_dr_grpo_is_that_of_trl() -> None:
@@ -358,8 +367,16 @@ def test_tools_bound_the_trajectory() -> None:
         ),
         ({"delta": 1.0}, r"delta=1\.0 .*above 1"),
         (
-            {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
-            r"vllm_importance_sampling_mode='token_mask'",
+            {"use_vllm": True, "vllm_importance_sampling_mode": "mask"},
+            r"vllm_importance_sampling_mode='mask' .*one of token_truncate",
+        ),
+        (
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_clip_min": 0.5,
+            },
+            r"vllm_importance_sampling_clip_min=0\.5 .*only clip_max bounds",
         ),
         ({"per_device_train_batch_size": 1024}, "train_dataset has 100 rows, .*needs 128"),
     ],

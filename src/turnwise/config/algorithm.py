@@ -219,16 +219,19 @@ class KlConfig(Section):
 
 
 class CorrectionConfig(Section):
-    name: Literal["none", "token_tis", "sequence_tis", "mask"] = "none"
+    name: Literal["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"] = (
+        "none"
+    )
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
     step, and weight each token by trainer / engine: truncated at `high` (token_tis), the same per
-    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask)."""
+    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask); token_mask and
+    sequence_mask are 0 outside, too, and keep the weight inside."""
     low: PositiveFloat = 0.5
-    """Smallest trainer / engine ratio that `mask` keeps."""
+    """Smallest trainer / engine ratio that the masks keep."""
     high: PositiveFloat = 2.0
-    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that `mask`
-    keeps."""
+    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that the masks
+    keep."""
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
@@ -338,10 +341,10 @@ class AlgorithmConfig(Section):
         needs_reference = isinstance(self.loss, Dpo | OwnLoss)
         if self.kl.sync_steps and not self.kl.coef and not needs_reference:
             yield "kl.sync_steps moves a reference model that nothing uses: set kl.coef above 0"
-        if isinstance(self.loss, Vespo) and self.correction.name == "sequence_tis":
+        if isinstance(self.loss, Vespo) and self.correction.name.startswith("sequence"):
             yield (
                 "loss vespo multiplies the weights of a sequence's tokens: set correction.name to "
-                "token_tis, mask or none"
+                "token_tis, token_mask, mask or none"
             )
         if isinstance(self.loss, Dpo):
             if isinstance(self.advantage, Gae | TurnReturns | MtGrpo):

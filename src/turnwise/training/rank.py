@@ -116,10 +116,8 @@ class TrainerRank:
             folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
         )
-        self._offload = Offload(
-            {"params": self._models.weights, "optimizer": self._moments},
-            run.absolute(),
-        )
+        kinds = {"params": self._models.weights, "optimizer": self._moments}
+        self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}

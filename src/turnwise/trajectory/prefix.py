@@ -7,7 +7,7 @@ reasoning moves it; and a result that would lose a message, or keep an edited tu
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
@@ -121,28 +121,22 @@ def _changes(decode: Callable[[list[int]], object], model: list[int], template: 
     """
     sampled, sent = str(decode(model)), _plain(str(decode(template)))
     begun, ends = 0, {0}
-    for start, end in _reasoning(sampled):
-        ends = _continued(sent, ends, _plain(sampled[begun:start]))
-        ends |= _continued(sent, ends, _plain(sampled[start:end]))
-        ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), end
+    position, unclosed = 0, set()
+    while (begin := _REASONING_BEGINS.search(sampled, position)) is not None:
+        closing, position = _REASONING[begin[0]], begin.end()
+        end = -1 if closing in unclosed else sampled.find(closing, position)
+        if end < 0:
+            unclosed.add(closing)
+            continue
+        position = end + len(closing)  # the end of a block of reasoning
+        ends = _continued(sent, ends, _plain(sampled[begun : begin.start()]))
+        ends |= _continued(sent, ends, _plain(sampled[begin.start() : position]))
+        ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), position
     if len(sent) in _continued(sent, ends, _plain(sampled[begun:])):
         return ""
     ours = _plain(sampled)
     at = common_prefix(sent, ours)
     return f"{_short(sent[at:])} where the model's continues with {_short(ours[at:])}"
-
-
-def _reasoning(text: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each closed block of reasoning."""
-    position, unclosed = 0, set()
-    while (begin := _REASONING_BEGINS.search(text, position)) is not None:
-        closing, position = _REASONING[begin[0]], begin.end()
-        end = -1 if closing in unclosed else text.find(closing, position)
-        if end < 0:
-            unclosed.add(closing)
-        else:
-            position = end + len(closing)
-            yield begin.start(), position
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:

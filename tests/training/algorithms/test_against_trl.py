@@ -73,6 +73,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_tis": {"name": "sequence_tis", "high": 1.5},
     "mask": {"name": "mask", "low": 0.7, "high": 1.4},
     "stale_tis": {"name": "token_tis", "high": 1.5, "stale_only": True},
+    "token_mask": {"name": "token_mask", "low": 0.7, "high": 1.4},
+    "sequence_mask": {"name": "sequence_mask", "low": 0.5, "high": 1.6},
 }
 ADVANTAGES: list[dict[str, Any]] = [
     {"name": "grpo"},
@@ -123,7 +125,7 @@ Table = torch.Tensor
 
 @dataclass
 class Tables:
-    """Of all tokens, [12, LENGTH] in float64; `mask` is 1 on sampled ones."""
+    """Values of all tokens, [12, LENGTH] in float64; `mask` is 1 on sampled ones."""
 
     groups: list[Group]
     mask: Table
@@ -329,9 +331,12 @@ def papers_weights(tables: Tables, algorithm: AlgorithmConfig) -> Table:
             return torch.where((tables.stale == 0) & correction.stale_only, 1.0, weight)
         case "sequence_tis":
             return log_weight.sum(1, keepdim=True).exp().clamp(max=correction.high)
-        case "mask":
+        case "mask" | "token_mask" | "sequence_mask":
+            if correction.name == "sequence_mask":
+                log_weight = log_weight.sum(1, keepdim=True)
             weight = log_weight.exp()
-            return ((correction.low <= weight) & (weight <= correction.high)).double()
+            inside = (correction.low <= weight) & (weight <= correction.high)
+            return inside.double() * (1 if correction.name == "mask" else weight)
 
 
 def papers_loss(tables: Tables, config: Config) -> torch.Tensor:
@@ -387,7 +392,7 @@ def trl_losses(
         # One ratio's gradient is spread over its sequence, whatever tokens were weighed by.
         kl.importance_weight
         or kl.where == "reward"
-        or algorithm.correction.name in ("token_tis", "mask")
+        or algorithm.correction.name in ("token_tis", "mask", "token_mask")
     ):
         return
     types = TRL_LOSS_TYPES[algorithm.reduction]
@@ -558,7 +563,7 @@ def test_trl_has_most_of_it(tables: Tables, trl_compute_loss: Callable[..., torc
             loss=LOSSES[loss], reduction=reduction, kl=KLS[kl], correction=CORRECTIONS[correction]
         )
         compared[loss] += any(True for _ in trl_losses(trl_compute_loss, tables, config))
-    assert compared == {"ppo_clip": 60, "dual_clip": 60, "gspo": 12, "cispo": 20}
+    assert compared == {"ppo_clip": 84, "dual_clip": 84, "gspo": 18, "cispo": 28}
 
 
 def test_generalised_advantages(tables: Tables) -> None:

@@ -54,6 +54,6 @@ def test_the_weight_of_a_sequence_cannot_be_multiplied_for_each_of_its_tokens() 
     algorithm = {"loss": {"name": "vespo"}, "correction": {"name": "sequence_tis"}}
     tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
     with pytest.raises(
-        InputError, match=r"vespo .*set correction\.name to token_tis, mask or none"
+        InputError, match=r"vespo .*set correction\.name to token_tis, token_mask, mask"
     ):
         parse_config({**tree, "algorithm": algorithm})

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from turnwise.compat.trl.refusals import check, refuse
+from turnwise.compat.trl.refusals import check
 
 if TYPE_CHECKING:
     from turnwise.compat.trl.config import GRPOConfig
@@ -28,7 +28,11 @@ LOSS_FIELDS = {
 }
 """Loss types that have a field."""
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-_CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
+_CORRECTIONS = {
+    **{"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"},
+    **{"token_mask": "token_mask", "sequence_mask": "sequence_mask"},
+}
+_UNBOUNDED = 1e9
 
 
 def algorithm_settings(args: "GRPOConfig") -> dict[str, object]:
@@ -111,22 +115,26 @@ def _entropy(args: "GRPOConfig") -> dict[str, object]:
 
 def _correction(args: "GRPOConfig") -> dict[str, object]:
     # No correction for the mismatch of engine and trainer by default: ratios are those to the
-    # engine's own log-probs. TRL's default mode has no equal here, so it is not refused, unless its
-    # bounds are set.
-    correction: dict[str, object] = {}
+    # engine's own log-probs. So TRL's default mode stands for it, unless its bounds are set.
     mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
-    high = args.vllm_importance_sampling_clip_max
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        defaults = type(args)
-        bounds = (None, defaults.vllm_importance_sampling_clip_max)
-        if mode in _CORRECTIONS:
-            if low is not None or high is None:
-                refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
-            correction = {"name": _CORRECTIONS[mode], "high": high}
-        elif mode != defaults.vllm_importance_sampling_mode or (low, high) != bounds:
-            why = f"bounds apply to {', '.join(_CORRECTIONS)}"
-            refuse("vllm_importance_sampling_mode", mode, why)
-    return correction
+    high, defaults = args.vllm_importance_sampling_clip_max, type(args)
+    usual = (
+        defaults.vllm_importance_sampling_mode,
+        None,
+        defaults.vllm_importance_sampling_clip_max,
+    )
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return {}
+    if (mode, low, high) == usual:
+        return {}
+    why = f"it must be one of {', '.join(_CORRECTIONS)}"
+    check(mode in _CORRECTIONS, "vllm_importance_sampling_mode", mode, why)
+    values: dict[str, object] = {"name": _CORRECTIONS[mode], "high": high or _UNBOUNDED}
+    if mode.endswith("mask"):
+        return {**values, "low": low or 1 / _UNBOUNDED}
+    why = "only clip_max bounds a weight that is truncated"
+    check(low is None and high is not None, "vllm_importance_sampling_clip_min", low, why)
+    return values
 
 
 def _loss(args: "GRPOConfig", name: str, level: str) -> dict[str, object]:
