@@ -35,6 +35,7 @@ SCRIPTS = (
     "start",
     "rollouts",
     "grpo_step",
+    "trl_script",
     "bridge",
     "weights",
     "loading",

@@ -73,6 +73,12 @@ def test_an_override_reaches_its_key_as_yaml(file: Path) -> None:
         ("rollout.n", "sampling.n"),
         ("num_generations", "sampling.n"),
         ("training.kl_coef", "algorithm.kl.coef"),
+        ("training.num_iterations", "training.epochs_per_step"),
+        ("training.ppo_epochs", "training.epochs_per_step"),
+        ("algorithm.entropy_coeff", "algorithm.entropy.coef"),
+        ("algorithm.top_entropy_quantile", "algorithm.entropy.top_quantile"),
+        ("algorithm.mask_truncated_completions", "algorithm.mask_truncated"),
+        ("algorithm.kl.ref_model_sync_steps", "algorithm.kl.sync_steps"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant: str) -> None:
@@ -86,8 +92,8 @@ def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant:
         (["algorithm.loss.name=pop"], r"algorithm\.loss\.name must be one of .*, not 'pop'"),
         (["algorithm.loss.clip_hihg=1"], r"did you mean algorithm\.loss\.clip_high\?"),
         (
-            ["algorithm.loss={name: gspo, dual_clip: 3}"],
-            r"algorithm\.loss\.dual_clip belongs to ppo_clip, not to gspo",
+            ["algorithm.loss={name: cispo, dual_clip: 3}"],
+            r"algorithm\.loss\.dual_clip belongs to ppo_clip and gspo, not to cispo",
         ),
         (["algorithm.advantage={name: gae, lam: 2}"], r"algorithm\.advantage\.lam: .* less than"),
     ],
@@ -388,6 +394,13 @@ def test_an_override_reaches_the_options_of_a_bare_name(file: Path) -> None:
         {"eval": {"target": 0.9, "every": 0}, "data": {"path": "d", "eval_path": "e"}},
         {"algorithm": {"kl": {"coef": 0.1, "estimator": "k1"}}},
         {"algorithm": {"kl": {"where": "reward", "importance_weight": True}}},
+        {"algorithm": {"kl": {"sync_steps": 8}}},
+        {
+            "algorithm": {"kl": {"coef": 0.1, "sync_steps": 8}},
+            "model": {"path": "m", "lora": {"rank": 8}},
+        },
+        {"algorithm": {"entropy": {"coef_min": 0.5, "coef_max": 0.1}}},
+        {"algorithm": {"loss": "vespo", "correction": {"name": "sequence_tis"}}},
         {"rollout": {"rewards": [{"function": "a:b", "model": "m"}]}},
     ],
 )
@@ -455,7 +468,7 @@ def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> 
     for name, (kind, default) in shown.items():
         assert (keys[name].type, keys[name].default) == (kind, default), name
     loss = keys["algorithm.loss.name", ""]
-    assert loss.type.startswith("ppo_clip | gspo | cispo | dpo")
+    assert loss.type.startswith("ppo_clip | gspo | cispo | sapo | vespo | dpo")
     assert loss.default == "ppo_clip"
 
 
@@ -548,7 +561,7 @@ def test_entries_are_explained_as_plain_values() -> None:
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:
     keys = known_keys()
     assert all(keys.values()), [key for key, meaning in keys.items() if not meaning]
-    assert len(keys) < 210
+    assert len(keys) < 240
 
 
 def test_every_key_is_read_somewhere() -> None:
@@ -619,7 +632,7 @@ def test_secrets_are_masked_in_what_leaves_the_machine() -> None:
 WHOLE_SECTIONS = (
     *("model.lora", "rollout", "sampling", "eval", "engine", "serving", "weights", "trajectories"),
     *("alarms", "metrics", "algorithm.advantage", "algorithm.advantage.model", "algorithm.loss"),
-    *("algorithm.kl", "algorithm.kl.model", "algorithm.correction"),
+    *("algorithm.kl", "algorithm.kl.model", "algorithm.correction", "algorithm.entropy"),
 )
 """Sections of which every key, also a new one, follows one rule when a run is resumed."""
 

@@ -53,6 +53,23 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "training.learning_rate=0.00015",
     ),
     "dapo": ("algorithm.dynamic_sampling=true", "algorithm.overlong_tokens=64"),
+    "luspo": (
+        "algorithm.loss={name: gspo, clip_low: 0.02, clip_high: 0.03}",
+        "algorithm.reduction=sequence_sum",
+    ),
+    "sapo": (
+        "algorithm.advantage={name: grpo, scale: batch}",
+        "algorithm.loss.name=sapo",
+        "algorithm.reduction=sequence_mean",
+        "algorithm.entropy.coef=0.001",
+    ),
+    "vespo": (
+        "algorithm.loss.name=vespo",
+        "algorithm.off_policy_mask_threshold=0.5",
+        "training.updates_per_step=2",
+        "training.epochs_per_step=2",
+    ),
+    "gdpo": ("algorithm.advantage.name=gdpo", "algorithm.entropy.top_quantile=0.5"),
     "dpo": (  # the same, for both trajectories of a pair
         "algorithm.loss={name: dpo, beta: 0.3}",
         "algorithm.kl={coef: 0.01, estimator: k2}",

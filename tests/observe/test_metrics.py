@@ -61,6 +61,25 @@ def test_what_was_not_measured_is_left_out_but_for_what_a_reader_looks_for() -> 
     assert (row["loss"], row["logprob_diff_max"]) == (0.5, 0.25)
 
 
+def test_lengths_and_deviations_are_those_of_the_trajectories() -> None:
+    given = [(1.0, 2, "completed"), (0.0, 4, "completed"), (0.5, 6, "length")]
+    trajectories = []
+    for reward, tokens, status in given:
+        trajectory = Trajectory("p", reward=reward, status=status)  # type: ignore[arg-type]
+        trajectory.add_turn([1], [2] * tokens, [-0.5] * tokens, [0] * tokens, "stop")
+        trajectory.reward_parts = {"few": 2 * reward} if reward else {}
+        trajectories.append(trajectory)
+    metrics = StepMetrics()
+    metrics.add_trajectories(trajectories)
+    assert metrics.reward_std == pytest.approx(0.5)
+    assert metrics.reward_parts_std == pytest.approx({"few": 0.5**0.5})
+    assert metrics.completion_tokens == {
+        "mean": 4.0, "min": 2.0, "max": 6.0, "ended_mean": 3.0, "ended_min": 2.0, "ended_max": 4.0,
+    }  # fmt: skip
+    metrics.add_trajectories([])
+    assert (metrics.reward_std, metrics.completion_tokens) == (None, {})
+
+
 def test_a_workers_speed_is_that_of_its_turns_without_their_time_in_the_queue() -> None:
     group = Group("p")
     for index, (worker, seconds, queued) in enumerate([("a", 2.0, 1.0), ("b", 4.0, None)]):

@@ -15,6 +15,7 @@ import pytest
 from turnwise.config import Config
 from turnwise.core.aio import for_each, together
 from turnwise.errors import DeadlineError, InputError
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import (
     GroupLog,
@@ -25,7 +26,7 @@ from turnwise.rollouts.evaluation import (
     pass_at_k,
     run_groups,
 )
-from turnwise.rollouts.problems import Lazy, Problems
+from turnwise.rollouts.problems import JoinedProblems, Lazy, Problems
 from turnwise.trajectory import Trajectory, read_jsonl, write_jsonl
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
@@ -98,6 +99,27 @@ def test_the_threshold_decides_which_attempts_are_right(
 ) -> None:
     rewards: list[float | None] = [-1.0, 0.2, 0.7 + 0.2 + 0.1, 2.0]  # the third is just below 1
     assert summarize([group(rewards)], 4, success_reward)["accuracy"] == accuracy
+
+
+async def test_each_held_out_set_has_results_of_its_own(
+    make_config: Callable[..., Config],
+) -> None:
+    rows = {"easy": [{"n": 1}, {"n": 1}], "hard": [{"n": 0}]}
+    problems = JoinedProblems({of: Problems("rows", each, "", of) for of, each in rows.items()})
+    assert [one.id for one in problems] == ["easy/rows:1", "easy/rows:2", "hard/rows:1"]
+
+    async def play(problem: Problem, tag: str) -> Group:
+        return Group(problem.id, [Trajectory(problem.id, 0, reward=problem.row["n"])])
+
+    evaluation = await evaluate(play, problems, make_config())
+    assert evaluation.accuracy == pytest.approx(2 / 3)
+    assert {of: each["accuracy"] for of, each in evaluation.sets.items()} == {"easy": 1, "hard": 0}
+    assert evaluation.environments == {}
+    metrics = StepMetrics(step=1)
+    metrics.add_evaluation(evaluation)
+    assert metrics.to_json()["heldout_sets"]["easy"]["reward_mean"] == 1.0
+    single = await evaluate(play, Problems("rows", rows["easy"]), make_config())
+    assert single.sets == {}
 
 
 class Play:

@@ -204,6 +204,32 @@ def test_only_environments_with_held_out_rows_are_evaluated(tmp_path: Path) -> N
     assert all_problems(parse_config(made), ProgramInputs())[1] == []
 
 
+def test_held_out_sets_have_names(tmp_path: Path) -> None:
+    made = tree(tmp_path)
+    path = made["environments"]["sums"]["data"].pop("eval_path")
+    made["environments"]["sums"]["data"]["eval_sets"] = {"easy": path, "hard": path}
+    _, heldout = all_problems(parse_config(made), ProgramInputs())
+    assert isinstance(heldout, JoinedProblems)
+    assert [*heldout.parts] == ["shop", "sums/easy", "sums/hard"]
+    assert [heldout.name_of_part(index) for index in range(6)] == [
+        *["shop"] * 2, *["sums/easy"] * 2, *["sums/hard"] * 2,
+    ]  # fmt: skip
+    assert (heldout[2].id, heldout[2].environment) == ("sums/easy/rows.jsonl:1", "sums")
+    sets = {"path": path, "eval_sets": {"easy": path}}
+    one = {"environment": "a:B", "model": {"path": "m"}, "data": sets}
+    assert load_heldout(parse_config(one))[0].id == "easy/rows.jsonl:1"
+    _, given = all_problems(
+        parse_config(one), ProgramInputs(eval_rows={"a": [{"n": 1}], "b": [{"n": 2}]})
+    )
+    assert [problem.id for problem in given] == ["a/eval_data:1", "b/eval_data:1"]
+    sets["eval_path"] = path
+    with pytest.raises(InputError, match="eval_path and eval_sets are both set"):
+        parse_config(one)
+    sets |= {"eval_path": None, "eval_sets": {"a b": path}}
+    with pytest.raises(InputError, match="the name 'a b' must have letters, digits, _ and - only"):
+        parse_config(one)
+
+
 def test_what_is_wrong_with_one_environment_names_it(tmp_path: Path) -> None:
     made = tree(tmp_path)
     made["environments"]["sums"]["data"] = {"eval_path": "x"}

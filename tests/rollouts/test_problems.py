@@ -54,6 +54,14 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing() -> None:
     assert stream.state() == before
 
 
+def test_rows_may_keep_their_own_order() -> None:
+    stream = ProblemStream(problems(3), 7, shuffle=False)
+    assert [problem.row["n"] for problem in stream.take(7)] == [1, 2, 3, 1, 2, 3, 1]
+    later = ProblemStream(problems(3), 7, shuffle=False)
+    later.restore(stream.state())
+    assert [problem.row["n"] for problem in later.take(2)] == [2, 3]
+
+
 def test_no_problems_are_no_stream() -> None:
     with pytest.raises(InputError, match="no problems"):
         ProblemStream([], 0)

@@ -154,6 +154,30 @@ async def test_groups_without_signal_and_failed_ones_are_made_up_for_by_others()
         assert len(groups.started) == 6
 
 
+async def test_a_group_without_any_reward_has_not_failed() -> None:
+    settings = config()
+    settings = settings.model_copy(
+        update={"algorithm": settings.algorithm.model_copy(update={"dynamic_sampling": False})}
+    )
+    groups = Groups()
+
+    async def run(problem: Problem, tag: str) -> Group:
+        group = await groups(problem, tag)
+        if tag == "group1":
+            group.drop(group.trajectories, "no_reward", "every reward is None")
+        return group
+
+    producer = GroupProducer(settings, run, ProblemStream(PROBLEMS, 0), has_signal)
+    running = asyncio.create_task(producer.run())
+    await groups.let_go(*range(4))
+    async with asyncio.timeout(60):
+        batch = await producer.next_batch()
+    assert [len(group.trajectories) for group in batch.groups] == [2, 0, 2, 2]
+    assert batch.discarded == []
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_group_that_is_cancelled_from_within_has_failed() -> None:
     groups = Groups()
 

@@ -265,6 +265,18 @@ async def test_without_a_chat_template_the_messages_are_read_line_by_line(
     assert await model.score(messages) == pytest.approx(alone(folder, ids), abs=1e-5)
 
 
+async def test_a_text_is_read_as_it_is_by_a_tokenizer_of_its_own(
+    make_model: Callable[..., Any], bare: Any, bare_path: str
+) -> None:
+    folder, _ = make_model()
+    model = RewardModel()
+    model.load(folder, batch_tokens=4096, gpu=False, tokenizer_path=bare_path)
+    ids = bare.encode("1 + 2 = 3", add_special_tokens=False)
+    assert await model.score("1 + 2 = 3") == pytest.approx(alone(folder, ids), abs=1e-5)
+    with_start = bare.encode("Go.\n1 + 2")  # the tokenizer has no template, and a BOS
+    assert await model.score(said("1 + 2")) == pytest.approx(alone(folder, with_start), abs=1e-5)
+
+
 async def test_what_the_model_cannot_read_is_said(make_model: Callable[..., Any]) -> None:
     folder, _ = make_model()
     model = RewardModel()

@@ -15,7 +15,7 @@ from turnwise.compat.trl.environment import TrlEnvironments
 from turnwise.config import Config, RewardConfig, SamplingConfig
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError
-from turnwise.rollouts import Problem, Runner
+from turnwise.rollouts import Problem, Runner, check_failures
 from turnwise.rollouts.environment import load_environment
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.trajectory import audit
@@ -172,7 +172,7 @@ async def test_a_dictionary_of_environments_is_chosen_from_by_the_row(play: Play
     assert [trajectory.reward for trajectory in group.trajectories] == [0.0, 0.0]
     assert '"name": "wait"' in engine.prompts[0]
     assert "move" not in engine.prompts[0]
-    with pytest.raises(InputError, match=r"environment is 'mace'; .* has 'maze', 'quiet'"):
+    with pytest.raises(InputError, match="'mace' is not among the environments 'maze', 'quiet'"):
         load_environment(f"trl:{HERE}:WORLDS")({"environment": "mace"})
 
 
@@ -238,6 +238,17 @@ async def test_none_leaves_a_part_out_and_only_nones_drop_the_trajectory(play: P
     assert "patient" not in trajectory.reward_parts
     assert group.dropped == {"no_reward": 1}
     assert group.dropped_tokens["no_reward"] > 0
+
+
+async def test_a_group_without_any_reward_is_warned_of_and_is_no_failure(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [{"trl": f"{HERE}:patient", "name": "patient"}]
+    group, _, _ = await play("done", row={"level": 1}, rewards=parts)
+    assert (group.trajectories, group.dropped, group.judged) == ([], {"no_reward": 2}, 2)
+    expected = "All reward functions returned None for the following kwargs: {'prompt'"
+    assert expected in caplog.text
+    assert check_failures([group], 0.0, "rollouts") == {"no_reward": 2}
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,12 @@ def reference_logprobs(model: Any, completion: Completion, sampling: SamplingCon
         SamplingConfig(max_tokens=24, temperature=0.7),
         SamplingConfig(max_tokens=24, temperature=1.3, top_k=5),
         SamplingConfig(max_tokens=24, top_p=0.6),
-        SamplingConfig(max_tokens=24, temperature=0.8, top_k=50, top_p=0.7),
+        SamplingConfig(max_tokens=24, min_p=0.2),
+        SamplingConfig(max_tokens=24, temperature=0.8, top_k=50, top_p=0.7, min_p=0.05),
         SamplingConfig(max_tokens=24, temperature=0.004),
         SamplingConfig(max_tokens=24, temperature=0.0, top_k=3, top_p=0.5),
     ],
-    ids=["plain", "cold", "hot-top-k", "top-p", "all", "coldest", "greedy"],
+    ids=["plain", "cold", "hot-top-k", "top-p", "min-p", "all", "coldest", "greedy"],
 )
 async def test_logprobs_are_those_that_the_trainer_computes(
     engine: WorkerHandle, reference: Any, sampling: SamplingConfig

@@ -22,7 +22,7 @@ from benchmarks.loading import in_processes
 from tests.plain_scoring import columns_of, score
 from tests.training.test_gather import SMALL
 from tests.training.test_rank import samples_for
-from tests.training.test_trainer_group import EXACT, HARD, make_policy
+from tests.training.test_trainer_group import EXACT, HARD, TERMS, make_policy
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import check_divisible, use_packed_attention
@@ -106,7 +106,9 @@ def test_log_probs_and_gradients_are_those_of_one_rank(tmp_path: Path, ranks: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("algorithm", "packing"), [({}, "packed"), (HARD, "padded")], ids=str)
+@pytest.mark.parametrize(
+    ("algorithm", "packing"), [({}, "packed"), (HARD, "padded"), (TERMS, "packed")], ids=str
+)
 async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
     make_policy: Callable[..., Any], build: Path, algorithm: Any, packing: str, ranks: int
 ) -> None:
@@ -119,7 +121,7 @@ async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
     for own in ({"ranks": 1}, {"ranks": ranks, "context_parallel": 2}):
         options = {"micro_batch_tokens": 150, "packing": packing, **own}
         async with make_policy(algorithm, **options) as policy:
-            names = ("policy", "reference", "value") if algorithm else ("policy",)
+            names = ("policy", "reference", "value") if algorithm is HARD else ("policy",)
             scored.append([await policy.score(name, *tokens) for name in names])
             metrics.append([await policy.train(batch) for _ in range(3)])
             canaries.append((await policy.publish()).logprobs)

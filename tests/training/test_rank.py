@@ -15,9 +15,9 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.config.data import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
-from turnwise.training.batching import micro_batch_tokens, plan_micro_batches
+from turnwise.training.batching import RankBatches, micro_batch_tokens, plan_micro_batches
 from turnwise.training.rank import TrainerRank, layout_of
-from turnwise.training.reports import merge
+from turnwise.training.reports import RECORDED, by_sample, merge
 
 ALGORITHMS: list[dict[str, Any]] = [
     {},
@@ -26,6 +26,8 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"advantage": {"name": "gae"}},
     {"loss": {"name": "dpo"}},
     {"correction": {"name": "sequence_tis"}, "kl": {"coef": 0.1, "where": "reward"}},
+    {"loss": {"name": "sapo"}, "kl": {"coef": 0.1, "sync_steps": 1}},
+    {"entropy": {"coef": 0.1, "top_quantile": 0.5}, "off_policy_mask_threshold": 1e-3},
 ]
 
 
@@ -38,17 +40,21 @@ def make_policy(make_config: Callable[..., Config]) -> Callable[..., TrainerRank
     return make
 
 
-def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
-    """Train as `TrainerGroup.train` does, in this process."""
+def planned(policy: TrainerRank, samples: list[Sample]) -> list[RankBatches]:
     training = policy._training
-    shares = plan_micro_batches(
+    (shares,) = plan_micro_batches(
         samples,
         training.updates_per_step,
         1,
         micro_batch_tokens(training, on_gpu=False),
         layout_of(training, torch.device("cpu")),
     )
-    return merge([policy.train(shares[0])])
+    return shares
+
+
+def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
+    """Train as `TrainerGroup.train` does, in this process."""
+    return merge([policy.train(planned(policy, samples))])
 
 
 def model_of(policy: TrainerRank) -> Any:
@@ -111,7 +117,7 @@ def test_a_token_outside_of_top_k_keeps_a_finite_logprob(
 ) -> None:
     model = model_of(make_policy())
     ids = torch.randint(0, 600, (40,)).tolist()
-    for limits in ({"top_k": 1}, {"top_p": 0.01}):
+    for limits in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         values = score(model, ids, 1, **limits)
         assert all(-50 < value <= 0 for value in values)
 
@@ -171,6 +177,112 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
                 assert run[i].get(key, 0.0) == pytest.approx(expected, abs=1e-5)
         # AdamW's first steps divide a gradient by itself: only near-zero ones can differ visibly.
         assert (run[2] - first[2]).abs().mean() < 1e-5
+
+
+def test_several_passes_are_as_many_steps_on_the_same_samples(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    """With ratios to the engine's log-probs, which do not change."""
+    once, twice = (
+        make_policy(updates_per_step=2),
+        make_policy(updates_per_step=2, epochs_per_step=2),
+    )
+    batch = samples_for(model_of(once))
+    steps = [train(once, batch) for _ in range(2)]
+    both = train(twice, batch)
+    assert once.version == twice.version == 4
+    torch.testing.assert_close(weights(twice), weights(once), rtol=0, atol=1e-7)
+    for key in ("loss", "grad_norm", "ratio", "clip_fraction", "entropy"):
+        mean = sum(metrics[key] for metrics in steps) / 2
+        assert both[key] == pytest.approx(mean, abs=1e-5), key
+    assert both["trained_tokens"] == steps[0]["trained_tokens"]
+    assert both["staleness"] == steps[0]["staleness"]
+    assert both["logprob_diff_max"] == pytest.approx(steps[0]["logprob_diff_max"], abs=1e-6)
+    assert both["ratio_p99"] > steps[0]["ratio_p99"]
+
+
+def test_each_pass_has_fresh_ratios_to_the_policy_before_the_step(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    """The engine's log-probs are one nat off, and a correction takes them out of the ratios."""
+    correction = {"correction": {"name": "token_tis"}}
+    policy = make_policy(correction, epochs_per_step=3)
+    batch = samples_for(model_of(policy))
+    for sample in batch:
+        sample.logprobs_T[sample.response_mask_T] -= 1.0
+    report = policy.train(planned(policy, batch))
+    assert len(report.updates) == policy.version == 3
+    ratios = report.tokens_KN[RECORDED.index("ratio")].reshape(3, -1)
+    assert ratios[0] == pytest.approx(1, abs=1e-5)
+    assert (ratios[1:].std(axis=1) > 1e-3).all()
+    corrections = [update.sums["correction"] / update.tokens for update in report.updates]
+    assert corrections == pytest.approx([2, 2, 2])
+
+
+def test_the_reference_model_moves_towards_the_policy(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    kl = {"coef": 0.1, "sync_steps": 2, "mixup_alpha": 0.25}
+    policy = make_policy({"kl": kl})
+    reference = policy._models.reference
+    assert reference is not None
+    before = [p.detach().clone() for p in reference.parameters()]
+    batch = samples_for(model_of(policy))
+    train(policy, batch)
+    for parameter, old in zip(reference.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    kept = train(policy, batch)["kl"]
+    assert kept > 0
+    moved = zip(reference.parameters(), before, policy._scorer.parameters(), strict=True)
+    for parameter, old, new in moved:
+        torch.testing.assert_close(parameter, 0.25 * new + 0.75 * old)
+        assert not parameter.requires_grad
+
+
+def test_an_entropy_bonus_raises_the_entropy(make_policy: Callable[..., TrainerRank]) -> None:
+    """Advantages of 0 leave nothing else to train."""
+    policy = make_policy({"entropy": {"coef": 0.5}})
+    batch = [replace(s, advantages_T=0 * s.advantages_T) for s in samples_for(model_of(policy))]
+    steps = [train(policy, batch) for _ in range(3)]
+    assert steps[-1]["entropy"] > steps[0]["entropy"]
+    for metrics in steps:
+        assert metrics["entropy_coef"] == 0.5
+        assert metrics["policy_loss"] == pytest.approx(0, abs=1e-6)
+        assert metrics["policy_loss"] - metrics["loss"] == pytest.approx(
+            0.5 * metrics["entropy"], rel=1e-4
+        )
+    assert "policy_loss" not in train(make_policy(), batch)
+
+
+def test_an_adaptive_weight_counts_updates_and_waits_for_the_first_measurement(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    entropy = {"coef": 0.01, "adaptive": True, "target": 15.0}
+    policy = make_policy({"entropy": entropy}, updates_per_step=2, epochs_per_step=2)
+    report = policy.train(planned(policy, samples_for(model_of(policy))))
+    coefs = [update.entropy_coef for update in report.updates]
+    assert coefs == pytest.approx([0.015, 0.02, 0.025, 0.03])
+    assert [update.bonus > 0 for update in report.updates] == [False, True, True, True]
+
+
+def test_tokens_of_low_entropy_do_not_train(make_policy: Callable[..., TrainerRank]) -> None:
+    """The step is that of samples in which their advantages are 0."""
+    policy, other = make_policy({"entropy": {"top_quantile": 0.25}}), make_policy()
+    shares = planned(policy, samples_for(model_of(policy)))
+    report = policy.train(shares)
+    metrics, zeroed = merge([report]), []
+    for sample, values_KN in by_sample([shares], [report]):
+        advantages_T = sample.advantages_T.copy()
+        advantages_T[sample.response_mask_T] *= values_KN[RECORDED.index("weight")] > 0
+        zeroed.append(replace(sample, advantages_T=advantages_T))
+    low_N = report.tokens_KN[RECORDED.index("weight")] == 0
+    entropy_N = report.tokens_KN[RECORDED.index("entropy")]
+    assert entropy_N[low_N].max() <= entropy_N[~low_N].min() + 1e-4
+    assert metrics["low_entropy_masked"] == pytest.approx(0.75, abs=1 / len(low_N))
+    assert metrics["trained_tokens"] == len(low_N)
+    expected = train(other, zeroed)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert (weights(policy) - weights(other)).abs().mean() < 1e-5
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
@@ -306,7 +418,14 @@ def test_a_model_exported_has_the_configured_chat_template(
     assert (folder / "chat_template.jinja").read_text() == ours
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}], ids=str)
+MOVING: dict[str, Any] = {
+    "kl": {"coef": 0.1, "sync_steps": 1, "mixup_alpha": 0.5},
+    "entropy": {"coef": 0.01, "adaptive": True, "target": 10.0},
+}
+"""Its reference model and the weight of its bonus change."""
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}, MOVING], ids=str)
 def test_a_policy_goes_on_from_its_checkpoint_bit_for_bit(
     make_policy: Callable[..., TrainerRank], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:

@@ -81,6 +81,99 @@ def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_
     assert (replaced.groups_without_signal, replaced.report.masked) == (1, {"no_signal": 12})
 
 
+@pytest.mark.parametrize("key", ["coef", "adaptive", "top_quantile"])
+def test_a_group_without_signal_is_computed_where_entropies_count(key: str) -> None:
+    """A bonus trains it by itself; a filter only needs its entropies beside another group."""
+    values = {"coef": 0.1, "adaptive": True, "top_quantile": 0.2}
+    settings = config(algorithm={"entropy": {key: values[key]}})
+    mixed = make_samples([group(0.0, 1.0), group(1.0, 1.0)], settings, 5)
+    assert [sample.counted_only for sample in mixed.samples] == [False] * 4
+    silent = make_samples([group(1.0, 1.0)], settings, 5)
+    assert bool(silent.samples) is (key != "top_quantile")
+
+
+@pytest.mark.parametrize("status", ["length", "context_full"])
+def test_a_truncated_trajectory_is_left_out_and_counts_in_its_groups_baseline(
+    status: Any,
+) -> None:
+    """And in the number of trajectories, as in TRL, but not in the number of tokens."""
+    cut_off = group(0.0, 1.0, 1.0, 0.0)
+    cut_off.trajectories[3].status = status
+    kept = make_samples([cut_off], config(), 5)
+    assert (len(kept.samples), kept.truncated) == (4, 0)
+    made = make_samples([cut_off], config(algorithm={"mask_truncated": True}), 5)
+    assert [sample.trained for sample in made.samples] == [6, 6, 6, 0]
+    advantages = [sample.advantage for sample in made.samples]
+    assert advantages == pytest.approx([-1, 1, 1, 0], abs=1e-5)
+    assert (made.truncated, made.report.masked) == (1, {"truncated": 6})
+    assert made.report.violations == 0
+    ((share,),) = plan_micro_batches(made.samples, 1, 1, 4096, "padded")
+    assert (share.total_tokens, share.total_trajectories) == (18, 4)
+    assert sum(len(batch) for batch in share.micro_batches) == 3
+
+
+def test_nothing_is_trained_where_all_are_truncated() -> None:
+    cut_off = group(0.0, 1.0)
+    for each in cut_off.trajectories:
+        each.status = "length"
+    for more in ({}, {"kl": {"coef": 0.1}}):
+        made = make_samples([cut_off], config(algorithm={"mask_truncated": True, **more}), 5)
+        assert made.samples == []
+        assert made.report.masked == {"truncated": 12}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"mask_truncated": True}, "mask_truncated"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+        ({"entropy": {"top_quantile": 0.2}}, r"entropy\.top_quantile"),
+    ],
+)
+def test_pairs_need_all_of_their_tokens(algorithm: dict[str, Any], key: str) -> None:
+    settings = config(algorithm={"loss": {"name": "dpo"}, **algorithm})
+    with pytest.raises(InputError, match=rf"dpo .* all of their tokens: remove algorithm\.{key}"):
+        make_algorithm(settings.algorithm)
+
+
+def rewarded(*parts: dict[str, float]) -> Group:
+    made = group(*(sum(each.values()) for each in parts))
+    for each, own in zip(made.trajectories, parts, strict=True):
+        each.reward_parts = dict(own)
+    return made
+
+
+def test_gdpo_compares_the_entries_of_the_rewards_with_their_weights() -> None:
+    rewards = [{"function": "a:right", "weight": 3.0}, {"function": "a:short", "name": "short"}]
+    settings = config(algorithm={"advantage": "gdpo"}, rollout={"rewards": rewards})
+    both = rewarded({"a:right": 1.0, "short": 0.0}, {"a:right": 0.0, "short": 1.0})
+    made = make_samples([both], settings, 5)
+    assert [sample.advantage for sample in made.samples] == pytest.approx([1, -1], abs=1e-4)
+    assert signal(both, settings)
+    assert not signal(both, config())  # their sums are equal
+    equal = rewarded({"a:right": 1.0, "short": 0.5}, {"a:right": 1.0, "short": 0.5})
+    assert not signal(equal, settings)
+    assert make_samples([equal], settings, 5).groups_without_signal == 1
+
+
+def test_gdpo_compares_the_parts_that_a_single_reward_names() -> None:
+    settings = config(algorithm={"advantage": "gdpo"})
+    made = rewarded({"environment": 1.0}, {"environment": 1.0}, {"environment": 0.0})
+    for each, brevity in zip(made.trajectories, (0.25, 0.75, 0.0), strict=True):
+        each.reward_parts["brevity"] = brevity  # the rest of each is 0.75, 0.25 and 0
+    advantages = [s.advantage for s in make_samples([made], settings, 5).samples]
+    assert advantages[0] == pytest.approx(advantages[1], abs=1e-4)
+    assert advantages[2] < advantages[0]
+
+
+def test_gdpo_has_no_parts_for_the_players_of_a_game() -> None:
+    game = group(0.0, 1.0)
+    game.trajectories[0].player_rewards = {"x": 1.0, "o": -1.0}
+    game.trajectories[0].turn_players = ["x", "o"]
+    with pytest.raises(InputError, match=r"gdpo .*players of a game have one reward each"):
+        make_samples([game], config(algorithm={"advantage": "gdpo"}), 5)
+
+
 def test_nothing_is_trained_where_no_group_has_signal() -> None:
     made = make_samples([group(1.0, 1.0), group(0.0, 0.0)], config(), 5)
     assert made.samples == []
@@ -150,6 +243,8 @@ def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
     assert (made.stale_tokens, made.report.tokens_trained) == (8, 4)
     assert recent_versions(settings, 5, list(versions))[0] == 4
     assert recent_versions(settings, 5)[0] == oldest_version(settings, 5) == 1
+    passes = config(training={"max_staleness": 1, "updates_per_step": 2, "epochs_per_step": 2})
+    assert oldest_version(passes, 5) == 1
     synchronous = recent_versions(config())
     synchronous.append(3)
     assert synchronous[0] == 3
@@ -229,6 +324,8 @@ def test_dynamic_sampling_judges_turns_where_they_have_advantages(
         {"advantage": "grpo"},
         {"advantage": "dr_grpo"},
         {"advantage": "rloo"},
+        {"advantage": {"name": "grpo", "scale": "batch"}},
+        {"advantage": "gdpo"},
         {"advantage": "reinforce_pp"},
         {"advantage": "turn_returns"},
         {"advantage": "mt_grpo"},

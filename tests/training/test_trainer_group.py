@@ -19,11 +19,21 @@ from turnwise.errors import DeadlineError, InputError, TrainerError
 from turnwise.training import Sample, checkpoint, trainer_group
 from turnwise.training.trainer_group import TrainerGroup
 
-EXACT = ("loss", "entropy", "kl", "value_loss", "grad_norm", "ratio", "logprob_diff_mean")
+EXACT = (
+    *("loss", "entropy", "kl", "value_loss", "grad_norm", "ratio", "logprob_diff_mean"),
+    *("policy_loss", "entropy_coef", "off_policy_masked", "low_entropy_masked"),
+)
 HARD = {
     "advantage": {"name": "gae", "learning_rate": 0.001},
     "correction": {"name": "token_tis"},
     "kl": {"coef": 0.05, "where": "reward"},
+}
+
+
+TERMS = {
+    "entropy": {"coef": 0.1, "adaptive": True, "target": 20.0, "top_quantile": 0.3},
+    "kl": {"coef": 0.05, "sync_steps": 2},
+    "off_policy_mask_threshold": 1e-3,
 }
 
 
@@ -55,7 +65,11 @@ def make_policy(
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param({}, id="grpo", marks=pytest.mark.slow), pytest.param(HARD, id="ppo")],
+    [
+        pytest.param({}, id="grpo", marks=pytest.mark.slow),
+        pytest.param(HARD, id="ppo"),
+        pytest.param(TERMS, id="terms"),
+    ],
 )
 async def test_two_ranks_do_what_one_does(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, algorithm: dict[str, Any]
@@ -72,7 +86,7 @@ async def test_two_ranks_do_what_one_does(
                 lambda rank: rank._store.host if hasattr(rank, "_store") else None
             )
             assert store == hosts[ranks]
-            if algorithm:
+            if algorithm is HARD:
                 scored[ranks] = [await policy.score(n, *tokens) for n in ("reference", "value")]
             metrics[ranks] = [await policy.train(batch) for _ in range(3)]
             assert policy.version == 6
@@ -92,24 +106,29 @@ async def test_two_ranks_do_what_one_does(
     assert score(exported[2], ids, 1) == pytest.approx(score(exported[1], ids, 1), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(HARD, id="ppo"), pytest.param(TERMS, id="terms", marks=pytest.mark.slow)],
+)
 async def test_a_checkpoint_of_two_ranks_is_taken_up_by_two_and_by_one(
-    make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path
+    make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     folder = tmp_path / "step-0001"
-    async with make_policy(HARD, ranks=2) as policy:
+    async with make_policy(algorithm, ranks=2) as policy:
         await policy.train(batch)
         await policy.save(checkpoint.begin(folder))
         checkpoint.commit(folder)
         expected = await policy.train(batch)
-    async with make_policy(HARD, ranks=2) as policy:
+    known = [key for key in EXACT if key in expected]
+    async with make_policy(algorithm, ranks=2) as policy:
         assert await policy.load(folder) == 2
         same = await policy.train(batch)
-    for key in EXACT:
+    for key in known:
         assert same[key] == expected[key], key
-    async with make_policy(HARD, ranks=1) as policy:
+    async with make_policy(algorithm, ranks=1) as policy:
         await policy.load(folder)
         alone = await policy.train(batch)
-    for key in EXACT:
+    for key in known:
         assert alone[key] == pytest.approx(expected[key], abs=1e-5), key
 
 

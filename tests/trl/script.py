@@ -142,12 +142,22 @@ trainer = trl.GRPOTrainer(
     eval_dataset=rows.select(range(2)),
     **others,
 )
+before = {name: value.clone() for name, value in trainer.model.named_parameters()}
 output = trainer.train(resume_from_checkpoint=steps is not None)
 trainer.save_model(str(folder / "saved"))
-calls, evaluation = list(CALLS), trainer.evaluate() if kind == "tools" else {}
+calls, evaluation = list(CALLS), {}
+if kind == "tools":
+    evaluation = trainer.evaluate()
+    evaluation |= trainer.evaluate({of: rows.select([n]) for n, of in enumerate(("one", "two"))})
 result = {
     "global_step": output.global_step,
     "log_history": [record for record in trainer.state.log_history if "reward" in record],
+    "changed": sum(
+        bool((trainer.model.get_parameter(name) != old).any()) for name, old in before.items()
+    ),
+    "parameters": len(before),
+    "reward_func_names": trainer.reward_func_names,
+    "last": trainer.state.log_history[-1],
     "evaluation": evaluation,
     "calls": calls,
 }

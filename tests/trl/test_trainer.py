@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, command_environment
@@ -22,6 +22,12 @@ from turnwise.trl import GRPOConfig, GRPOTrainer
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for n in range(8)]
 QWEN = "Qwen/Qwen3-0.6B"
 SCRIPT = Path(__file__).parent / "script.py"
+NOT_LOGGED = (
+    *("num_tokens", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean"),
+    *("clip_ratio/high_max", "clip_ratio/region_mean", "entropy", "frac_reward_zero_std"),
+    *("step_time", "samples_per_second", "steps_per_second"),
+)
+"""Ends of the names of TRL's logs that ours lack, of an evaluation or at all."""
 
 
 def trainer(model: object = "/no/such/model", **given: Any) -> GRPOTrainer:
@@ -41,9 +47,13 @@ def test_arguments_become_our_configuration(tmp_path: Path) -> None:
     assert made.settings["rollout.rewards"] == [
         {"trl": "tests.trl_maze:few", "name": "few", "weight": 1.0},
         {"trl": "functools:few#2", "name": "few#2", "weight": 2.0},
-        {"model": "some/classifier", "weight": 0.5},
-        {"name": "environment", "weight": 1.0},
+        {"model": "some/classifier", "name": "classifier", "weight": 0.5},
+        {"name": "Maze", "weight": 1.0},
     ]
+    assert made.reward_func_names == ["few", "few#2", "classifier", "Maze"]
+    assert made.reward_weights.tolist() == [1.0, 2.0, 0.5, 1.0]
+    assert len(made.reward_funcs) == len(made.reward_processing_classes) == 4
+    assert [tool.__name__ for tool in made.tools] == ["move", "look", "move"]
     assert made.settings["environment"] == "trl:tests.trl_maze:Maze"
     assert (made.settings["output_dir"], made.settings["name"]) == (str(tmp_path), "maze")
     assert made.settings["model.max_length"] == 4096
@@ -75,8 +85,17 @@ def test_an_environment_without_a_reward_adds_no_part() -> None:
     assert made.settings["rollout.rewards"] == [
         {"trl": "tests.trl_maze:ones", "name": "ones", "weight": 1.0}
     ]
-    made = trainer(environment_factory=WORLDS, reward_funcs=None)
-    assert made.settings["rollout.rewards"] == [{"name": "environment", "weight": 1.0}]
+
+
+def test_the_rewards_of_several_environments_are_a_part_for_each_class() -> None:
+    made = trainer(environment_factory={**WORLDS, "again": Maze}, reward_funcs=None)
+    path = "turnwise.compat.trl.environment:Maze"
+    assert made.settings["rollout.rewards"] == [{"trl": path, "name": "Maze", "weight": 1.0}]
+    (reward,) = made.reward_funcs
+    maze = Maze()
+    maze.place = 3
+    assert reward(environments=[maze, Quiet()]) == [3.0, None]
+    assert made._environments.reward_functions[path] is reward
 
 
 def test_an_environment_may_have_the_data() -> None:
@@ -138,19 +157,35 @@ def test_a_peft_config_is_the_section_lora(
             "peft_config.use_dora='True' is not supported: PEFT's default is False",
         ),
         (
+            {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)},
+            "it must be a peft.LoraConfig: engines have no other adapters, and no prompt-learning",
+        ),
+        (
+            {"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])},
+            "engines have no adapter for the output head; remove lm_head",
+        ),
+        (
             {"peft_config": LoraConfig(target_modules=".*q_proj")},
             "peft_config.target_modules='.*' is not supported: it must be all-linear or a list",
         ),
         ({"quantization_config": {"a": 1}}, "quantization_config is not supported"),
         ({"rollout_func": print}, "GRPOTrainer: rollout_func is not supported"),
-        ({"reward_processing_classes": [1]}, "reward_processing_classes is not supported"),
-        ({"reward_funcs": None}, "reward_funcs is required unless the environment has a get_r"),
-        ({"reward_funcs": [3]}, "reward_funcs is not supported: 3 is no function or path"),
-        ({"train_dataset": None}, "train_dataset is required unless one environment has the data"),
+        (
+            {"reward_processing_classes": [1, None]},
+            r"number of reward_processing_classes \(2\) must match that of reward_funcs \(1\)",
+        ),
+        ({"reward_funcs": None}, "No reward source provided: pass reward_funcs, or an environm"),
+        ({"reward_funcs": [3]}, "reward_funcs is not supported: 3 is no function, model or path"),
+        ({"train_dataset": None}, "`train_dataset` is required unless an `environment_factory`"),
+        (
+            {"train_dataset": None, "environment_factory": WORLDS},
+            "a dictionary of environments requires a `train_dataset` with a column `environment`",
+        ),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": [{"question": 1}]}, 'train_dataset has no column "prompt", but quest'),
         ({"train_dataset": [{"prompt": "a", "image": 1}]}, "a column 'image', and only text"),
-        ({"eval_dataset": {"a": ROWS}}, "eval_dataset is not supported: give one dataset"),
+        ({"train_dataset": {"a": ROWS}}, "train_dataset is not supported: give one dataset"),
+        ({"eval_dataset": {"a": ROWS, "b": []}}, r"eval_dataset\['b'\] has no rows"),
         ({"args": {"max_steps": 1}}, r"args must be turnwise\.trl\.GRPOConfig, not dict"),
         ({"args": GRPOConfig(reward_weights=[1, 2])}, "reward_weights has 2 numbers for 1 reward"),
         ({"processing_class": object()}, "processing_class is not supported: it must be a token"),
@@ -166,12 +201,21 @@ def test_an_argument_that_cannot_be_used_is_named(given: dict[str, Any], message
         trainer(**given)
 
 
-def test_calls_out_of_order_are_named() -> None:
-    made = trainer()
-    with pytest.raises(InputError, match=r"save_model needs a finished train\(\)"):
-        made.save_model()
+def test_calls_that_need_something_else_are_named(tmp_path: Path) -> None:
+    made = trainer(eval_dataset={"easy": ROWS})
+    with pytest.raises(InputError, match=r"the model /no/such/model cannot be loaded"):
+        made.save_model(str(tmp_path))
+    with pytest.raises(InputError, match=r"evaluate: eval_dataset has no set 'hard'"):
+        made.evaluate("hard")
     with pytest.raises(InputError, match=r"evaluate needs eval_dataset"):
-        made.evaluate()
+        trainer().evaluate()
+    with pytest.raises(InputError, match=r"callbacks is not supported: the run is in processes of"):
+        made.add_callback(object())
+
+
+def test_mistakes_are_the_value_errors_that_trl_raises() -> None:
+    with pytest.raises(ValueError, match="No reward source provided"):
+        trainer(reward_funcs=None)
 
 
 def test_a_launcher_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +244,13 @@ def test_a_script_of_trl_trains(model_path: str, tmp_path: Path) -> None:
     assert seen["global_step"] == 2
     assert len(seen["log_history"]) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert seen["changed"] == seen["parameters"] > 10
+    assert seen["reward_func_names"] == ["length", "slow_length"]
+    assert seen["last"]["train_loss"] is not None
+    for record in seen["log_history"]:
+        assert record["characters"] > 0
+        assert record["rewards/length/std"] >= 0
+        assert record["completions/max_length"] <= 8
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for record in map(json.loads, metrics):
         assert record["exact_percent"] == 100
@@ -238,12 +289,20 @@ def test_trl_gives_reward_functions_of_the_same_script_the_same_arguments(
         seen[module] = run(module, kind, model, folder)
     theirs, ours = seen["trl"], seen["turnwise.trl"]
     assert ours["global_step"] == theirs["global_step"] == 2
+    for name in ("parameters", "reward_func_names"):
+        assert ours[name] == theirs[name]
+    known, expected = (
+        {name for record in (*each["log_history"], each["evaluation"]) for name in record}
+        for each in (ours, theirs)
+    )
+    assert {name for name in expected - known if not name.endswith(NOT_LOGGED)} == set()
+    assert ours["last"].keys() >= {"train_loss", "train_runtime", "epoch", "step"}
     for name in functions:
         assert forms(ours, name) == forms(theirs, name)
     if kind == "answers":
         continued = run("turnwise.trl", kind, model, tmp_path / "turnwise.trl", "3")
         assert continued["global_step"] == 3
     if kind == "tools":
-        assert ours["evaluation"]["eval_reward_mean"] >= 0
+        assert ours["evaluation"]["eval_one_reward_mean"] >= 0
         assert any('"tool_calls"' in form for form in forms(ours, "thrift")["completions"])
         assert "environments" in forms(ours, "thrift")

@@ -39,7 +39,13 @@ def look_at_the_overview(page: "Page") -> None:
     page.keyboard.press("Home")
     expect(reward.locator(".readout")).to_contain_text("step 1")
     expect(turns.locator(".readout")).to_contain_text("step 1")
-    for name in ("Reward of shop", "Accuracy of shop", "Resting rows", "Pools of demo"):
+    for name in (
+        "Reward of shop",
+        "Accuracy of shop",
+        "Accuracy of easy",
+        "Resting rows",
+        "Pools of demo",
+    ):
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
     shoot(page, "overview")
 

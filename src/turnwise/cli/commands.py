@@ -161,7 +161,7 @@ async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = No
     show(console, overview)
     lines = [
         f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
-        for name, summary in evaluation.environments.items()
+        for name, summary in (evaluation.environments | evaluation.sets).items()
     ]
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and k[-2:] != "@1"}
     if several:

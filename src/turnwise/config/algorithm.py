@@ -21,6 +21,8 @@ class Grpo(Section):
     """(r - mean) / std within the group."""
 
     name: Literal["grpo"] = "grpo"
+    scale: Literal["group", "batch"] = "group"
+    """Rewards whose standard deviation divides: those of the group, or of the whole batch."""
 
 
 class DrGrpo(Section):
@@ -41,6 +43,12 @@ class ReinforcePP(Section):
     name: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = "group"
     """Baseline subtracted from each reward: the mean of its group (group), or none."""
+
+
+class Gdpo(Section):
+    """Each part of the reward normalised within the group; their weighted sum, over the batch."""
+
+    name: Literal["gdpo"] = "gdpo"
 
 
 class TurnReturns(Section):
@@ -102,6 +110,8 @@ class Gspo(Section):
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
     """The sequence's ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound of the ratio where the advantage is negative; null sets no bound."""
 
 
 class Cispo(Section):
@@ -110,8 +120,37 @@ class Cispo(Section):
     name: Literal["cispo"] = "cispo"
     clip_low: PositiveFloat = 1.0
     """The weight is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
+    clip_high: Annotated[float, Field(gt=-1)] = 0.28
     """The weight is clipped above 1 + clip_high."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio that is clipped: the token's, or its sequence's, as in gspo."""
+
+
+class Sapo(Section):
+    """Smooth gate around a ratio of 1 in place of a clip."""
+
+    name: Literal["sapo"] = "sapo"
+    temperature_pos: PositiveFloat = 1.0
+    """Steepness of the gate where the advantage is positive."""
+    temperature_neg: PositiveFloat = 1.05
+    """Steepness of the gate where it is not."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio that is gated: the token's, or its sequence's, as in gspo."""
+
+
+class Vespo(Section):
+    """Smooth weight of a sequence's whole ratio; every token keeps its gradient."""
+
+    name: Literal["vespo"] = "vespo"
+    k_pos: NonNegativeFloat = 2.0
+    """Power of the ratio where the advantage is not negative: lowers weights of ratios below 1."""
+    lambda_pos: PositiveFloat = 3.0
+    """Decay with the ratio where the advantage is not negative: lowers weights of ratios above
+    1."""
+    k_neg: NonNegativeFloat = 3.0
+    """The same as k_pos where the advantage is negative."""
+    lambda_neg: PositiveFloat = 2.0
+    """The same as lambda_pos where the advantage is negative."""
 
 
 class Dpo(Section):
@@ -161,6 +200,13 @@ class KlConfig(Section):
     importance_weight: bool = False
     """Multiply a token's divergence in the loss by its importance ratio, which makes k3 and its
     gradient unbiased for off-policy tokens."""
+    sync_steps: NonNegativeInt = 0
+    """Number of optimizer steps between moves of the reference model towards the policy (TR-DPO); 0
+    never moves it. Not with model.lora, whose reference model is the policy without its
+    adapter."""
+    mixup_alpha: Fraction = 0.6
+    """Share of the policy in each move: ref = alpha * policy + (1 - alpha) * ref; 1 copies the
+    policy."""
 
     def mistakes(self) -> Iterator[str]:
         if self.importance_weight and self.where != "loss":
@@ -173,16 +219,19 @@ class KlConfig(Section):
 
 
 class CorrectionConfig(Section):
-    name: Literal["none", "token_tis", "sequence_tis", "mask"] = "none"
+    name: Literal["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"] = (
+        "none"
+    )
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
     step, and weight each token by trainer / engine: truncated at `high` (token_tis), the same per
-    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask)."""
+    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask); token_mask and
+    sequence_mask are 0 outside, too, and keep the weight inside."""
     low: PositiveFloat = 0.5
-    """Smallest trainer / engine ratio that `mask` keeps."""
+    """Smallest trainer / engine ratio that the masks keep."""
     high: PositiveFloat = 2.0
-    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that `mask`
-    keeps."""
+    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that the masks
+    keep."""
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
@@ -191,14 +240,46 @@ class CorrectionConfig(Section):
             yield f"low {self.low:g} must be at most 1, high {self.high:g} at least 1"
 
 
+class EntropyConfig(Section):
+    """The policy's entropy at trained tokens: a bonus for it, and a filter by it."""
+
+    coef: NonNegativeFloat = 0.0
+    """Weight of the bonus: the loss is lowered by coef times the mean entropy, in nats, of the
+    update's trained tokens. Where it adapts, its first value."""
+    adaptive: bool = False
+    """Adapt coef after each update: add coef_delta if the mean entropy was at most target, or else
+    subtract it. The bonus is part of the loss only after an update at or below target."""
+    target: PositiveFloat = 0.2
+    """Mean entropy in nats at and below which an adaptive bonus applies; choose it near the metric
+    `entropy` of the first steps."""
+    coef_delta: PositiveFloat = 0.005
+    """Change of an adaptive coef after each update."""
+    coef_min: NonNegativeFloat = 0.0
+    """Smallest value of an adaptive coef."""
+    coef_max: PositiveFloat = 1.0
+    """Largest value of an adaptive coef."""
+    top_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of an update's tokens, those of the highest entropy, that train the policy and count in
+    the bonus; 1 trains all. Each update computes the policy's entropies once more."""
+
+    @property
+    def has_bonus(self) -> bool:
+        return self.adaptive or self.coef > 0
+
+    def mistakes(self) -> Iterator[str]:
+        if self.coef_min > self.coef_max:
+            yield f"coef_min {self.coef_min:g} exceeds coef_max {self.coef_max:g}"
+
+
 class AlgorithmConfig(Section):
-    """Advantage, loss, KL penalty and corrections."""
+    """Advantage, loss, KL penalty, corrections, and what is left out of the loss."""
 
     advantage: Annotated[
         Annotated[Grpo, Tag("grpo")]
         | Annotated[DrGrpo, Tag("dr_grpo")]
         | Annotated[Rloo, Tag("rloo")]
         | Annotated[ReinforcePP, Tag("reinforce_pp")]
+        | Annotated[Gdpo, Tag("gdpo")]
         | Annotated[TurnReturns, Tag("turn_returns")]
         | Annotated[MtGrpo, Tag("mt_grpo")]
         | Annotated[Gae, Tag("gae")]
@@ -210,18 +291,30 @@ class AlgorithmConfig(Section):
         Annotated[PpoClip, Tag("ppo_clip")]
         | Annotated[Gspo, Tag("gspo")]
         | Annotated[Cispo, Tag("cispo")]
+        | Annotated[Sapo, Tag("sapo")]
+        | Annotated[Vespo, Tag("vespo")]
         | Annotated[Dpo, Tag("dpo")]
         | Annotated[OwnLoss, Tag(OWN_CLASS)],
         Discriminator(_kind_of),
     ] = PpoClip()
     """Loss that the trainer minimises."""
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Reduction of token losses to the batch's loss: the mean over tokens (DAPO); the mean over
-    trajectories of the mean of each (GRPO; dpo always uses it); or the sum divided by the number of
-    trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO; loop single_turn has one
-    turn)."""
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """Reduction of token losses to the batch's loss: the mean over tokens (token_mean, DAPO); the
+    mean over trajectories of each one's mean (sequence_mean, GRPO; dpo always uses it) or of its
+    sum (sequence_sum, LUSPO with loss gspo); or that sum divided by the longest response (constant,
+    Dr. GRPO), which is rollout.max_response_tokens, or else sampling.max_tokens * rollout.max_turns
+    (loop single_turn has one turn)."""
     kl: KlConfig = KlConfig()
+    entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Largest mean of log pi_engine - log pi, in nats, over a sequence's trained tokens, beyond
+    which its tokens with negative advantages are left out of the loss (DeepSeek-V3.2); null leaves
+    none out."""
+    mask_truncated: bool = False
+    """Leave trajectories that end at their maximum length (status length or context_full) out of
+    the loss (DAPO's overlong filtering). Their rewards still count in their group's baseline, and
+    they in the number of trajectories."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards, overlong_penalty included, are all equal with groups of other
     problems (DAPO); where turns have advantages of their own, groups whose turns' advantages are
@@ -239,7 +332,20 @@ class AlgorithmConfig(Section):
             models["algorithm.advantage.model"] = self.advantage.model.path
         return {key: path for key, path in models.items() if path is not None}
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the loss has terms that train groups without signal, too."""
+        return self.kl.coef > 0 or self.entropy.has_bonus
+
     def mistakes(self) -> Iterator[str]:
+        needs_reference = isinstance(self.loss, Dpo | OwnLoss)
+        if self.kl.sync_steps and not self.kl.coef and not needs_reference:
+            yield "kl.sync_steps moves a reference model that nothing uses: set kl.coef above 0"
+        if isinstance(self.loss, Vespo) and self.correction.name.startswith("sequence"):
+            yield (
+                "loss vespo multiplies the weights of a sequence's tokens: set correction.name to "
+                "token_tis, token_mask, mask or none"
+            )
         if isinstance(self.loss, Dpo):
             if isinstance(self.advantage, Gae | TurnReturns | MtGrpo):
                 name = self.advantage.name
@@ -303,7 +409,12 @@ class TrainingConfig(Section):
     a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:
     flash_attention_2 (with the package flash-attn), flex_attention."""
     updates_per_step: PositiveInt = 1
-    """Number of optimizer steps per training step, each on an equal share of the samples."""
+    """Number of optimizer steps in one pass over a training step's samples, each on an equal share
+    of them."""
+    epochs_per_step: PositiveInt = 1
+    """Number of passes over a training step's samples (PPO's epochs, GRPO's mu), each with
+    updates_per_step optimizer steps on the same shares. Each update computes fresh importance
+    ratios; what they are taken against, and advantages, stay as before the step."""
     learning_rate: PositiveFloat = 1e-6
     """AdamW's learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -338,6 +449,11 @@ class TrainingConfig(Section):
     max_skipped: PositiveInt = 3
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
     each such update is skipped."""
+
+    @property
+    def versions_per_step(self) -> int:
+        """Optimizer steps per training step, in all passes."""
+        return self.updates_per_step * self.epochs_per_step
 
 
 class TrajectoriesConfig(Section):

@@ -10,7 +10,6 @@ REPLACED_KEYS = {
         "presence_penalty frequency_penalty repetition_penalty": "a penalty samples from a "
         "different distribution than the one the trainer computes; shape answers with the reward "
         "or sampling.temperature",
-        "min_p": "the trainer does not compute min_p; use sampling.top_p or sampling.top_k",
         "max_paddings": "vLLM packs batches without padding; limit a batch with "
         "engine.max_num_seqs and engine.max_num_batched_tokens",
         "batch_generation vllm_micro_batch_size": "vLLM forms its batches token by token; limit "
@@ -63,15 +62,28 @@ ALIASES = {
     for key, names in {
         "algorithm.advantage.clip": "cliprange_value",
         "algorithm.advantage.name": "adv_estimator",
+        "algorithm.advantage.scale": "scale_rewards",
+        "algorithm.entropy.adaptive": "use_adaptive_entropy",
+        "algorithm.entropy.coef": "entropy_coef entropy_coeff",
+        "algorithm.entropy.coef_delta": "entropy_coef_delta",
+        "algorithm.entropy.coef_max": "entropy_coef_max",
+        "algorithm.entropy.coef_min": "entropy_coef_min",
+        "algorithm.entropy.target": "entropy_target",
+        "algorithm.entropy.top_quantile": "top_entropy_quantile",
         "algorithm.kl.coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef",
+        "algorithm.kl.mixup_alpha": "ref_model_mixup_alpha",
+        "algorithm.kl.sync_steps": "ref_model_sync_steps",
         "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high",
         "algorithm.loss.clip_low": "epsilon",
         "algorithm.loss.name": "loss_type",
+        "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
+        "algorithm.reduction": "loss_agg_mode",
         "data.eval_limit": "eval_data_num_limit",
         "data.eval_path": "eval_data_path eval_dataset val_file val_files",
         "data.limit": "training_data_num_limit",
         "data.max_prompt_tokens": "max_prompt_length prompt_length",
         "data.path": "data_path dataset dataset_name train_dataset train_file train_files",
+        "data.shuffle": "shuffle_dataset",
         "engine.logits_processors_allowed": "logits_processor_pattern",
         "engine.max_num_seqs": "generation_batch_size",
         "engine.metrics": "disable_log_stats",
@@ -107,6 +119,7 @@ ALIASES = {
         "training.activation_checkpointing": "gradient_checkpointing",
         "training.checkpoint_every": "save_episode_interval save_freq save_interval save_steps",
         "training.context_parallel": "context_parallel_size ulysses_sequence_parallel_size",
+        "training.epochs_per_step": "num_iterations ppo_epochs",
         "training.keep_last": "save_total_limit",
         "training.learning_rate": "actor_lr lr",
         "training.lr_schedule": "lr_scheduler lr_scheduler_type",
@@ -116,7 +129,6 @@ ALIASES = {
         "training.ranks": "num_gpus",
         "training.steps": "epochs max_steps num_episode num_epochs num_ppo_episode num_steps "
         "num_train_epochs total_steps",
-        "training.updates_per_step": "ppo_epochs",
         "training.warmup_steps": "warmup",
     }.items()
     for name in names.split()

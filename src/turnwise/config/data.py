@@ -1,6 +1,8 @@
 """The sections `model` and `data`, the section of models other than the policy, and templates."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -127,6 +129,14 @@ class OtherModel(Section):
     """Precision of its forward passes, float32 or bfloat16; null uses model.dtype."""
 
 
+def _checked_names(sets: dict[str, str]) -> dict[str, str]:
+    if odd := [name for name in sets if not re.fullmatch(r"[\w-]+", name)]:
+        raise ValueError(
+            f"the name {odd[0]!r} must have letters, digits, _ and - only: metrics are named by it"
+        )
+    return sets
+
+
 class RowsConfig(Section):
     """Rows for training and evaluation of one environment."""
 
@@ -137,6 +147,10 @@ class RowsConfig(Section):
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""
+    eval_sets: Annotated[dict[str, str], AfterValidator(_checked_names)] = {}
+    """Several held-out sets by name, each in the forms of data.path, in place of data.eval_path:
+    {easy: easy.jsonl, hard: hard.jsonl}. An evaluation has the results of all rows together, and of
+    each set. data.eval_split and data.eval_limit apply to each."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset, such as `main` for GSM8K; null uses its
     default."""
@@ -149,6 +163,15 @@ class RowsConfig(Section):
     eval_limit: PositiveInt | None = None
     """Number of rows to use from the start of data.eval_path; null uses all."""
 
+    def mistakes(self) -> Iterator[str]:
+        if self.eval_path is not None and self.eval_sets:
+            yield "eval_path and eval_sets are both set: move the path into eval_sets"
+
+    @property
+    def heldout(self) -> dict[str, str]:
+        """The paths of held-out rows by the names of their sets; a single one has the name ""."""
+        return self.eval_sets if self.eval_path is None else {"": self.eval_path}
+
     def first(self, most: int) -> Self:
         """Return the same rows, but at most this number of training rows."""
         return self.model_copy(update={"limit": min(self.limit or most, most)})
@@ -157,6 +180,9 @@ class RowsConfig(Section):
 class DataConfig(RowsConfig):
     """Rows for training and evaluation, and the order of the former."""
 
+    shuffle: bool = True
+    """Shuffle the rows of each epoch, by the seed. If false, they are trained on in their own
+    order."""
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
     Null skips none: a prompt that does not fit model.max_length is then an error."""

@@ -98,7 +98,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
         problems += [_explain_mistake(e) for e in error.errors(include_url=False)]
     else:
         evaluates = "data.eval_path" in optional or any(
-            part.data.eval_path is not None for part in config.parts().values()
+            part.data.heldout for part in config.parts().values()
         )
         if config.eval.target is not None and not (config.eval.every and evaluates):
             problems.append(

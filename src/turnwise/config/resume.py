@@ -15,12 +15,13 @@ OnResume = tuple[bool, str]
 value, or the reason why there can be none."""
 _KEYS: dict[OnResume, str] = {
     (False, "a run is resumed in its own folder, which may be moved as a whole"): "name output_dir",
-    (False, "the order of the rows that are left in this epoch depends on it"): "seed",
+    (False, "the order of the rows that are left in this epoch depends on it"): "seed data.shuffle",
     (True, "applies from the next step on"): (
         "deterministic exactness model.max_length data.max_prompt_tokens data.max_rest "
         "algorithm.advantage algorithm.loss algorithm.reduction algorithm.kl "
         "algorithm.correction algorithm.dynamic_sampling algorithm.overlong_tokens "
-        "algorithm.overlong_penalty training.max_staleness training.stale_policy"
+        "algorithm.overlong_penalty algorithm.entropy algorithm.off_policy_mask_threshold "
+        "algorithm.mask_truncated training.max_staleness training.stale_policy"
     ),
     (True, "applies from now on; groups that were waiting keep their rewards"): "environment",
     (True, "applies from now on; see data.path where the rows depend on it"): "environment_args",
@@ -49,7 +50,9 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on, if the number of rows stays and they have the same names"): (
         "data.path data.subset data.split data.limit"
     ),
-    (True, "applies to the next evaluation"): "data.eval_path data.eval_split data.eval_limit eval",
+    (True, "applies to the next evaluation"): (
+        "data.eval_path data.eval_sets data.eval_split data.eval_limit eval"
+    ),
     (True, "applies from now on; false forgets the outcomes of earlier groups"): "data.curriculum",
     (True, "applies to new groups; those that were waiting keep their size"): "sampling",
     (
@@ -61,11 +64,21 @@ _KEYS: dict[OnResume, str] = {
         "training.max_grad_norm"
     ),
     (True, "counts the steps of the whole run"): "algorithm.advantage.warmup_steps",
-    (True, "another reference model from now on"): "algorithm.kl.model",
+    (True, "applies from the next step on; where it adapts, the checkpoint's goes on"): (
+        "algorithm.entropy.coef"
+    ),
+    (True, "another reference model from now on; with kl.sync_steps, the checkpoint's"): (
+        "algorithm.kl.model"
+    ),
+    (True, "applies from the next step on; 0 brings the original reference model back"): (
+        "algorithm.kl.sync_steps"
+    ),
     (True, "the new end of the run, also of its schedule"): "training.steps",
     (True, "a checkpoint can be loaded with any number of ranks"): "training.ranks",
     (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
-    (True, "applies from the next step on; a schedule counts updates"): "training.updates_per_step",
+    (True, "applies from the next step on; a schedule counts updates"): (
+        "training.updates_per_step training.epochs_per_step"
+    ),
     (True, "the schedule is the new one, at the checkpoint's update"): (
         "training.warmup_steps training.lr_schedule"
     ),

@@ -133,6 +133,9 @@ class RewardConfig(Section):
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face name of the model's tokenizer and chat template; null uses those of
+    model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model's weights: float32, bfloat16, or auto for the saved precision."""
     gpus: NonNegativeFloat = 0.0
@@ -141,6 +144,12 @@ class RewardConfig(Section):
     """Name in metrics; null uses the name of the function or the model."""
     weight: float = 1.0
     """Factor of this part in the sum."""
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics."""
+        source = self.function or self.group_function or self.trl or self.model
+        return self.name or source or "environment"
 
     def mistakes(self) -> Iterator[str]:
         if sum(map(bool, (self.function, self.group_function, self.trl, self.model))) > 1:
@@ -275,8 +284,8 @@ class EnvironmentConfig(Section):
     environment_args: Tree = {}
     """As the key of the same name at the top."""
     data: RowsConfig
-    """Rows: the keys of `data` that name them (path, eval_path, subset, split, eval_split, limit,
-    eval_limit)."""
+    """Rows: the keys of `data` that name them (path, eval_path, eval_sets, subset, split,
+    eval_split, limit, eval_limit)."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other weights."""
     loop: Loop | None = None
@@ -310,6 +319,9 @@ class SamplingConfig(Section):
     # -1 means all tokens in older versions of vLLM.
     top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
     """Sample from this many most likely tokens; 0 or -1 means all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the most likely token's probability; 0 means
+    all."""
     max_tokens: PositiveInt = 512
     """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
     min_tokens: NonNegativeInt = 0

@@ -243,6 +243,11 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             "training.weights_dtype: bfloat16 is for weights; adapters are float32, and the "
             "weights below them are kept in model.dtype: set it to float32, or model.lora.rank to 0"
         )
+    if config.algorithm.kl.sync_steps and model.lora.rank:
+        yield (
+            "algorithm.kl.sync_steps moves a reference model's weights, and with model.lora it is "
+            "the policy without its adapter: set it to 0, or model.lora.rank to 0"
+        )
     workers, size = config.serving.workers, config.engine.tensor_parallel_size
     if training.colocated and workers * size != ranks:
         yield (

@@ -42,6 +42,7 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             stop=sampling.stop or None,

@@ -91,7 +91,7 @@ def _shares(
         "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
     yield "tool_errors", (alarms.tool_errors, _share(sum(failed.values()), called), said)
-    counts = row.get("dropped", {})
+    counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # no failure
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
     said = (
@@ -109,7 +109,7 @@ def _shares(
     yield "idle", (alarms.idle, _share(waiting, row.get("step_seconds", 0)), said)
     if bound := training.max_staleness:
         by_age: dict[str, int] = row.get("staleness", {})
-        versions = bound * training.updates_per_step
+        versions = bound * training.versions_per_step
         old = sum(count for age, count in by_age.items() if int(age) >= versions)
         said = (
             f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "

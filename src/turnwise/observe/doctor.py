@@ -295,10 +295,10 @@ class ConfigChecks:
 
         counts = []
         for name, part in self.config.parts().items():
-            for path in filter(None, (part.data.path, part.data.eval_path)):
+            for path in filter(None, (part.data.path, *part.data.heldout.values())):
                 check_data(path)
             counts.append(f"{f'{name}: ' if name else ''}{len(load_training(part)):,} rows")
-            if part.data.eval_path:
+            if part.data.heldout:
                 counts.append(f"{len(load_heldout(part)):,} held out")
         return Finding("data", "ok", ", ".join(counts))
 

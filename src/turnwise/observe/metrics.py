@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from statistics import stdev
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from turnwise.core.json_types import JsonObject
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.rollouts import Batch
     from turnwise.rollouts.evaluation import Evaluation
     from turnwise.training.samples import SampleBatch
+    from turnwise.trajectory import Trajectory
 
 Counts = dict[str, int] | None
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
@@ -52,8 +54,12 @@ class StepMetrics:
     """Training step; 0 is the initial model, None a step of a custom pipeline."""
     reward_mean: Annotated[float, Series("turnwise_reward")] = 0.0
     """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
+    reward_std: float | None = None
+    """Standard deviation of these rewards (with n - 1); None of fewer than two."""
     reward_parts: dict[str, float] | None = None
     """Mean of each part of the reward, by name, before weighting."""
+    reward_parts_std: dict[str, float] | None = None
+    """Standard deviation of each part, over the trajectories that have it; 0 of one."""
     env: dict[str, float] | None = None
     """Mean of each number that the environments' `metrics` return, over those that return it."""
     environments: dict[str, JsonObject] | None = None
@@ -80,6 +86,9 @@ class StepMetrics:
     """Mean number of turns of a trajectory."""
     sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None
     """Tokens sampled by the step's trajectories."""
+    completion_tokens: dict[str, float] | None = None
+    """Sampled tokens of a trajectory: mean, min and max; and the same over those that the model
+    ended itself (ended_mean, ended_min, ended_max; none if it ended none)."""
     rollout_seconds: float | None = None
     """Seconds from the first group's start, or the previous batch, to the last group's end."""
     rollout_tokens_per_s: Annotated[float | None, Series("turnwise_rollout_tokens_per_second")] = (
@@ -97,6 +106,8 @@ class StepMetrics:
     """Tokens masked because they are older than training.max_staleness."""
     overlong: int | None = None
     """Trajectories with an overlong penalty."""
+    truncated_masked: int | None = None
+    """Trajectories that algorithm.mask_truncated leaves out of the loss."""
     exact_percent: Annotated[float | None, Series("turnwise_exact_percent")] = None
     """Percentage of trained tokens that exactly match the sampled ones."""
     forked: Annotated[Counts, Series("turnwise_forks_total", "reason")] = None
@@ -108,7 +119,12 @@ class StepMetrics:
     """Loss, averaged over the step's updates; None if nothing was trained, as for all metrics up to
     train_memory_gib unless noted."""
     loss_metrics: dict[str, float] | None = None
-    """Means over trained tokens of the metrics that your own loss reports, by name."""
+    """Means over trained tokens of the metrics that the loss reports, by name: those of your own
+    loss; phi_seq_mean, the mean weight of vespo."""
+    policy_loss: float | None = None
+    """The loss without the entropy bonus; None without one."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus after the last update; None without one."""
     value_loss: float | None = None
     """Loss of the value model per trained token; None without one."""
     grad_norm: Annotated[float | None, Series("turnwise_grad_norm")] = None
@@ -120,7 +136,7 @@ class StepMetrics:
     ratio: float | None = None
     """Mean importance ratio of trained tokens."""
     ratio_p1: float | None = None
-    """1st percentile of the importance ratios."""
+    """1st percentile of the importance ratios, in all updates of the step."""
     ratio_p50: float | None = None
     """Median of the importance ratios."""
     ratio_p99: float | None = None
@@ -129,6 +145,12 @@ class StepMetrics:
     """Share of trained tokens whose gradient was clipped to 0 (cispo: weight was clipped)."""
     entropy: Annotated[float | None, Series("turnwise_entropy")] = None
     """Mean entropy of the policy at trained tokens, in nats."""
+    off_policy_masked: float | None = None
+    """Share of trained tokens that algorithm.off_policy_mask_threshold leaves out of the loss; None
+    if it is not set."""
+    low_entropy_masked: float | None = None
+    """Share of trained tokens that algorithm.entropy.top_quantile leaves out of the loss; None if
+    it is 1."""
     correction: float | None = None
     """Mean weight of algorithm.correction."""
     kl: Annotated[float | None, Series("turnwise_kl")] = None
@@ -168,6 +190,8 @@ class StepMetrics:
     heldout: dict[str, float] | None = None
     """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty in a step
     without evaluation."""
+    heldout_sets: dict[str, dict[str, float]] | None = None
+    """With data.eval_sets, the results of each set by name."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None
     """Seconds since the end of the previous step."""
     phase_seconds: Annotated[
@@ -183,19 +207,11 @@ class StepMetrics:
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         groups = batch.groups
-        trajectories = [t for group in groups for t in group.trajectories]
-        sampled = sum(t.sampled_tokens for t in trajectories)
-        self.reward_mean = mean([t.reward or 0.0 for t in trajectories])
-        self.reward_parts = _means([t.reward_parts for t in trajectories])
-        self.env = _means([t.metrics for t in trajectories]) or None
-        self.trajectories = len(trajectories)
+        self.add_trajectories([t for group in groups for t in group.trajectories])
+        sampled = self.sampled_tokens or 0
         self.dropped = _sorted(dropped)
         self.retried = _sorted(sum((group.retried for group in groups), Counter[str]()))
         self.groups_discarded = batch.discarded_by_reason
-        self.statuses = _sorted(Counter(t.status for t in trajectories))
-        self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
-        self.turns_mean = mean([len(t.turns) for t in trajectories])
-        self.sampled_tokens = sampled
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
         tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
@@ -222,6 +238,29 @@ class StepMetrics:
         for name in batch.pools.keys() - {""}:
             self._environment(name)["pools"] = batch.pools[name]
 
+    def add_trajectories(self, trajectories: Sequence["Trajectory"]) -> None:
+        """Add what finished trajectories say of themselves."""
+        rewards = [t.reward or 0.0 for t in trajectories]
+        self.reward_mean = mean(rewards)
+        self.reward_std = stdev(rewards) if len(rewards) > 1 else None
+        parts = _by_name([t.reward_parts for t in trajectories])
+        self.reward_parts = {name: mean(values) for name, values in parts.items()}
+        self.reward_parts_std = {
+            name: stdev(values) if len(values) > 1 else 0.0 for name, values in parts.items()
+        }
+        own = _by_name([t.metrics for t in trajectories])
+        self.env = {name: mean(values) for name, values in own.items()} or None
+        self.trajectories = len(trajectories)
+        self.statuses = _sorted(Counter(t.status for t in trajectories))
+        self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
+        self.turns_mean = mean([len(t.turns) for t in trajectories])
+        self.sampled_tokens = sum(t.sampled_tokens for t in trajectories)
+        ended = [t.sampled_tokens for t in trajectories if t.status == "completed"]
+        self.completion_tokens = {
+            **_lengths([t.sampled_tokens for t in trajectories]),
+            **_lengths(ended, "ended_"),
+        }
+
     def _environment(self, name: str) -> JsonObject:
         """Return the metrics of one of several environments, to which some are added."""
         self.environments = self.environments or {}
@@ -232,6 +271,7 @@ class StepMetrics:
         self.stale_groups = batch.stale_groups
         self.stale_tokens = batch.stale_tokens
         self.overlong = batch.overlong
+        self.truncated_masked = batch.truncated
         self.exact_percent = batch.report.percent
         self.forked = _sorted(batch.report.forked)
         self.trained_tokens = 0
@@ -245,6 +285,7 @@ class StepMetrics:
         """Add an evaluation on held-out problems; None for a step without one."""
         self.accuracy_heldout = evaluation.accuracy if evaluation else None
         self.heldout = evaluation.summary if evaluation else {}
+        self.heldout_sets = (evaluation.sets or None) if evaluation else None
         for name, summary in (evaluation.environments if evaluation else {}).items():
             self._environment(name)["heldout"] = summary
 
@@ -260,10 +301,20 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each number by its name, over the rows that have it."""
+def _lengths(tokens: Sequence[int], whose: str = "") -> dict[str, float]:
+    if not tokens:
+        return {}
+    return {
+        f"{whose}mean": mean(tokens),
+        f"{whose}min": float(min(tokens)),
+        f"{whose}max": float(max(tokens)),
+    }
+
+
+def _by_name(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the numbers of each name, from the rows that have it."""
     names = sorted({name for row in rows for name in row})
-    return {name: mean([row[name] for row in rows if name in row]) for name in names}
+    return {name: [row[name] for row in rows if name in row] for name in names}
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

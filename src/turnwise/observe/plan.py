@@ -218,6 +218,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
             math.ceil(tokens / training.context_parallel),
             math.ceil(length / training.context_parallel),
             training.activation_checkpointing,
+            config.algorithm.entropy.has_bonus,
         )
 
     gathered = 0

@@ -87,7 +87,8 @@ def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -
 def load_heldout(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
-    """Return the problems of data.eval_path, or of data.path if that is not set."""
+    """Return the problems of data.eval_path, joined if there are several data.eval_sets, or of
+    data.path if neither is set."""
     return load_training(config, environment, "eval")
 
 
@@ -96,15 +97,20 @@ def load_training(
 ) -> Problems | JoinedProblems:
     """Return the problems of data.path, joined if the run has several `environments`; of the path
     `environment`, the rows that `environment` makes (None: the configured one)."""
-    if not config.environments:
-        return Problems(*_rows_of(config, environment, split))
     parts = {}
     for name, part in config.parts().items():
-        try:
-            parts[name] = Problems(*_rows_of(part, environment, split), environment=name)
-        except InputError as error:
-            raise InputError(f"environments.{name}: {error}") from error
-    return JoinedProblems(parts)
+        sets = part.data.eval_sets if split == "eval" else {}
+        for of, path in sets.items() or [("", part.data.eval_path)]:
+            own = part.data.model_copy(update={"eval_path": path, "eval_sets": {}})
+            one = part.model_copy(update={"data": own})
+            try:
+                rows = _rows_of(one, environment, split)
+            except InputError as error:
+                if not name:
+                    raise
+                raise InputError(f"environments.{name}: {error}") from error
+            parts["/".join(filter(None, (name, of)))] = Problems(*rows, name, of)
+    return parts[""] if "" in parts else JoinedProblems(parts)
 
 
 def _rows_of(

@@ -174,6 +174,10 @@ class Environment:
         """
         return None
 
+    def _plain_text(self, trajectory: Trajectory) -> str | None:
+        """For adapters: return the whole text of a trajectory that is no chat."""
+        return None
+
     def _group_ended(self) -> None:
         """For adapters: take back what trajectories share; called once the group is rewarded."""
 

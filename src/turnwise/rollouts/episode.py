@@ -210,6 +210,11 @@ class Episode:
         values = await self._call("metrics", self.environment.metrics, trajectory)
         return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
+    def plain_text(self, trajectory: Trajectory) -> str | None:
+        """Return the whole text of a trajectory that is no chat; None if it is one."""
+        environment = self.environment
+        return environment._plain_text(trajectory) if isinstance(environment, Environment) else None
+
     def release(self) -> None:
         """Let others have what the environment shares: its whole group has been rewarded."""
         if isinstance(self.environment, Environment):

@@ -20,7 +20,7 @@ from turnwise.config import Config
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right, turn_times, write_times
-from turnwise.rollouts.problems import Lazy, Problem, problem_at
+from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
 
@@ -92,6 +92,8 @@ class Evaluation:
     that return it."""
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
     """The summary of each environment by name, in a run with several; otherwise empty."""
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The summary of each held-out set by name, if there are several; otherwise empty."""
 
     @property
     def accuracy(self) -> float:
@@ -220,7 +222,9 @@ async def evaluate(
     more than `rollout.max_failed_fraction` of the trajectories fail."""
     n, kept = config.eval.sampling.n, kept or GroupLog()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
-    of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
+    of_each, of_sets = (
+        defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward)) for _ in range(2)
+    )
     measured = defaultdict[str, list[float]](list)
 
     async def keep(place: int, group: Group) -> None:
@@ -228,6 +232,9 @@ async def evaluate(
         scores.add(group)
         if group.environment:
             of_each[group.environment].add(group)
+        part = problems.name_of_part(place) if isinstance(problems, JoinedProblems) else ""
+        if part != group.environment:
+            of_sets[part].add(group)
         for trajectory in group.trajectories:
             tokens += trajectory.sampled_tokens
             for name, value in trajectory.metrics.items():
@@ -248,5 +255,5 @@ async def evaluate(
         seconds,
         scores.summary(),
         {name: sum(values) / len(values) for name, values in sorted(measured.items())},
-        {name: of_each[name].summary() for name in sorted(of_each)},
+        *({name: of[name].summary() for name in sorted(of)} for of in (of_each, of_sets)),
     )

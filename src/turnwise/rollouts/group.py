@@ -14,6 +14,8 @@ from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
+NO_REWARD = "no_reward"
+"""Reason of a trajectory to which no reward applies (all are None): it is no failure."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,11 @@ class Group:
     def left_out(self) -> bool:
         """Whether the group was not run, because its prompt is too long."""
         return TOO_LONG in self.causes
+
+    @property
+    def judged(self) -> int:
+        """The number of trajectories that did not fail, also of those without any reward."""
+        return len(self.trajectories) + self.dropped[NO_REWARD]
 
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
         """Take out finished trajectories, and count them as failed."""
@@ -114,10 +121,10 @@ class Outcomes:
     def check(self, max_failed_fraction: float, who: str) -> Counter[str]:
         """Return the number of dropped trajectories by reason, as `check_failures` does."""
         dropped, causes = self.dropped, self.causes
-        total = dropped.total() + self.finished
-        if dropped.total() > max_failed_fraction * total:
+        total, failed = dropped.total() + self.finished, dropped.total() - dropped[NO_REWARD]
+        if failed > max_failed_fraction * total:
             reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
-            raise StepError(f"{who}: {dropped.total()} of {total} trajectories failed ({reasons})")
+            raise StepError(f"{who}: {failed} of {total} trajectories failed ({reasons})")
         return dropped
 
 

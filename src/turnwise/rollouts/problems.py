@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, overload
@@ -61,11 +62,14 @@ class Problem:
 
 
 class Problems(Lazy[Problem]):
-    """A problem for each row, named by environment, last part of the data's path, and number."""
+    """A problem for each row, named by environment, held-out set, last part of the data's path, and
+    number."""
 
-    def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:
+    def __init__(
+        self, path: str, rows: Sequence[Row], environment: str = "", heldout_set: str = ""
+    ) -> None:
         super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
-        self._name = f"{environment}/{Path(path).name}" if environment else Path(path).name
+        self._name = "/".join(filter(None, (environment, heldout_set, Path(path).name)))
         self.in_memory = isinstance(rows, list)  # reading a row runs no other code
 
     def name(self, index: int) -> str:
@@ -74,12 +78,12 @@ class Problems(Lazy[Problem]):
 
 
 class JoinedProblems(Lazy[Problem]):
-    """The problems of several environments by name, one environment after another."""
+    """The problems of several environments, or held-out sets, by name, one after another."""
 
     def __init__(self, parts: Mapping[str, Problems]) -> None:
         self.parts = parts
         each = list(parts.values())
-        ends = list(accumulate(map(len, each)))
+        ends = self._ends = list(accumulate(map(len, each)))
         self.in_memory = all(part.in_memory for part in each)
 
         def problem(number: int) -> Problem:
@@ -87,6 +91,10 @@ class JoinedProblems(Lazy[Problem]):
             return each[part][number - (ends[part - 1] if part else 0)]
 
         super().__init__(ends[-1], problem)
+
+    def name_of_part(self, index: int) -> str:
+        """Return the name of the part that a problem is in."""
+        return [*self.parts][bisect_right(self._ends, index)]
 
 
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
@@ -106,8 +114,8 @@ async def problem_at(problems: Sequence[Problem], index: int, seconds: float) ->
 
 
 class ProblemStream:
-    """All problems in an endless sequence of epochs, each shuffled differently; those that are left
-    out, cannot be read, or rest are skipped.
+    """All problems in an endless sequence of epochs, each shuffled differently, or all in their own
+    order; those that are left out, cannot be read, or rest are skipped.
 
     With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
     right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They
@@ -119,16 +127,24 @@ class ProblemStream:
         (3, 1)
     """
 
-    def __init__(self, problems: Sequence[Problem], seed: int, max_rest: int | None = None) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        seed: int,
+        max_rest: int | None = None,
+        *,
+        shuffle: bool = True,
+    ) -> None:
         if not problems:
             raise InputError("there are no problems to train on")
         self._problems = problems
         self._seed = seed
+        self._shuffle = shuffle
         self._max_rest = max_rest
         self._learned: dict[int, tuple[Pool, int]] = {}
         """The last group of each problem, and the number of groups without signal in a row."""
         self._epoch = self._position = 0
-        self._order = self._shuffled(0)
+        self._order = self._ordered(0)
         self._left_out: set[int] = set()
 
     def find(self, name: str) -> Problem:
@@ -169,7 +185,7 @@ class ProblemStream:
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._shuffled(self._epoch)
+                self._order = self._ordered(self._epoch)
             index = self._order[self._position]
             if index not in self._left_out and not self.rests(index, self._epoch):
                 break
@@ -249,10 +265,12 @@ class ProblemStream:
         if self._max_rest is not None:
             learned = state.get("curriculum", {})
             self._learned = {int(index): (pool, equal) for index, (pool, equal) in learned.items()}
-        self._order = self._shuffled(self._epoch)
+        self._order = self._ordered(self._epoch)
 
-    def _shuffled(self, epoch: int) -> list[int]:
+    def _ordered(self, epoch: int) -> list[int]:
         count = len(self._problems)
+        if not self._shuffle:
+            return list(range(count))
         return random.Random(f"{self._seed}-{epoch}").sample(range(count), count)
 
 
@@ -326,9 +344,8 @@ Stream = ProblemStream | MixedStream
 
 def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
     max_rest = config.data.max_rest if config.data.curriculum else None
+    make = partial(ProblemStream, seed=config.seed, max_rest=max_rest, shuffle=config.data.shuffle)
     if not isinstance(problems, JoinedProblems):
-        return ProblemStream(problems, config.seed, max_rest)
-    parts = {
-        name: ProblemStream(part, config.seed, max_rest) for name, part in problems.parts.items()
-    }
+        return make(problems)
+    parts = {name: make(part) for name, part in problems.parts.items()}
     return MixedStream(parts, {name: entry.weight for name, entry in config.environments.items()})

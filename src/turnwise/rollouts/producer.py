@@ -136,14 +136,14 @@ class GroupProducer:
         """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
         if group.left_out:
             return TOO_LONG, None
-        if len(group.trajectories) < min(2, self._config.sampling.n):
+        if group.judged < min(2, self._config.sampling.n):
             return "failed", None
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
         if not (dynamic or curriculum):
             return "", None
         outcome: Pool = "mixed"
         if not await self._has_signal(group):
-            lowest = min(trajectory.reward or 0.0 for trajectory in group.trajectories)
+            lowest = min((t.reward or 0.0 for t in group.trajectories), default=0.0)
             right = is_right(lowest, self._config.eval.success_reward)
             outcome = "mastered" if right else "hopeless"
         reason = "no_signal" if dynamic and outcome != "mixed" else ""

@@ -1,8 +1,8 @@
 """A reward model: a sequence classifier with one output, in its own Ray actor.
 
 It reads a trajectory's messages as text: rendered by its own tokenizer's chat template or, if there
-is none, line by line. Calls that wait at the same time are scored in one batch. It does not depend
-on the policy or its tokens.
+is none, line by line. A text that is no chat is read as it is. Calls that wait at the same time are
+scored in one batch. It does not depend on the policy or its tokens.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.config import NO_DEADLINE, Config
+from turnwise.config import NO_DEADLINE, Config, RewardConfig
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread, together
@@ -46,6 +46,7 @@ class RewardModel:
         gpu: bool,
         trust_remote_code: bool = False,
         dtype: str = "auto",
+        tokenizer_path: str | None = None,
     ) -> None:
         """Load the model of a folder, or of a name on the Hub; a longer sequence than
         `batch_tokens`, the most of a forward pass with padding, is scored alone."""
@@ -59,7 +60,7 @@ class RewardModel:
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, **options
             )
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or path, **options)
         except Exception as error:
             folder = "" if Path(path).is_dir() else " (there is no such folder)"
             raise InputError(f"{where} cannot be loaded{folder}: {first_line(error)}") from error
@@ -80,10 +81,12 @@ class RewardModel:
             tokenizer.model_max_length or _NO_LIMIT,
         )
 
-    async def score(self, messages: Sequence[Message]) -> float:
+    async def score(self, messages: Sequence[Message] | str) -> float:
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
-        if getattr(self._tokenizer, "chat_template", None):
+        if isinstance(messages, str):
+            token_ids = list(self._tokenizer.encode(messages, add_special_tokens=False))
+        elif getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
             token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         else:
@@ -164,21 +167,23 @@ class RemoteRewardModel:
             max_concurrency=_MAX_CALLS,
             environment={"OMP_WAIT_POLICY": "PASSIVE"},
         )
-        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
+        of_models = {part.model: part for part in config.rollout.rewards}
+        part = of_models.get(self.name, RewardConfig())
         with killed_on_failure(actor):
             # The shape of a batch changes the last bits of a score.
             tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
             await actor.call(
                 *("load", self.name, 0 if config.deterministic else tokens, self._num_gpus > 0),
-                *(config.model.trust_remote_code, dtypes.get(self.name, "auto")),
+                *(config.model.trust_remote_code, part.dtype, part.tokenizer),
                 what="start",
                 seconds=config.engine.start_timeout,
             )
         self._actor = actor
 
-    async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation; fails when the actor dies twice, or more
-        than `serving.max_restarts` times in a row, and when nothing is scored in time."""
+    async def score(self, messages: Sequence[Message] | str) -> float:
+        """Return the model's output for a conversation, or for a text; fails when the actor dies
+        twice, or more than `serving.max_restarts` times in a row, and when nothing is scored in
+        time."""
         actor = self._actor
         try:
             return await self._score(actor, messages)
@@ -196,11 +201,12 @@ class RemoteRewardModel:
                     logger.warning("%s; it is back after %.1f s", error, seconds)
         return await self._score(self._actor, messages)
 
-    async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
+    async def _score(self, actor: ActorHandle, messages: Sequence[Message] | str) -> float:
         missed = f"{actor.name} scored no trajectory"
         async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may come first
             what = "score a trajectory"
-            score = await actor.call("score", list(messages), what=what, seconds=NO_DEADLINE)
+            read = messages if isinstance(messages, str) else list(messages)
+            score = await actor.call("score", read, what=what, seconds=NO_DEADLINE)
         self._clock.moved()
         self._restarts = 0
         return float(score)

@@ -105,8 +105,7 @@ class RewardManager:
                 if kind.compares:
                     adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
                     function = partial(adapter, function, max_steps, files)
-            name, model = entry.name or path, entry.model or ""
-            self._parts.append(_Part(name, kind, entry.weight, function, model))
+            self._parts.append(_Part(entry.label, kind, entry.weight, function, entry.model or ""))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -132,7 +131,8 @@ class RewardManager:
                     if part.function is not None:
                         value = await self._call(part, part.function, trajectory, row)
                     elif part.model:
-                        value = await self.models[part.model].score(trajectory.messages)
+                        read = episode.plain_text(trajectory) or trajectory.messages
+                        value = await self.models[part.model].score(read)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
                     else:

@@ -55,7 +55,7 @@ from turnwise.rollouts.environment import (
     type_of,
 )
 from turnwise.rollouts.episode import Episode, ToolSource, playing
-from turnwise.rollouts.group import TOO_LONG, Group
+from turnwise.rollouts.group import NO_REWARD, TOO_LONG, Group
 from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
@@ -289,7 +289,7 @@ class Runner:
                 raise InputError(f"environments.{name}: {error}") from error
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
-        max_steps = config.training.steps * config.training.updates_per_step
+        max_steps = config.training.steps * config.training.versions_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
             functions,
@@ -299,6 +299,7 @@ class Runner:
         )
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
+        self._warned = False  # whether a trajectory without any reward has been reported
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._loading = asyncio.Lock()
 
@@ -396,8 +397,15 @@ class Runner:
                 group.drop(group.trajectories, error.reason, str(error))
                 if isinstance(error.__cause__, Exception):
                     await self.files.log_error(error.reason, name, error.__cause__)
-            lacking = [t for t in group.trajectories if self.rewards.lacks(t)]
-            group.drop(lacking, "no_reward", f"every reward of {problem.id} is None")
+            if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "All reward functions returned None for the following kwargs: %.500r, of "
+                        "%s; such trajectories are not trained on, and counted as %s",
+                        problem.row, problem.id, NO_REWARD,
+                    )  # fmt: skip
+                group.drop(lacking, NO_REWARD, f"every reward of {problem.id} is None")
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():

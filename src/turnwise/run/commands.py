@@ -87,7 +87,8 @@ class ProgramInputs:
 
     environment: "EnvironmentType | None" = None  # makes one from a row; replaces `environment`
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
-    eval_rows: Sequence[JsonObject] | None = None  # held-out rows; replace data.eval_path
+    eval_rows: Sequence[JsonObject] | Mapping[str, Sequence[JsonObject]] | None = None
+    """Held-out rows, or several sets by name; they replace data.eval_path and data.eval_sets."""
     join: "Join | None" = None  # takes part in the run once its engines and trainer have started
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
@@ -95,7 +96,7 @@ class ProgramInputs:
         found: list[str | None] = []
         for part in config.parts().values():
             found.append(part.data.path if self.rows is None else None)
-            found.append(part.data.eval_path if heldout and self.eval_rows is None else None)
+            found += part.data.heldout.values() if heldout and self.eval_rows is None else ()
         return [path for path in found if path is not None]
 
     def environment_for(self, config: Config) -> "EnvironmentType | None":
@@ -133,7 +134,7 @@ def all_problems(
     config: Config, inputs: ProgramInputs
 ) -> "tuple[Sequence[Problem], Sequence[Problem]]":
     """Return training problems, and held-out ones if there are any."""
-    measured = [name for name, part in config.parts().items() if part.data.eval_path is not None]
+    measured = [name for name, part in config.parts().items() if part.data.heldout]
     heldout: Sequence[Problem] = []
     if inputs.eval_rows is not None or measured:
         heldout = load_problems(config.only(measured), inputs, heldout=True)
@@ -151,13 +152,16 @@ def load_problems(
             "out environment, data and eval_data, or environments"
         )
     from turnwise.rollouts.data import checked_rows, load_heldout, load_training
-    from turnwise.rollouts.problems import Problems
+    from turnwise.rollouts.problems import JoinedProblems, Problems
 
     data, rows = config.data, inputs.eval_rows if heldout else inputs.rows
     if rows is None:
         load = load_heldout if heldout else load_training
         return load(config, inputs.environment_for(config))
     name, limit = ("eval_data", data.eval_limit) if heldout else ("data", data.limit)
+    if isinstance(rows, Mapping):
+        checked = {of: checked_rows(each, f"{name}[{of!r}]", limit) for of, each in rows.items()}
+        return JoinedProblems({of: Problems(name, each, "", of) for of, each in checked.items()})
     return Problems(name, checked_rows(rows, name, limit))
 
 
@@ -271,12 +275,12 @@ async def evaluate(
     paths = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
-            if not (path := part.data.eval_path or part.data.path):
+            if not (part.data.heldout or part.data.path):
                 key = f"environments.{name}.data" if name else "data"
                 raise InputError(
                     f"{key}.eval_path or {key}.path must be set: there are no rows to evaluate"
                 )
-            paths.append(path)
+            paths += part.data.heldout.values() or [part.data.path]
     playing = _playing(config, console, inputs, paths, "evaluate", on_group)
     async with playing as (run_group, problems, advance):
         from turnwise.observe.timeline import TIMELINE

@@ -95,7 +95,7 @@ class Display:
             parts.append(f"left {left}")
         if (accuracy := metrics.accuracy_heldout) is not None:
             heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
-            each = _of_each(heldout, "accuracy")
+            each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
             parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
         if why := why_untrained([metrics.to_json()]):
             parts.append(f"nothing trained: {why}")

@@ -42,6 +42,8 @@ class RankBatches:
     micro_batches: list[list[Sample]]
     trajectory_tokens: dict[int, int]
     """Trained tokens of each trajectory, on all ranks, including those that are only counted."""
+    left_out: int = 0
+    """Trajectories that count in the batch's mean without any trained token."""
 
     @property
     def total_tokens(self) -> int:
@@ -49,8 +51,8 @@ class RankBatches:
 
     @property
     def total_trajectories(self) -> int:
-        """Trajectories with trained tokens."""
-        return sum(tokens > 0 for tokens in self.trajectory_tokens.values())
+        """Trajectories with trained tokens, and those that are left out."""
+        return self.left_out + sum(tokens > 0 for tokens in self.trajectory_tokens.values())
 
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
@@ -91,6 +93,7 @@ def plan_micro_batches(
         units: dict[int, list[Sample]] = {}
         for sample in (*own, *others):
             tokens[sample.trajectory] += sample.trained
+        left_out = len({sample.trajectory for sample in others if not sample.trained})
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
         buckets = _buckets(list(units.values()), max_tokens, ranks, layout)
@@ -104,7 +107,7 @@ def plan_micro_batches(
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(RankBatches(micro_batches, dict(tokens)))
+            share.append(RankBatches(micro_batches, dict(tokens), left_out))
     return shares
 
 
@@ -322,6 +325,9 @@ class MicroBatch:
     """The policy's log-probs from before the step; None if nothing needs them."""
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
+    low_entropy_N: torch.Tensor | None = None
+    """True at the tokens that `algorithm.entropy.top_quantile` leaves out of the current update;
+    None if it leaves none out."""
 
     def spans(self) -> Iterable[slice]:
         """Yield the trained tokens of each sequence as a slice."""

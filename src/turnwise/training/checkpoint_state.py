@@ -14,6 +14,7 @@ from pickle import Unpickler, UnpicklingError
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -37,9 +38,14 @@ _Moments = dict[str, dict[str, torch.Tensor]]
 
 
 def save_state(
-    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: JsonObject
+    folder: Path,
+    rank: int,
+    learners: Mapping[str, TrainableModule],
+    extra: JsonObject,
+    moved: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks."""
+    """Write this rank's part of the weights and optimizers, of modules that are `moved` without an
+    optimizer, and `extra`; called on all ranks."""
     state = folder / "state"
     states = {
         name: _state(
@@ -51,7 +57,7 @@ def save_state(
             },
         )
         for name, learner in learners.items()
-    }
+    } | _plain_states(moved or {})
     with translate_disk_full(state):
         try:
             with warnings.catch_warnings():
@@ -68,8 +74,14 @@ def save_state(
         torch.save({**extra, "updates": updates}, state / f"rank-{rank}.pt")
 
 
-def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> JsonObject:
-    """Load what `save_state` wrote, with any number of ranks; return `extra`."""
+def load_state(
+    folder: Path,
+    rank: int,
+    learners: Mapping[str, TrainableModule],
+    moved: Mapping[str, nn.Module] | None = None,
+) -> JsonObject:
+    """Load what `save_state` wrote, with any number of ranks; return `extra`. Modules that are
+    `moved` keep their weights if the checkpoint has none."""
     state = folder / "state"
     try:
         reader = _Reader(state)
@@ -88,6 +100,11 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
                 if f"{name}.optimizer.state.{own}.{step}" in saved
             }
         states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
+        states |= {
+            name: weights
+            for name, weights in _plain_states(moved or {}).items()
+            if any(key.startswith(f"{name}.") for key in saved)
+        }
         alone = not dist.is_initialized()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_ALONE)
@@ -107,9 +124,26 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
     return extra
 
 
+def load_moved(folder: Path, name: str, module: nn.Module) -> None:
+    """Load the weights of a module that `save_state` wrote as `moved`, in a process of its own;
+    without any, the module keeps its own."""
+    reader = _Reader(folder / "state")
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        if any(key.startswith(f"{name}.") for key in saved):
+            states = _plain_states({name: module})
+            load(states, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except _UNREADABLE as error:
+        raise InputError(f"the {name} of {folder} cannot be loaded: {first_line(error)}") from error
+
+
 def _state(learner: TrainableModule, moments: _Moments) -> dict[str, object]:
     # The optimizer's own state_dict would take a step, to have something to describe.
     return {"model": get_model_state_dict(learner.module), "optimizer": {"state": moments}}
+
+
+def _plain_states(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, object]]:
+    return {name: {"model": get_model_state_dict(module)} for name, module in modules.items()}
 
 
 class _Reader(filesystem.FileSystemReader):

@@ -179,19 +179,31 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
     if roles:
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay)
+    scorer = Scorer(
+        *(model, config.sampling, dtype_of(config), roles, replay),
+        entropy_gradient=config.algorithm.entropy.has_bonus,
+    )
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
         frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
+        if config.algorithm.kl.sync_steps and _shapes(reference) != _shapes(policy):
+            raise InputError(
+                f"algorithm.kl.sync_steps: {path_of(config, other)} has other parameters than the "
+                "policy and cannot be moved towards it: set it to 0, or remove algorithm.kl.model"
+            )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
         critic = Critic(load_value_model(config, other), dtype_of(config, other))
         value = distribute(critic, config, device, other)
     give_back()
     return Models(policy, reference, value, device, group)
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, parameter.shape) for name, parameter in module.named_parameters()]
 
 
 def distribute(

@@ -153,6 +153,7 @@ def activation_bytes(
     tokens: int,
     length: int,
     every: bool | int,
+    entropy_gradient: bool = False,
 ) -> int:
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
@@ -185,8 +186,11 @@ def activation_bytes(
                 hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
                 hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
                 targets_N = ids_BT[:, 1:].flatten()
-                logprobs_N, _ = score_hidden(model, hidden_NH, targets_N, SamplingConfig())
-            logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
+                logprobs_N, entropy_N = score_hidden(
+                    model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
+                )
+            total = logprobs_N.sum() + (entropy_N.sum() if entropy_gradient else 0.0)
+            total.backward()  # type: ignore[no-untyped-call]
             peak: int = live.peak
         return peak
 

@@ -1,8 +1,8 @@
 """The trainer's models: log-probs of given tokens, under the distribution that the engine samples
 from, and the value model's estimates.
 
-Temperature, top-k and top-p are applied as vLLM applies them: a temperature between 0 and 0.01 is
-0.01, and temperature 0, greedy, reports plain log-probs without top-k and top-p. Restrictions
+Temperature, min-p, top-k and top-p are applied as vLLM applies them: a temperature between 0 and
+0.01 is 0.01, and temperature 0, greedy, reports plain log-probs without the others. Restrictions
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -113,15 +114,16 @@ class RoutingReplay(TorchFunctionMode):
 
 
 Scores = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs of targets, and the entropy of the distribution that each was drawn from, in nats and
-without gradient: [N] each."""
+"""Log-probs of targets, and the entropy of the distribution that each was drawn from, in nats; its
+gradient only where asked for: [N] each."""
 
 
 class Scorer(nn.Module):
     """A causal language model whose forward pass scores tokens, in `dtype`.
 
     It plays its only role, or several (LoRA) with an adapter each. In the role of the policy, its
-    routers repeat the engine's choices if there is a `replay`.
+    routers repeat the engine's choices if there is a `replay`, and entropies have a gradient with
+    `entropy_gradient`.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class Scorer(nn.Module):
         dtype: torch.dtype,
         roles: Sequence[ModelName] = (),
         replay: RoutingReplay | None = None,
+        *,
+        entropy_gradient: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -139,6 +143,7 @@ class Scorer(nn.Module):
         self.head = _value_head(backbone_of(model)) if "value" in roles else None
         self._sampling = sampling
         self._replay = replay
+        self._entropy_gradient = entropy_gradient
 
     def forward(
         self, columns: Columns, sampling: SamplingConfig | None = None, role: ModelName = "policy"
@@ -151,7 +156,8 @@ class Scorer(nn.Module):
         if role == "value":
             assert self.head is not None
             return _values_N(backbone_of(self.model), self.head, columns)
-        return score_columns(self.model, columns, sampling or self._sampling)
+        gradient = self._entropy_gradient and torch.is_grad_enabled()
+        return score_columns(self.model, columns, sampling or self._sampling, gradient)
 
 
 class Critic(nn.Module):
@@ -234,6 +240,20 @@ class Models:
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
             module.reshard()  # a backward pass would have done it
 
+    @torch.no_grad()
+    def move_reference(self, alpha: float) -> None:
+        """Move the reference model towards the policy.
+
+            pi_ref = alpha * pi + (1 - alpha) * pi_ref        of the weights
+
+        Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment" (TR-DPO, arXiv
+        2404.09656): soft update, and for alpha 1 hard update. Each rank moves its own shards.
+        """
+        assert self.reference is not None, "there is no reference model"
+        pairs = zip(self.reference.parameters(), self.policy.parameters(), strict=True)
+        for own, new in ((_local(own), _local(new)) for own, new in pairs):
+            own.mul_(1 - alpha).add_(new.to(own.dtype), alpha=alpha)
+
     def modules(self) -> list[Scorer | Critic]:
         """Return the modules that play these roles, each once."""
         roles = (self.policy, self.reference, self.value)
@@ -245,17 +265,29 @@ class Models:
             yield from module.buffers()
 
 
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the part of a parameter that this rank holds."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that computes the last hidden states, below its head."""
     parts = (model.base_model, *model.children())
     return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
 
 
-def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
+def score_columns(
+    model: PreTrainedModel,
+    columns: Columns,
+    sampling: SamplingConfig,
+    entropy_gradient: bool = False,
+) -> Scores:
     """Score the targets of all columns, of which this rank computes some."""
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns)
-    logprobs_N, entropy_N = score_hidden(model, hidden_NH, columns.targets_N, sampling)
+    logprobs_N, entropy_N = score_hidden(
+        model, hidden_NH, columns.targets_N, sampling, entropy_gradient
+    )
     return columns.whole(logprobs_N), columns.whole(entropy_N)
 
 
@@ -264,6 +296,7 @@ def score_hidden(
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
     sampling: SamplingConfig,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them.
 
@@ -275,7 +308,10 @@ def score_hidden(
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
     chunks = [
-        compute(model, hidden_NH[start : start + rows], targets_N[start : start + rows], sampling)
+        compute(
+            *(model, hidden_NH[start : start + rows], targets_N[start : start + rows]),
+            *(sampling, entropy_gradient),
+        )
         for start in range(0, max(1, len(targets_N)), rows)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
@@ -342,29 +378,39 @@ def _score(
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
     sampling: SamplingConfig,
+    entropy_gradient: bool,
 ) -> Scores:
     logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
     total_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
-    with torch.no_grad():
+    if entropy_gradient:
+        probabilities_NV = (logits_NV - total_N[:, None]).exp()
+        mean_N = (probabilities_NV * logits_NV.clamp(min=-1e9)).sum(dim=-1)
+        return logprobs_N, total_N - mean_N
+    with torch.no_grad():  # in place: one tensor of this size less
         probabilities_NV = (logits_NV - total_N[:, None]).exp_()
         mean_N = probabilities_NV.mul_(logits_NV.clamp(min=-1e9)).sum(dim=-1)
-        entropy_N = total_N - mean_N
-    return logprobs_N, entropy_N
+        return logprobs_N, total_N - mean_N
 
 
 def _processed(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Apply temperature, top-k and top-p as the engine does."""
+    """Apply temperature, min-p, top-k and top-p as the engine does."""
     if sampling.temperature == 0.0:
         return logits_NV
     if sampling.temperature != 1.0:
         logits_NV = logits_NV / max(sampling.temperature, _LOWEST_TEMPERATURE)
-    if not 0 < sampling.top_k < logits_NV.shape[-1] and sampling.top_p >= 1.0:
+    few = 0 < sampling.top_k < logits_NV.shape[-1]
+    if not few and sampling.top_p >= 1.0 and not sampling.min_p:
         return logits_NV
     dropped_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
-    if 0 < sampling.top_k < logits_NV.shape[-1]:
+    if sampling.min_p:
+        with torch.no_grad():
+            probabilities_NV = logits_NV.softmax(dim=-1)
+            lowest_N1 = probabilities_NV.amax(dim=-1, keepdim=True) * sampling.min_p
+            dropped_NV |= probabilities_NV < lowest_N1
+    if few:
         lowest_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
         dropped_NV |= logits_NV < lowest_N1
     if sampling.top_p < 1.0:

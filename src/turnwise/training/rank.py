@@ -21,6 +21,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
+from turnwise.training.algorithms.entropy import EntropyControl, UpdateEntropy, entropy_floor
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import (
     Columns,
@@ -100,7 +101,7 @@ class TrainerRank:
         self._warmup = needed.warmup_steps if needed else 0
         learning = self._models.trained("policy")
         assert learning is not None
-        updates = max(0, training.steps - self._warmup) * training.updates_per_step
+        updates = max(0, training.steps - self._warmup) * training.versions_per_step
         self._learner = TrainableModule(learning, training, training.learning_rate, updates)
         self._learners = {"policy": self._learner}
         if needed is not None and (critic := self._models.trained("value")) is not None:
@@ -115,30 +116,31 @@ class TrainerRank:
             folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
         )
-        self._offload = Offload(
-            {"params": self._models.weights, "optimizer": self._moments},
-            run.absolute(),
-        )
+        kinds = {"params": self._models.weights, "optimizer": self._moments}
+        self._offload = Offload(kinds, run.absolute())
+        self._entropy = EntropyControl(config.algorithm.entropy)
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
 
     def train(self, shares: Sequence[RankBatches]) -> StepReport:
-        """Take an optimizer step on each share.
+        """Take an optimizer step on each share, in each pass over them.
 
         Raises:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
         """
-        started = time.perf_counter()
+        started, passes = time.perf_counter(), self._training.epochs_per_step
         self._offload.bring_back(_ALL)
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
-        self._prepare(batches, len(steps))
+        self._prepare(batches, len(steps) * passes)
         staleness = Counter(age for b in batches for age in b.tokens.staleness_N.tolist())
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         updates = [
-            self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
+            self._update(step, share, recorded)
+            for _ in range(passes)
+            for step, share in zip(steps, shares, strict=True)
         ]
         self._steps += 1
         if "optimizer" in self._training.offload:
@@ -152,7 +154,7 @@ class TrainerRank:
             updates,
             torch.cat(recorded, dim=1).cpu().numpy(),
             staleness,
-            sum(batch.size for batch in batches),
+            sum(batch.size for batch in batches) * passes,
             time.perf_counter() - started,
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
         )
@@ -175,9 +177,10 @@ class TrainerRank:
         warming, critic = self._steps < self._warmup, self._learners.get("critic")
         for learner in self._learners.values():
             learner.optimizer.zero_grad()  # of an update that failed
+        counted = share.total_tokens if warming else self._find_low_entropies(batches, share)
         for batch in batches:
             if not warming:
-                self._add_policy_gradient(batch, share, report, recorded)
+                self._add_policy_gradient(batch, share, counted, report, recorded)
             if critic is not None:
                 assert batch.values_N is not None
                 assert batch.returns_N is not None
@@ -193,6 +196,12 @@ class TrainerRank:
             report.skipped = not finite
             self.version += finite
             self._check_skips("policy", finite)
+            if self._algorithm.entropy.has_bonus:
+                if finite:
+                    self._entropy.adapt(self._summed(report.entropy_sum) / max(1, counted))
+                report.entropy_coef = self._entropy.coef
+            if finite and (every := self._algorithm.kl.sync_steps) and self.version % every == 0:
+                self._models.move_reference(self._algorithm.kl.mixup_alpha)
         if critic is not None:
             _, finite = critic.step()
             report.skipped |= not finite
@@ -237,14 +246,50 @@ class TrainerRank:
                 advantages_N = normalised(batch.tokens.advantages_N, sums_3)
                 batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
 
+    def _find_low_entropies(self, batches: Sequence[MicroBatch], share: RankBatches) -> int:
+        """Find the tokens that `algorithm.entropy.top_quantile` leaves out of an update; return the
+        number of tokens of all ranks that it keeps."""
+        quantile = self._algorithm.entropy.top_quantile
+        if quantile >= 1:
+            return share.total_tokens
+        with torch.no_grad():
+            found = [self._models.score("policy", b.columns)[1].float() for b in batches]
+        own_N = torch.cat(found)
+        if self._rank % self._training.context_parallel:
+            own_N = own_N[:0]  # the first rank of its context group has the same
+        everywhere_N = self._gathered(own_N) if self._ranks > 1 else own_N
+        floor = entropy_floor(everywhere_N, quantile)
+        for batch, entropy_N in zip(batches, found, strict=True):
+            batch.low_entropy_N = entropy_N < floor
+        return int((everywhere_N >= floor).sum())
+
+    def _gathered(self, own_N: torch.Tensor) -> torch.Tensor:
+        """Return the values of all ranks, of which each has its own number."""
+        numbers = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self._ranks)]
+        dist.all_gather(numbers, torch.full_like(numbers[0], len(own_N)))
+        counts = [int(number) for number in numbers]
+        padded = [own_N.new_zeros(max(counts)) for _ in counts]
+        dist.all_gather(padded, torch.cat([own_N, own_N.new_zeros(max(counts) - len(own_N))]))
+        return torch.cat([each[:count] for each, count in zip(padded, counts, strict=True)])
+
+    def _summed(self, value: float) -> float:
+        """Return the sum of the ranks' values, of which those of a context group have the same."""
+        if self._ranks == 1:
+            return value
+        sum_1 = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(sum_1)
+        return float(sum_1) / self._training.context_parallel
+
     def _add_policy_gradient(
         self,
         batch: MicroBatch,
         share: RankBatches,
+        counted: int,
         report: UpdateReport,
         recorded: list[torch.Tensor],
     ) -> None:
-        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
+        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values;
+        `counted` tokens of the update count in the mean entropy."""
         logprobs_N, entropy_N = self._models.score("policy", batch.columns)
         engine_N = batch.tokens.engine_logprobs_N
         # The old log-probs, which ratios are taken against, are the engine's or, with a correction,
@@ -256,15 +301,18 @@ class TrainerRank:
         else:
             old_N = logprobs_N.detach()  # the only update of its step
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
-        single = self._config.loops == {"single_turn"}
-        turns = 1 if single else self._config.rollout.max_turns
+        entropy = None
+        if self._algorithm.entropy.has_bonus or batch.low_entropy_N is not None:
+            entropy = UpdateEntropy(entropy_N, batch.low_entropy_N, self._entropy.applied, counted)
+            report.entropy_sum += float(entropy.sum().detach())
         made = objective(
             self._algorithm,
             self._loss,
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
-            constant=self._config.sampling.max_tokens * turns,
+            constant=self._longest_response,
+            entropy=entropy,
         )
         # The factor compensates for FSDP, which averages gradients over ranks.
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
@@ -273,11 +321,18 @@ class TrainerRank:
             logprobs_N,
             entropy_N,
             tokens.advantages_N,
-            made.weights_N * made.correction_N,
+            made.weights_N * made.correction_N * made.kept_N,
             made.result.ratio_N,
             made.result.clipped_N,
         )
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
+
+    @property
+    def _longest_response(self) -> int:
+        """The largest number of tokens of a response, which `reduction: constant` divides by."""
+        rollout = self._config.rollout
+        turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
+        return rollout.max_response_tokens or self._config.sampling.max_tokens * turns
 
     def _check_skips(self, name: str, finite: bool) -> None:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1
@@ -367,21 +422,28 @@ class TrainerRank:
             "version": self.version,
             "steps": self._steps,
             "skipped_in_row": self._skipped_in_row,
+            "entropy": self._entropy.state,
             "rng": torch.get_rng_state(),
         }
         with self._offload.brought_back(_ALL):
-            checkpoint_state.save_state(folder, rank, self._learners, state)
+            checkpoint_state.save_state(folder, rank, self._learners, state, self._moved())
             if lora:
                 export_adapter(folder, rank, self._config, self._model)
             else:
                 export_model(folder, rank, self._config, self._model)
 
+    def _moved(self) -> dict[str, torch.nn.Module]:
+        """Return the modules without an optimizer whose weights change."""
+        reference = self._models.reference if self._algorithm.kl.sync_steps else None
+        return {} if reference is None else {"reference": reference}
+
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
-        state = checkpoint_state.load_state(folder, self._rank, self._learners)
+        state = checkpoint_state.load_state(folder, self._rank, self._learners, self._moved())
         self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
+        self._entropy.resume(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
         return self.version
 

@@ -21,7 +21,15 @@ RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipp
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
 SumName = Literal[
-    "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
+    "ratio",
+    "clip_fraction",
+    "entropy",
+    "correction",
+    "kl",
+    "logprob_diff_mean",
+    "value_loss",
+    "off_policy_masked",
+    "low_entropy_masked",
 ]
 """Metrics that are means over trained tokens; ranks report sums."""
 
@@ -38,6 +46,10 @@ class UpdateReport:
     logprob_diff_max: float = 0.0
     """Largest difference between the engine's log-prob of a token and the trainer's."""
     loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
+    bonus: float = 0.0  # this rank's part of the entropy bonus in it
+    entropy_sum: float = 0.0  # entropies of the tokens that the bonus is about
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus after the update; None without one."""
     grad_norm: float = 0.0  # norm of the gradient over all ranks
     learning_rate: float = 0.0  # the policy's learning rate; 0 if only the value model was trained
     skipped: bool = False  # whether a gradient was not finite and its update was skipped
@@ -46,9 +58,12 @@ class UpdateReport:
         """Add one micro-batch."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
+        self.bonus += made.bonus
+        for reason, left_out_N in made.left_out_N.items():
+            self.sums[reason] += float(left_out_N.sum())
         self.sums["ratio"] += float(made.result.ratio_N.sum())
         self.sums["clip_fraction"] += float(made.result.clipped_N.sum())
-        self.sums["entropy"] += float(entropy_N.sum())
+        self.sums["entropy"] += float(entropy_N.detach().sum())
         self.sums["correction"] += float(made.correction_N.sum())
         if made.divergence_N is not None:
             self.sums["kl"] += float(made.divergence_N.sum())
@@ -66,7 +81,8 @@ class StepReport:
     version: int  # weight version after the step
     updates: list[UpdateReport]  # one for each optimizer step
     tokens_KN: npt.NDArray[np.float32]
-    """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
+    """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches; with
+    several passes, those of each."""
     staleness: Counter[int]  # trained tokens by staleness, before the first update
     tokens: int  # tokens computed, without padding
     seconds: float  # duration of the step
@@ -92,6 +108,10 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
+
+    if updates[-1][0].entropy_coef is not None:
+        metrics["entropy_coef"] = updates[-1][0].entropy_coef
+        metrics["policy_loss"] = _mean(sum(r.loss + r.bonus for r in ranks) for ranks in updates)
 
     def means(kind: str) -> dict[str, float]:
         """Return the means of what a field of the updates has sums of, by name."""
@@ -138,7 +158,7 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return each sample's part of the ranks' token values."""
+    """Return each sample's part of the ranks' token values, those of the first pass over it."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

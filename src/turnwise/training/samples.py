@@ -19,6 +19,8 @@ from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
+CUT_OFF = ("length", "context_full")
+"""Statuses of trajectories that end at their maximum length."""
 _Advantages = Mapping[int, Sequence[float]]
 """Advantage of each turn of a trajectory, by the trajectory's index in its group."""
 
@@ -41,6 +43,8 @@ class SampleBatch:
     """Tokens masked for the same reason."""
     overlong: int = 0
     """Trajectories that lost reward for their length."""
+    truncated: int = 0
+    """Trajectories left out of the loss because they end at their maximum length."""
 
     def drop(self, trajectories: Iterable[Trajectory], reason: str) -> None:
         """Account for trajectories that give no sample."""
@@ -67,7 +71,7 @@ def make_samples(
         algorithm: Built from `config.algorithm`; None builds it.
         oldest: Oldest weight version whose tokens are trained, of `recent_versions`; older ones are
             masked, or their groups dropped with `training.stale_policy: drop`. None assumes
-            that every step took `training.updates_per_step` optimizer steps.
+            that every step took `TrainingConfig.versions_per_step` optimizer steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
@@ -87,8 +91,10 @@ def make_samples(
             fresh.append(group)
     for group, advantages in zip(fresh, _of_groups(fresh, config, algorithm), strict=True):
         _add_group(batch, group, advantages, config, oldest, algorithm)
-    batch.samples = [sample for sample in batch.samples if sample.trained]
-    if all(sample.counted_only for sample in batch.samples):
+    # Any reward is informative to a value model, and penalties train without advantages.
+    always = algorithm.advantage.needs_values or config.algorithm.has_penalties
+    computed = [sample for sample in batch.samples if not sample.counted_only]
+    if not any(always or sample.advantages_T.any() for sample in computed):
         batch.samples = []
     return batch
 
@@ -124,17 +130,36 @@ def _add_group(
         others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
+    parts = config.algorithm
+    # Without penalties, advantages of 0 add nothing to the gradient; but their tokens' entropies
+    # decide which others train.
+    needed = parts.has_penalties or parts.entropy.top_quantile < 1
     for index, advantage in advantages.items():
+        trajectory = group.trajectories[index]
+        if parts.mask_truncated and trajectory.status in CUT_OFF:
+            _leave_out(batch, trajectory)
+            continue
         _add(
             batch,
-            group.trajectories[index],
+            trajectory,
             advantage,
             oldest,
             pair_id,
-            # Without a KL penalty, advantages of 0 add nothing to the gradient.
-            counted_only=silent and not config.algorithm.kl.coef,
+            counted_only=silent and not needed,
             as_reward=algorithm.advantage.needs_values,
         )
+
+
+def _leave_out(batch: SampleBatch, trajectory: Trajectory) -> None:
+    """Account for a trajectory that ends at its maximum length; it counts in the batch's mean."""
+    batch.truncated += 1
+    batch.drop([trajectory], "truncated")
+    for branch in trajectory.samples()[:1]:
+        none = [0] * len(branch.token_ids)
+        number = len(batch.samples)
+        sample = Sample.of(branch.token_ids, none, none, none, 0.0, number, counted_only=True)
+        batch.samples.append(sample)
+        batch.origins[id(sample)] = trajectory
 
 
 def _add(
@@ -187,8 +212,9 @@ def _add(
             turns=branch.turns,
             experts=branch.experts,
         )
-        batch.samples.append(sample)
-        batch.origins[id(sample)] = trajectory
+        if sample.trained:
+            batch.samples.append(sample)
+            batch.origins[id(sample)] = trajectory
 
 
 def _token_rewards(
@@ -215,11 +241,13 @@ class _Side:
     turns: list[int]  # indices of its turns
     reward: float
     turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
+    parts: dict[str, float]  # of the reward, by name, before their weights
     advantages: list[float] | None = None  # of each turn; None if it is not trained
 
 
-def _sides(group: Group, config: Config) -> list[list[_Side]]:
-    """Return the sides that are compared with each other, a list for each player."""
+def _sides(group: Group, config: Config, *, by_part: bool) -> list[list[_Side]]:
+    """Return the sides that are compared with each other, a list for each player; with the parts of
+    their rewards if asked for."""
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
         penalty = _overlong(trajectory, config)
@@ -231,8 +259,32 @@ def _sides(group: Group, config: Config) -> list[list[_Side]]:
             own, total = [by_turn[turn] for turn in turns], rewards[player] + penalty
             if own:
                 own[-1] += total - sum(own)
-            sides.setdefault(player, []).append(_Side(index, turns, total, own))
+            parts = _parts(trajectory, penalty, config) if by_part else {}
+            sides.setdefault(player, []).append(_Side(index, turns, total, own, parts))
     return list(sides.values())
+
+
+def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, float]:
+    """Return the parts of a trajectory's reward that `Advantage.of_objectives` compares."""
+    if trajectory.player_rewards:
+        raise InputError(
+            f"algorithm.advantage {config.algorithm.advantage.name} compares the parts of a "
+            "trajectory's reward, and players of a game have one reward each: choose another"
+        )
+    entries, given = _weights(config), trajectory.reward_parts
+    if len(entries) > 1:
+        parts = {name: value for name, value in given.items() if name in entries}
+    else:  # those that the only entry names, and the rest of it
+        (label, weight), *_ = [*entries.items(), ("environment", 1.0)]
+        total = given.get(label, trajectory.reward or 0.0)
+        parts = {name: weight * value for name, value in given.items() if name != label}
+        parts[label] = round(weight * total - sum(parts.values()), 9)
+    return parts | ({"overlong_penalty": penalty} if config.algorithm.overlong_tokens else {})
+
+
+def _weights(config: Config) -> dict[str, float]:
+    """Return the weights of the entries of `rollout.rewards`, by name."""
+    return {entry.label: entry.weight for entry in config.rollout.rewards}
 
 
 def _of_groups(
@@ -253,7 +305,8 @@ def _of_groups(
             }
             for group, pair in pairs
         ]
-    sides = [_sides(group, config) for group in groups]
+    by_part = algorithm.advantage.multi_objective
+    sides = [_sides(group, config, by_part=by_part) for group in groups]
     _compare([same for group in sides for same in group], config, algorithm)
     merged: list[_Advantages | None] = []
     for group, of_group in zip(groups, sides, strict=True):
@@ -281,7 +334,12 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
             for side, own in zip(same, [] if given is None else given, strict=False):
                 side.advantages = list(own)  # which may be an array
         return
-    of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
+    if advantage.multi_objective:
+        weights = _weights(config)
+        by_part = [[side.parts for side in same] for same in compared]
+        of_groups = advantage.of_objectives(by_part, weights if len(weights) > 1 else {})
+    else:
+        of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
     lengths = [None if group is None else len(group) for group in of_groups]
     sizes = [len(same) for same in compared]
     if len(lengths) != len(sizes) or any(
@@ -314,8 +372,9 @@ def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
     of trajectories. May call the user's `Advantage`."""
     if algorithm.loss.needs_pairs:
         return choose_pairs(_rewards(group, config)) is not None
-    sides = _sides(group, config)
-    if algorithm.advantage.per_turn and not algorithm.advantage.needs_values:
+    advantage = algorithm.advantage
+    sides = _sides(group, config, by_part=advantage.multi_objective)
+    if (advantage.per_turn or advantage.multi_objective) and not advantage.needs_values:
         _compare(sides, config, algorithm)
         return any(any(side.advantages or []) for same in sides for side in same)
     return any(has_signal([side.reward for side in same]) for same in sides)
@@ -351,7 +410,7 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
 
 def oldest_version(config: Config, version: int) -> int:
     """Return the oldest version whose tokens are trained, if every step made all its updates."""
-    return version - config.training.max_staleness * config.training.updates_per_step
+    return version - config.training.max_staleness * config.training.versions_per_step
 
 
 def recent_versions(

@@ -155,7 +155,7 @@ class TrainerGroup:
         return {rank.name: rank.actor for rank in self._ranks}
 
     async def train(self, samples: Sequence[Sample]) -> JsonObject:
-        """Take `training.updates_per_step` optimizer steps; returns the step's metrics."""
+        """Take `TrainingConfig.versions_per_step` optimizer steps; returns the step's metrics."""
         shares = await self._shares(samples, self._config.training.updates_per_step)
         reports = await self._each("train", "call", [("train", share) for share in shares])
         self.version = reports[0].version

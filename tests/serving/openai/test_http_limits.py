@@ -26,6 +26,7 @@ SAMPLING = SamplingConfig(
     temperature=0.7,
     top_p=0.9,
     top_k=40,
+    min_p=0.05,
     max_tokens=24,
     min_tokens=3,
     stop=["###"],
@@ -329,7 +330,7 @@ async def test_requests_sample_as_configured_where_they_say_nothing(
         answer = await http.post(path, json={"model": "any", **body})
         assert answer.status_code == 200, answer.text
         asked = engine.sampled[-1]
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop"):
             assert getattr(asked, name) == getattr(SAMPLING, name), (path, name)
         assert asked.ignore_eos
         assert 7 in asked.stop_token_ids, path

@@ -5,13 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.algorithms.some_tokens import group_advantages
-from turnwise.config.algorithm import DrGrpo, Gae, Grpo, ReinforcePP, Rloo
+from turnwise.config.algorithm import DrGrpo, Gae, Gdpo, Grpo, ReinforcePP, Rloo
+from turnwise.training.algorithms import make_advantage
 
 Rewards = list[list[float]]
 
 group = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
 varied_group = group.filter(lambda g: len(set(g)) > 1)
-GROUPWISE = [Grpo(), DrGrpo(), Rloo(), ReinforcePP(baseline="group")]
+GROUPWISE = [
+    *(Grpo(), Grpo(scale="batch"), DrGrpo(), Rloo(), ReinforcePP(baseline="group"), Gdpo()),
+]
 
 
 @given(varied_group)
@@ -30,6 +33,59 @@ def test_grpo_of_one_right_in_four() -> None:
 def test_grpo_does_not_blow_up_a_difference_of_rounding() -> None:
     (advantages,) = group_advantages(Grpo(), [[0.1 + 0.2, 0.3]])
     assert advantages == pytest.approx([0, 0], abs=1e-9)
+
+
+@given(st.lists(group, min_size=1, max_size=5))
+def test_scaled_by_the_batch_is_the_difference_to_the_groups_mean_over_one_deviation(
+    rewards: Rewards,
+) -> None:
+    deviation = statistics.pstdev([r for rows in rewards for r in rows])
+    for rows, result in zip(rewards, group_advantages(Grpo(scale="batch"), rewards), strict=True):
+        mean = statistics.fmean(rows)
+        expected = [(r - mean) / (deviation + 1e-6) for r in rows]
+        assert result == pytest.approx(expected, abs=1e-6)
+
+
+def gdpo(
+    rewards: list[list[dict[str, float]]], weights: dict[str, float]
+) -> list[list[float] | None]:
+    return make_advantage(Gdpo()).of_objectives(rewards, weights)
+
+
+def score_of(values: list[float]) -> list[float]:
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    return [(value - mean) / (deviation + 1e-6) for value in values]
+
+
+def test_gdpo_normalises_each_part_before_it_sums_them() -> None:
+    right, short = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]], [[3.0, 9.0, 1.0, 1.0], [2.0] * 4]
+    groups = [
+        [{"right": r, "short": s} for r, s in zip(*parts, strict=True)]
+        for parts in zip(right, short, strict=True)
+    ]
+    sums = [
+        [2 * a + 0.5 * b for a, b in zip(score_of(r), score_of(s), strict=True)]
+        for r, s in zip(right, short, strict=True)
+    ]
+    deviation = statistics.pstdev([a for row in sums for a in row])
+    found = gdpo(groups, {"right": 2.0, "short": 0.5})
+    for row, result in zip(sums, found, strict=True):
+        assert result == pytest.approx([a / (deviation + 1e-6) for a in row], abs=1e-6)
+
+
+def test_gdpo_keeps_apart_what_equal_sums_hide() -> None:
+    """Both trajectories have 1 in all, and GRPO could not tell them apart."""
+    (advantages,) = gdpo(
+        [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}]], {"right": 1.0, "short": 3.0}
+    )
+    assert advantages == pytest.approx([-1, 1], abs=1e-5)
+
+
+def test_a_part_that_is_missing_adds_nothing() -> None:
+    (advantages,) = gdpo([[{"a": 1.0}, {"a": 0.0}, {"b": 1.0}]], {})
+    assert advantages is not None
+    assert advantages[2] == 0
+    assert advantages[0] == -advantages[1] > 0
 
 
 @given(varied_group)

@@ -6,9 +6,11 @@ Ours goes the way of training: groups to samples, samples to micro-batches, the 
 objectives. Theirs are tables of all tokens. Values and gradients are compared.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from turnwise.config.algorithm import AlgorithmConfig, Gae
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
+from turnwise.training.algorithms.entropy import UpdateEntropy, entropy_floor
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
@@ -70,6 +73,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_tis": {"name": "sequence_tis", "high": 1.5},
     "mask": {"name": "mask", "low": 0.7, "high": 1.4},
     "stale_tis": {"name": "token_tis", "high": 1.5, "stale_only": True},
+    "token_mask": {"name": "token_mask", "low": 0.7, "high": 1.4},
+    "sequence_mask": {"name": "sequence_mask", "low": 0.5, "high": 1.6},
 }
 ADVANTAGES: list[dict[str, Any]] = [
     {"name": "grpo"},
@@ -78,6 +83,37 @@ ADVANTAGES: list[dict[str, Any]] = [
     {"name": "reinforce_pp", "baseline": "none"},
     {"name": "reinforce_pp", "baseline": "group"},
 ]
+OTHER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sapo": ("sapo", {"loss": {"name": "sapo"}, "reduction": "sequence_mean"}),
+    "vespo": ("vespo", {"loss": {"name": "vespo"}}),
+    "luspo": ("luspo", {"loss": LOSSES["gspo"], "reduction": "sequence_sum"}),
+    "summed": ("luspo", {"loss": LOSSES["ppo_clip"], "reduction": "sequence_sum"}),
+    "dual_gspo": (
+        "grpo",
+        {"loss": {**LOSSES["gspo"], "dual_clip": 1.3}, "reduction": "sequence_mean"},
+    ),
+    "low_cispo": ("cispo", {"loss": {"name": "cispo", "clip_high": -0.3}}),
+    "cispo_of_sequences": (
+        "cispo",
+        {"loss": {"name": "cispo", "level": "sequence", "clip_high": 0.05}},
+    ),
+    "sapo_of_sequences": (
+        "sapo",
+        {"loss": {"name": "sapo", "level": "sequence"}, "reduction": "sequence_mean"},
+    ),
+}
+"""TRL's loss type of each, and our keys."""
+VESPO = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+TERMS: dict[str, dict[str, Any]] = {
+    "off_policy_mask": {"off_policy_mask_threshold": 0.05},
+    "top_entropy": {"entropy": {"top_quantile": 0.3}},
+    "bonus": {"entropy": {"coef": 0.4}},
+    "all": {
+        "off_policy_mask_threshold": 0.05,
+        "entropy": {"coef": 0.4, "top_quantile": 0.3},
+        "kl": {"coef": 0.2},
+    },
+}
 TRL_LOSS_TYPES = {
     "token_mean": ["dapo", "bnpo"],
     "sequence_mean": ["grpo"],
@@ -99,6 +135,7 @@ class Tables:
     engine: Table
     reference: Table
     values: Table
+    entropies: Table
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +172,7 @@ def tables() -> Tables:
         engine,
         logprobs.detach() - 0.5 * normal(),
         normal(),
+        normal().abs().float().double().requires_grad_(),
     )
 
 
@@ -217,6 +255,9 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
     batches = micro_batches(tables, config)
     spread(tables, batches, config)
     total = torch.zeros((), dtype=torch.float64)
+    quantile = config.algorithm.entropy.top_quantile
+    everywhere_N = torch.cat([picked(tables.entropies, own) for own, _, _ in batches])
+    floor = entropy_floor(everywhere_N.detach(), quantile) if quantile < 1 else -math.inf
     for own, batch, share in batches:
         corrected = config.algorithm.correction.name != "none"
         tokens = Tokens(
@@ -230,6 +271,13 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
             batch.tokens.staleness_N,
             picked(tables.reference, own),
         )
+        entropy_N = picked(tables.entropies, own)
+        entropy = UpdateEntropy(
+            entropy_N,
+            entropy_N.detach() < floor,
+            config.algorithm.entropy.coef,
+            int((everywhere_N >= floor).sum()),
+        )
         total = (
             total
             + objective(
@@ -239,6 +287,7 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
                 total_tokens=share.total_tokens,
                 total_trajectories=share.total_trajectories,
                 constant=config.sampling.max_tokens * config.rollout.max_turns,
+                entropy=entropy,
             ).loss
         )
     return total
@@ -282,9 +331,12 @@ def papers_weights(tables: Tables, algorithm: AlgorithmConfig) -> Table:
             return torch.where((tables.stale == 0) & correction.stale_only, 1.0, weight)
         case "sequence_tis":
             return log_weight.sum(1, keepdim=True).exp().clamp(max=correction.high)
-        case "mask":
+        case "mask" | "token_mask" | "sequence_mask":
+            if correction.name == "sequence_mask":
+                log_weight = log_weight.sum(1, keepdim=True)
             weight = log_weight.exp()
-            return ((correction.low <= weight) & (weight <= correction.high)).double()
+            inside = (correction.low <= weight) & (weight <= correction.high)
+            return inside.double() * (1 if correction.name == "mask" else weight)
 
 
 def papers_loss(tables: Tables, config: Config) -> torch.Tensor:
@@ -334,19 +386,27 @@ def trl_losses(
     """
     algorithm = config.algorithm
     loss, kl = algorithm.loss, algorithm.kl
-    weights = papers_weights(tables, algorithm)
     if kl.coef and kl.where == "loss" and kl.estimator != "k3":
         return
     if loss.name == "gspo" and (
         # One ratio's gradient is spread over its sequence, whatever tokens were weighed by.
         kl.importance_weight
         or kl.where == "reward"
-        or algorithm.correction.name in ("token_tis", "mask")
+        or algorithm.correction.name in ("token_tis", "mask", "token_mask")
     ):
         return
     types = TRL_LOSS_TYPES[algorithm.reduction]
     if loss.name == "cispo":
         types = ["cispo"] if algorithm.reduction == "token_mean" else []
+    for loss_type in types:
+        yield trl_loss(compute_loss, tables, config, loss_type)
+
+
+def trl_loss(
+    compute_loss: Callable[..., torch.Tensor], tables: Tables, config: Config, loss_type: str
+) -> torch.Tensor:
+    algorithm, loss, kl = config.algorithm, config.algorithm.loss, config.algorithm.kl
+    weights = papers_weights(tables, algorithm)
     completion = slice(PROMPT, None)
     mask = tables.mask[:, completion]
     ids = torch.zeros(len(TURNS), LENGTH, dtype=torch.long)
@@ -364,48 +424,68 @@ def trl_losses(
         "old_per_token_logps": old[:, completion],
         "ref_per_token_logps": tables.reference[:, completion],
         "importance_sampling_ratio": weights if weights.shape[1] == 1 else weights[:, completion],
+        "sampling_per_token_logps": tables.engine[:, completion],
         "num_items_in_batch": mask.sum(),
     }
-    for loss_type in types:
-        trainer = SimpleNamespace(
-            _get_per_token_logps_and_entropies=lambda *_, **__: (
-                tables.logprobs[:, completion],
-                torch.zeros_like(mask),
-                None,
-            ),
-            accelerator=SimpleNamespace(
-                num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
-            ),
-            args=SimpleNamespace(
-                use_bias_correction_kl=kl.importance_weight,
-                delta=getattr(loss, "dual_clip", None),
-                steps_per_generation=1,
-            ),
-            model=SimpleNamespace(training=True),
-            loss_type=loss_type,
-            epsilon_low=getattr(loss, "clip_low", 0.0),
-            epsilon_high=getattr(loss, "clip_high", 0.0) + (loss.name == "cispo"),
-            beta=kl.coef if kl.where == "loss" else 0.0,
-            importance_sampling_level="sequence" if loss.name == "gspo" else "token",
-            max_completion_length=CONSTANT,
-            current_gradient_accumulation_steps=1,
-            use_vllm=True,
-            vllm_importance_sampling_correction=True,
-            off_policy_mask_threshold=None,
-            top_entropy_quantile=1.0,
-            aux_loss_enabled=False,
-            _entropy_bonus_enabled=False,
-            _metrics={"train": defaultdict(list)},
-        )
-        yield compute_loss(trainer, None, inputs)
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        gather=lambda x: x,
+        reduce=lambda x, reduction: x,
+        pad_across_processes=lambda x, dim, pad_index: x,
+        sync_gradients=True,
+    )
+    theirs: Any = compute_loss.__globals__["GRPOTrainer"]  # type: ignore[attr-defined]
+    sequences = loss.name == "gspo" or getattr(loss, "level", "token") == "sequence"
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            tables.logprobs[:, completion],
+            tables.entropies[:, completion],
+            None,
+        ),
+        accelerator=accelerator,
+        args=SimpleNamespace(
+            use_bias_correction_kl=kl.importance_weight,
+            delta=getattr(loss, "dual_clip", None),
+            steps_per_generation=1,
+            **{f"sapo_{k}": getattr(loss, k, 1.0) for k in ("temperature_pos", "temperature_neg")},
+            **{f"vespo_{key}": getattr(loss, key, 1.0) for key in VESPO},
+        ),
+        model=SimpleNamespace(training=True),
+        loss_type=loss_type,
+        epsilon_low=getattr(loss, "clip_low", 0.0),
+        epsilon_high=getattr(loss, "clip_high", 0.0) + (loss.name == "cispo"),
+        beta=kl.coef if kl.where == "loss" else 0.0,
+        importance_sampling_level="sequence" if sequences else "token",
+        max_completion_length=CONSTANT,
+        current_gradient_accumulation_steps=1,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
+        get_off_policy_mask=theirs.get_off_policy_mask,
+        top_entropy_quantile=algorithm.entropy.top_quantile,
+        get_high_entropy_mask=partial(
+            theirs.get_high_entropy_mask, SimpleNamespace(accelerator=accelerator)
+        ),
+        get_gamma_weights=theirs.get_gamma_weights,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=algorithm.entropy.coef > 0,
+        entropy_coef=algorithm.entropy.coef,
+        use_adaptive_entropy=False,
+        _metrics={"train": defaultdict(list)},
+    )
+    return compute_loss(trainer, None, inputs)
 
 
 def assert_same(mine: torch.Tensor, theirs: torch.Tensor, tables: Tables) -> None:
     """Equal but for the single precision of advantages."""
-    gradients = [torch.autograd.grad(loss, tables.logprobs)[0] for loss in (mine, theirs)]
+    leaves = (tables.logprobs, tables.entropies)
+    gradients = [
+        torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in (mine, theirs)
+    ]
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
-    assert gradients[0].abs().max() > 1e-3
+    for ours_BT, theirs_BT in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours_BT, theirs_BT, rtol=1e-5, atol=1e-8)
+    assert gradients[0][0].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -426,6 +506,40 @@ def test_every_loss_reduction_penalty_and_correction(
     assert_same(ours(tables, config), papers_loss(tables, config), tables)
     for theirs in trl_losses(trl_compute_loss, tables, config):
         assert_same(ours(tables, config), theirs, tables)
+
+
+@pytest.mark.parametrize(
+    "correction", [{}, CORRECTIONS["token_tis"], {"name": "mask"}], ids=["none", "tis", "mask"]
+)
+@pytest.mark.parametrize("kl", ["no_kl", "k3_loss"])
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_losses_that_trl_has_by_a_name_of_their_own(
+    tables: Tables,
+    trl_compute_loss: Callable[..., torch.Tensor],
+    name: str,
+    kl: str,
+    correction: dict[str, Any],
+) -> None:
+    loss_type, keys = OTHER_LOSSES[name]
+    spread_out = keys["loss"]["name"] == "gspo" or name == "sapo_of_sequences"
+    if spread_out and correction:
+        return  # one ratio's gradient is spread over its sequence, whatever tokens were weighed by
+    config = config_of(**keys, kl=KLS[kl], correction=correction)
+    theirs = trl_loss(trl_compute_loss, tables, config, loss_type)
+    assert_same(ours(tables, config), theirs, tables)
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_masks_of_tokens_and_the_entropy_bonus(
+    tables: Tables, trl_compute_loss: Callable[..., torch.Tensor], term: str, loss_type: str
+) -> None:
+    (reduction,) = (name for name, types in TRL_LOSS_TYPES.items() if loss_type in types)
+    config = config_of(reduction=reduction, **TERMS[term])
+    theirs = trl_loss(trl_compute_loss, tables, config, loss_type)
+    assert_same(ours(tables, config), theirs, tables)
+    plain = ours(tables, config_of(reduction=reduction, kl=TERMS[term].get("kl", {})))
+    assert abs(float(ours(tables, config) - plain)) > 1e-4
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES, ids=str)
@@ -449,7 +563,7 @@ def test_trl_has_most_of_it(tables: Tables, trl_compute_loss: Callable[..., torc
             loss=LOSSES[loss], reduction=reduction, kl=KLS[kl], correction=CORRECTIONS[correction]
         )
         compared[loss] += any(True for _ in trl_losses(trl_compute_loss, tables, config))
-    assert compared == {"ppo_clip": 60, "dual_clip": 60, "gspo": 12, "cispo": 20}
+    assert compared == {"ppo_clip": 84, "dual_clip": 84, "gspo": 18, "cispo": 28}
 
 
 def test_generalised_advantages(tables: Tables) -> None:

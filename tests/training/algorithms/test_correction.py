@@ -23,21 +23,25 @@ def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
             weights.append(1.0)
             continue
         ratio = math.exp(old[t] - engine[t])
-        if config.name == "sequence_tis":
+        if config.name.startswith("sequence"):
             ratio = math.prod(
                 math.exp(old[u] - engine[u])
                 for u in range(len(engine))
                 if sequence[u] == sequence[t] and corrected[u]
             )
-        if config.name == "mask":
-            weights.append(1.0 if config.low <= ratio <= config.high else 0.0)
+        if config.name.endswith("mask"):
+            kept = 1.0 if config.name == "mask" else ratio
+            weights.append(kept if config.low <= ratio <= config.high else 0.0)
         else:
             weights.append(min(ratio, config.high))
     return weights
 
 
+NAMES = ["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"]
+
+
 @given(
-    st.sampled_from(["none", "token_tis", "sequence_tis", "mask"]),
+    st.sampled_from(NAMES),
     st.booleans(),
     st.lists(st.integers(0, 5), max_size=5),
     st.integers(0, 100),
@@ -51,7 +55,7 @@ def test_weights_are_those_of_the_formulas(
     assert weights.tolist() == pytest.approx(reference(tokens, config))
 
 
-@pytest.mark.parametrize("name", ["none", "token_tis", "sequence_tis", "mask"])
+@pytest.mark.parametrize("name", NAMES)
 def test_engines_that_agree_with_the_trainer_need_no_correction(name: str) -> None:
     tokens = some_tokens([3, 1, 4])
     tokens = replace(tokens, old_logprobs_N=tokens.engine_logprobs_N.clone().requires_grad_())
@@ -62,7 +66,10 @@ def test_engines_that_agree_with_the_trainer_need_no_correction(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("token_tis", [2.0, 0.0]), ("sequence_tis", [2.0, 0.0]), ("mask", [0.0, 0.0])],
+    [
+        *(("token_tis", [2.0, 0.0]), ("sequence_tis", [2.0, 0.0]), ("mask", [0.0, 0.0])),
+        *(("token_mask", [0.0, 0.0]), ("sequence_mask", [0.0, 0.0])),
+    ],
 )
 def test_any_distance_gives_a_finite_weight(name: str, expected: list[float]) -> None:
     tokens = replace(

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
-from turnwise.config.algorithm import Cispo, Dpo, Gspo, PpoClip
+from turnwise.config.algorithm import Cispo, Dpo, Gspo, PpoClip, Sapo, Vespo
 from turnwise.training.algorithms.interface import importance_ratio
 from turnwise.training.algorithms.losses import token_weights
 
-POLICY_GRADIENTS = [PpoClip(), PpoClip(dual_clip=3.0), Gspo(), Cispo()]
+POLICY_GRADIENTS = [
+    *(PpoClip(), PpoClip(dual_clip=3.0), Gspo(), Gspo(dual_clip=3.0), Cispo()),
+    *(Cispo(level="sequence"), Sapo(), Sapo(level="sequence"), Vespo()),
+]
 LOSSES = [*POLICY_GRADIENTS, Dpo()]
-Loss = PpoClip | Gspo | Cispo | Dpo
+Loss = PpoClip | Gspo | Cispo | Sapo | Vespo | Dpo
 
 
 def name(config: Loss) -> str:
@@ -43,7 +46,7 @@ def test_sequences_without_tokens_change_nothing_for_the_others(config: Loss) ->
 
 
 @pytest.mark.parametrize("config", POLICY_GRADIENTS, ids=name)
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_on_policy_the_gradient_is_the_advantage_times_the_weight(
     config: Loss, reduction: str
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.training.algorithms.some_tokens import some_tokens
 from turnwise.training.algorithms.losses import token_weights
 
-Reduction = Literal["token_mean", "sequence_mean", "constant"]
+Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 CONSTANT = 7
 lengths = st.lists(st.integers(0, 5), min_size=2, max_size=8).filter(any)
 
@@ -37,6 +37,7 @@ def test_losses_are_reduced_over_the_whole_batch(batch: list[int], cut: int) -> 
     expected: dict[Reduction, float] = {
         "token_mean": sum(map(sum, trained)) / sum(map(len, trained)),
         "sequence_mean": sum(sum(row) / len(row) for row in trained) / len(trained),
+        "sequence_sum": sum(map(sum, trained)) / len(trained),
         "constant": sum(map(sum, trained)) / (len(trained) * CONSTANT),
     }
     for reduction, value in expected.items():
@@ -55,6 +56,7 @@ def test_the_weights_of_a_mean_sum_to_one(batch: list[int], cut: int) -> None:
     [
         ("token_mean", [1 / 10] * 10),
         ("sequence_mean", [1 / 4] * 2 + [1 / 16] * 8),
+        ("sequence_sum", [1 / 2] * 10),
         ("constant", [1 / (2 * CONSTANT)] * 10),
     ],
 )
@@ -69,7 +71,7 @@ def test_branches_share_the_weight_of_their_trajectory(
     assert weights.tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_weights_carry_no_gradient_and_a_micro_batch_may_be_empty(reduction: Reduction) -> None:
     full, empty = weights_of(reduction, [2, 3, 0], 2)
     assert full.shape == (5,)

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from turnwise.compat.trl.algorithm import ADAPTIVE, LOSS_FIELDS, algorithm_settings
+from turnwise.compat.trl.refusals import check, refuse
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import dtype_name
 from turnwise.core.optional import Foreign, optional
@@ -38,37 +40,31 @@ WITHOUT_EFFECT: dict[str, object] = {
     "ddp_timeout": 1800, "skip_memory_metrics": True, "do_train": False, "do_eval": False,
     "do_predict": False, "local_rank": -1, "disable_dropout": False,
     "ds3_gather_for_generation": True, "pad_to_multiple_of": "auto", "cache_implementation": None,
-    "vllm_enable_sleep_mode": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
-    "log_completions": False, "log_multimodal": True, "num_completions_to_print": None,
-    "log_unique_prompts": False, "use_transformers_continuous_batching": False,
+    "vllm_enable_sleep_mode": False, "use_liger_kernel": False, "liger_kernel_config": None,
+    "cast_lm_head_to_fp32": False, "log_completions": False, "log_multimodal": True,
+    "num_completions_to_print": None, "log_unique_prompts": False,
+    "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None, "use_transformers_paged": False,
+    "hub_strategy": "every_save", "hub_always_push": False,
 }  # fmt: skip
 """Fields about TRL's own machinery, or about what Turnwise always does: it logs each step and each
-trajectory, evaluates before the first step, disables dropout, and samples with vLLM."""
+trajectory, evaluates before the first step, disables dropout, samples with vLLM, computes the head
+in chunks, in the precision of the model, and uploads to the Hub once, after the training."""
 REFUSED: dict[str, object] = {
     "lr_scheduler_kwargs": None, "optim_args": None, "adam_beta1": 0.9, "adam_beta2": 0.999,
     "adam_epsilon": 1e-08, "optim_target_modules": None, "label_smoothing_factor": 0.0,
     "fp16": False, "fp16_full_eval": False, "torch_compile": False, "torch_compile_backend": None,
-    "torch_compile_mode": None, "use_liger_kernel": False, "liger_kernel_config": None,
-    "neftune_noise_alpha": None, "auto_find_batch_size": False, "trackio_space_id": None,
-    "trackio_bucket_id": None, "trackio_static_space_id": None, "eval_delay": 0.0,
-    "include_for_metrics": [], "push_to_hub": False, "hub_token": None, "hub_private_repo": None,
-    "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False,
-    "hub_revision": None, "load_best_model_at_end": False, "metric_for_best_model": None,
-    "greater_is_better": None, "ignore_data_skip": False,
+    "torch_compile_mode": None, "neftune_noise_alpha": None, "auto_find_batch_size": False,
+    "trackio_space_id": None, "trackio_bucket_id": None, "trackio_static_space_id": None,
+    "eval_delay": 0.0, "include_for_metrics": [], "load_best_model_at_end": False,
+    "metric_for_best_model": None, "greater_is_better": None, "ignore_data_skip": False,
     "restore_callback_states_from_checkpoint": False, "data_seed": None, "parallelism_config": None,
     "train_sampling_strategy": "random", "fsdp": None, "fsdp_config": None, "deepspeed": None,
-    "debug": "", "router_aux_loss_coef": None, "cast_lm_head_to_fp32": False,
-    "shuffle_dataset": True, "min_p": None, "repetition_penalty": 1.0, "vllm_mode": "colocate",
+    "debug": "", "router_aux_loss_coef": None, "repetition_penalty": 1.0,
+    "vllm_mode": "colocate",
     "vllm_structured_outputs_regex": None, "vllm_server_base_url": None,
     "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0,
-    "vllm_group_port": 51216, "num_iterations": 1, "sapo_temperature_neg": 1.05,
-    "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0, "multi_objective_aggregation": "sum_then_normalize",
-    "mask_truncated_completions": False, "sync_ref_model": False, "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0,
-    "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
-    "off_policy_mask_threshold": None, "log_completions_hub_repo": None,
+    "vllm_group_port": 51216, "log_completions_hub_repo": None,
     "vllm_importance_sampling_cap": None,
 }  # fmt: skip
 """Fields that may only have TRL's default."""
@@ -120,8 +116,14 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     full_determinism: bool = False
     seed: int = 42
     resume_from_checkpoint: str | None = None
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
     model_init_kwargs: dict[str, object] | str | None = None
     trust_remote_code: bool = False
+    shuffle_dataset: bool = True
     num_generations: int | None = 8
     num_generations_eval: int | None = None
     max_completion_length: int | None = 512
@@ -130,6 +132,7 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float | None = None
     generation_kwargs: dict[str, object] | str | None = None
     chat_template_kwargs: dict[str, object] | str | None = None
     use_vllm: bool = False
@@ -138,13 +141,33 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     vllm_max_model_length: int | None = None
     vllm_tensor_parallel_size: int = 1
     beta: float = 0.0
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+    num_iterations: int = 1
     epsilon: float = 0.2
     delta: float | None = None
     epsilon_high: float | None = None
     importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
+    multi_objective_aggregation: str = "sum_then_normalize"
     scale_rewards: str | bool = "group"
     loss_type: str = "dapo"
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    mask_truncated_completions: bool = False
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
     max_tool_calling_iterations: int | None = None
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
@@ -166,9 +189,8 @@ _ADAM_BETA2 = 0.95
 """Ours in any case; a field with this value is accepted too."""
 _WHY = {
     "adam_beta2": f"AdamW's second beta is {_ADAM_BETA2}",
-    "cast_lm_head_to_fp32": "the head has the precision of the model",
-    "num_iterations": "a batch is trained on once; raise steps_per_generation for more updates",
-    "shuffle_dataset": "rows are always shuffled, by the seed",
+    "repetition_penalty": "the trainer computes the distribution without it; let the reward judge "
+    "repetitions",
     "vllm_mode": "the run starts its own engines; remove the server",
 }
 _WITH_VLLM = {name for name in MAPPED if name.startswith("vllm_")} - {"vllm_max_model_length"}
@@ -176,9 +198,28 @@ _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _CONSTANT = "constant"
 """Name of the schedule that has no warm-up in Transformers, whatever `warmup_steps` says."""
 _SCHEDULES = {"linear": "linear", _CONSTANT: "constant", "constant_with_warmup": "constant"}
-_REDUCTIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
-_CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
-_SAMPLING = ("ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids")
+_SAMPLING = (
+    *("ignore_eos", "max_tokens", "min_p", "min_tokens", "prompt_logprobs", "stop"),
+    *("stop_token_ids", "temperature", "top_k", "top_p"),
+)
+"""Keys of `generation_kwargs` that are our own keys of `sampling`."""
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+"""Those of Transformers by another name."""
+_NEUTRAL: dict[str, object] = {
+    "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "n": 1, "early_stopping": False,
+    "length_penalty": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "use_cache": True, "seed": None, "bad_words": None,
+    "logit_bias": None, "allowed_token_ids": None, "structured_outputs": None,
+}  # fmt: skip
+"""Keys that may only have the value without effect: the trainer computes no distribution of this
+kind, or a group has its own key (num_generations)."""
+_OUTPUT = (
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
+    *("include_stop_str_in_output", "flat_logprobs", "output_kind", "skip_clone"),
+)
+"""Keys about the output of vLLM, of which token ids and log-probs are taken."""
+_LOADING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_kernels")
+"""Keys of `model_init_kwargs` without effect: the run's own processes load the model."""
 _UNLIMITED = 1_000_000
 
 _LORA = {
@@ -195,26 +236,28 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         rows: Rows of the training data; None if their number is unknown.
     """
     _refuse_unsupported(args)
-    n, groups, updates, steps = _sizes(args, rows)
+    n, groups, updates, epochs, steps = _sizes(args, rows)
+    optimizer_steps = updates * epochs
     every = steps if rows is None else max(1, rows // groups)
     schedule = _one_of(args, "lr_scheduler_type", _SCHEDULES)
     _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
-    warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
+    warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * optimizer_steps)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
         known = ("none", "tensorboard", "wandb", "mlflow", "trackio")
-        _check(name in known, "report_to", name, f"it must be one of {', '.join(known)}")
+        check(name in known, "report_to", name, f"it must be one of {', '.join(known)}")
     values: dict[str, object] = {
         "seed": args.seed,
         "deterministic": args.full_determinism,
         "trackers": [name for name in report_to if name not in ("none", "tensorboard")],
-        "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
+        "data.shuffle": args.shuffle_dataset,
         **_model(args),
         "rollout.max_turns": 1,  # so dr_grpo's constant is that of one completion
         "rollout.prompts_per_step": groups,
         "training.steps": steps,
         "training.updates_per_step": updates,
+        "training.epochs_per_step": epochs,
         "training.learning_rate": args.learning_rate,
         "training.lr_schedule": _SCHEDULES[schedule],
         "training.warmup_steps": warmup,
@@ -222,10 +265,10 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.max_grad_norm": args.max_grad_norm,
         "training.activation_checkpointing": args.gradient_checkpointing,
         "training.keep_last": args.save_total_limit or _UNLIMITED,
-        "training.checkpoint_every": _interval(args, "save", updates, steps, every),
-        "eval.every": _interval(args, "eval", updates, steps, every),
+        "training.checkpoint_every": _interval(args, "save", optimizer_steps, steps, every),
+        "eval.every": _interval(args, "eval", optimizer_steps, steps, every),
         **_sampling(args, n),
-        **_algorithm(args, tools=tools),
+        **algorithm_settings(args),
     }
     if tools:
         calls = args.max_tool_calling_iterations
@@ -239,8 +282,13 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
     without: set[str] = set() if args.use_vllm else set(_WITH_VLLM)
     if str(args.lr_scheduler_type) == _CONSTANT:  # what others leave without effect in TRL, too
         without.add("warmup_steps")
-    if args.loss_type == "cispo":
-        without |= {"epsilon", "delta"}
+    without |= {name for name, types in LOSS_FIELDS.items() if args.loss_type not in types}
+    if not args.sync_ref_model:
+        without |= {"ref_model_mixup_alpha", "ref_model_sync_steps"}
+    if not args.use_adaptive_entropy:
+        without |= set(ADAPTIVE)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        without.add("scale_rewards")
     unused = []
     for name, default in vars(GRPOConfig()).items():
         value = getattr(args, name)
@@ -250,18 +298,9 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
             unused.append(name)
         elif name not in MAPPED:
             why = _WHY.get(name, "Turnwise has nothing of the kind")
-            _refuse(name, value, f"{why}; TRL's default is {default!r}")
+            refuse(name, value, f"{why}; TRL's default is {default!r}")
     if unused:
         logger.warning("GRPOConfig: without effect in Turnwise: %s", ", ".join(unused))
-
-
-def _refuse(name: str, value: object, why: str) -> NoReturn:
-    raise InputError(f"GRPOConfig.{name}={value!r} is not supported: {why}")
-
-
-def _check(honoured: bool, name: str, value: object, why: str) -> None:
-    if not honoured:
-        _refuse(name, value, why)
 
 
 def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
@@ -270,39 +309,50 @@ def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it 
     for text in known:
         if text in (value, str(value)):
             return text
-    _refuse(name, value, why + ", ".join(known))
+    refuse(name, value, why + ", ".join(known))
 
 
-def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
-    """Return trajectories per group, groups per training step, updates per step, and steps."""
+def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]:
+    """Return trajectories per group, groups per training step, updates per pass over them, passes,
+    and steps."""
     per_device, given = args.per_device_train_batch_size, args.steps_per_generation
     if args.generation_batch_size is not None:
-        _check(given is None, "steps_per_generation", given, "generation_batch_size is set too")
+        check(given is None, "steps_per_generation", given, "generation_batch_size is set too")
         given, rest = divmod(args.generation_batch_size, per_device)
         why = f"it is not divisible by per_device_train_batch_size {per_device}"
-        _check(rest == 0, "generation_batch_size", args.generation_batch_size, why)
+        check(rest == 0, "generation_batch_size", args.generation_batch_size, why)
     accumulated = args.gradient_accumulation_steps
-    # Several batches of completions may make one update.
-    less, more = sorted((accumulated, accumulated if given is None else given))
+    given = accumulated if given is None else given
+    less, more = sorted((accumulated, given))
     why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
-    _check(more % less == 0, "steps_per_generation", given, why)
-    n, samples, updates = args.num_generations or 1, per_device * more, max(1, more // accumulated)
-    _check(n > 1, "num_generations", n, "a group needs at least 2")
+    check(more % less == 0, "steps_per_generation", given, why)
+    n, updates, repeated = (
+        args.num_generations or 1,
+        max(1, given // accumulated),
+        accumulated // less,
+    )
+    # Several passes over a batch of completions, or several batches, may make one update.
+    batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
+    epochs, rest = divmod(passes * batches, repeated)
+    why = f"an update accumulates {repeated} batches of completions; it must divide it, or be "
+    check(rest == 0, "num_iterations", passes, why + "divisible by it")
+    samples = per_device * given * batches
+    check(n > 1, "num_generations", n, "a group needs at least 2")
     groups, rest = divmod(samples, n)
     why = f"a step has {samples} completions, which it does not divide"
-    _check(rest == 0, "num_generations", n, why)
+    check(rest == 0, "num_generations", n, why)
     if args.max_steps > 0:
-        steps, rest = divmod(args.max_steps, updates)
-        why = f"each batch of completions is for {updates} optimizer steps"
-        _check(rest == 0, "max_steps", args.max_steps, why)
-        return n, groups, updates, steps
+        steps, rest = divmod(args.max_steps, updates * epochs)
+        why = f"each batch of completions is for {updates * epochs} optimizer steps"
+        check(rest == 0, "max_steps", args.max_steps, why)
+        return n, groups, updates, epochs, steps
     if rows is None:
-        _refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
+        refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
     if rows < groups:
         raise InputError(
             f"train_dataset has {rows} rows, but a step of GRPOConfig's batch sizes needs {groups}"
         )
-    return n, groups, updates, math.ceil(args.num_train_epochs * (rows // groups))
+    return n, groups, updates, epochs, math.ceil(args.num_train_epochs * (rows // groups))
 
 
 def _count(value: float, whole: int) -> int:
@@ -321,7 +371,7 @@ def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int)
 
 def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
     value = getattr(args, name)
-    _check(isinstance(value, Mapping | None), name, value, "it must be a dictionary")
+    check(isinstance(value, Mapping | None), name, value, "it must be a dictionary")
     return dict(value or {})
 
 
@@ -331,10 +381,17 @@ def _model(args: GRPOConfig) -> dict[str, object]:
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
-    _check(not given, "model_init_kwargs", given, "only dtype and attn_implementation can be set")
+    trust = bool(given.pop("trust_remote_code", False)) or args.trust_remote_code
+    if given.get("revision") in (None, "main"):
+        given.pop("revision", None)
+    if unused := sorted(name for name in _LOADING if given.pop(name, None) is not None):
+        logger.warning("model_init_kwargs: without effect in Turnwise: %s", ", ".join(unused))
+    why = "only dtype, attn_implementation and trust_remote_code can be set"
+    check(not given, "model_init_kwargs", given, why)
     known, why = ("None", "auto", "float32", "bfloat16"), "dtype must be float32 or bfloat16"
-    _check(dtype in known, "model_init_kwargs", {"dtype": dtype}, why)
+    check(dtype in known, "model_init_kwargs", {"dtype": dtype}, why)
     values: dict[str, object] = {
+        "model.trust_remote_code": trust,
         "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
         "training.attention": "auto" if attention in (None, "sdpa") else attention,
     }
@@ -353,74 +410,19 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
     values["temperature"] = args.temperature
     if args.max_completion_length is not None:
         values["max_tokens"] = args.max_completion_length
-    for key, value in _dictionary(args, "generation_kwargs").items():
-        why = f"it takes {', '.join(_SAMPLING)}"
-        _check(key in (*_SAMPLING, *values), "generation_kwargs", {key: value}, why)
+    if args.min_p is not None:
+        values["min_p"] = args.min_p
+    for name, value in _dictionary(args, "generation_kwargs").items():
+        if name in _OUTPUT or (name in _NEUTRAL and value in (None, _NEUTRAL[name])):
+            continue
+        key, why = _RENAMED.get(name, name), f"it takes {', '.join(_SAMPLING)}"
+        if name in _NEUTRAL:
+            why = f"the trainer computes no such distribution; only {_NEUTRAL[name]!r} is possible"
+        check(key in _SAMPLING, "generation_kwargs", {name: value}, why)
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
     own = {f"sampling.{key}": value for key, value in values.items()}
     return own | {f"eval.sampling.{key}": value for key, value in evaluation.items()}
-
-
-def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
-    scale = args.scale_rewards
-    if isinstance(scale, bool):
-        scale = "group" if scale else "none"
-    _check(scale in ("group", "none"), "scale_rewards", scale, "it must be group or none")
-    name, level = args.loss_type, args.importance_sampling_level
-    why = "it must be token or sequence"
-    _check(level in ("token", "sequence"), "importance_sampling_level", level, why)
-    if name == "bnpo" and args.gradient_accumulation_steps == 1:
-        name = "dapo"  # one micro-batch is the whole batch
-    why = f"it must be cispo, {', '.join(_REDUCTIONS)}"
-    _check(name == "cispo" or name in _REDUCTIONS, "loss_type", name, why)
-    why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
-    _check(not (name == "dr_grpo" and tools), "loss_type", name, why)
-    # No correction for the mismatch of engine and trainer by default: ratios are those to the
-    # engine's own log-probs. TRL's default mode has no equal here, so it is not refused, unless its
-    # bounds are set.
-    correction: dict[str, object] = {}
-    mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
-    high = args.vllm_importance_sampling_clip_max
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        bounds = (None, GRPOConfig.vllm_importance_sampling_clip_max)
-        if mode in _CORRECTIONS:
-            if low is not None or high is None:
-                _refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
-            correction = {"name": _CORRECTIONS[mode], "high": high}
-        elif mode != GRPOConfig.vllm_importance_sampling_mode or (low, high) != bounds:
-            why = f"bounds apply to {', '.join(_CORRECTIONS)}"
-            _refuse("vllm_importance_sampling_mode", mode, why)
-    return {
-        "algorithm.advantage": "grpo" if scale == "group" else "dr_grpo",
-        "algorithm.kl.coef": args.beta,
-        "algorithm.kl.importance_weight": args.use_bias_correction_kl,
-        "algorithm.loss": _loss(args, name, level),
-        "algorithm.reduction": _REDUCTIONS.get(name, "token_mean"),
-        **{f"algorithm.correction.{key}": value for key, value in correction.items()},
-    }
-
-
-def _loss(args: GRPOConfig, name: str, level: str) -> dict[str, object]:
-    """Return CISPO's loss, PPO's or GSPO's."""
-    high, delta = args.epsilon if args.epsilon_high is None else args.epsilon_high, args.delta
-    if name == "cispo":
-        why = "cispo clips the weight of each token"
-        _check(level == "token", "importance_sampling_level", level, why)
-        why = "cispo clips the weight itself there; set it above 1"
-        _check(high > 1, "epsilon_high", high, why)
-        return {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}
-    bounds: dict[str, object] = {"clip_low": args.epsilon, "clip_high": high}
-    if level == "sequence":
-        why = "importance_sampling_level sequence has no second bound"
-        _check(delta is None, "delta", delta, why)
-        return {"name": "gspo", **bounds}
-    if delta is not None:
-        _check(delta > 1, "delta", delta, "it must be above 1")
-        bounds["dual_clip"] = max(delta, 1 + high)
-        if delta < 1 + high:  # the lower bound counts where the advantage is positive
-            bounds["clip_high"] = delta - 1
-    return {"name": "ppo_clip", **bounds}
 
 
 def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
@@ -428,7 +430,8 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
     the kind of the model, if they are not given."""
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):
-        _refuse_lora("", peft_config, "it must be a peft.LoraConfig")
+        why = "it must be a peft.LoraConfig: engines have no other adapters, and no prompt-learning"
+        _refuse_lora("", peft_config, why)
     given, defaults = peft_config.to_dict(), peft.LoraConfig().to_dict()
     for name, value in given.items():
         if name in _LORA or value == defaults.get(name):
@@ -450,6 +453,9 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
             _refuse_lora(".target_modules", None, why)
     if not isinstance(targets, str):
         targets = sorted(targets)
+        if "lm_head" in targets:
+            why = "engines have no adapter for the output head; remove lm_head"
+            _refuse_lora(".target_modules", targets, why)
     elif targets.lower() == "all-linear":
         targets = "all-linear"
     else:

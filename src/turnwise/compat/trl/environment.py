@@ -72,15 +72,14 @@ class TrlEnvironments:
         """Return the environment of a row."""
         return TrlEnvironment(row, self)
 
-    @property
-    def rewards(self) -> bool:
-        """Whether an instance has a `get_reward`; makes first instances to see it."""
-        for name in self.factories:
-            instance = self.take(name)
-            self.free[name].append(instance)
-            if hasattr(type(instance), "get_reward"):
-                return True
-        return False
+    def first_instances(self) -> list[Any]:
+        """Return an instance of each factory, which the first trajectories will have."""
+        made = []
+        for name, factory in self.factories.items():
+            if factory is not None:
+                made.append(self.take(name))
+                self.free[name].append(made[-1])
+        return made
 
     def take(self, name: object) -> Any:
         """Return a free instance, or a new one, by user code; None without a factory."""
@@ -106,7 +105,9 @@ class TrlEnvironment(Environment):
         self._name = row.get("environment") if environments.chooses else None
         if self._name not in environments.factories:
             names = ", ".join(map(repr, environments.factories))
-            raise InputError(f"environment is {self._name!r}; the environment factory has {names}")
+            raise InputError(
+                f"the row's environment {self._name!r} is not among the environments {names}"
+            )
         self._calls: list[object] = []
         """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
@@ -124,11 +125,7 @@ class TrlEnvironment(Environment):
             hidden = "environment" if given.chooses else None
             row = {key: value for key, value in self._row.items() if key != hidden}
             self._observe(self.instance.reset(**row))
-            tools += [
-                getattr(self.instance, name)
-                for name, _ in inspect.getmembers(type(self.instance), inspect.isfunction)
-                if name not in _NOT_TOOLS and not name.startswith("_")
-            ]
+            tools += methods_of(self.instance)
         self.tools = [_counted(tool, self._calls) for tool in tools]
         if self.text is not None and self.tools:
             raise InputError("prompt must be a list of messages where there are tools, not a text")
@@ -162,9 +159,36 @@ class TrlEnvironment(Environment):
         reward: float | Awaitable[float] = self.instance.get_reward()
         return reward
 
+    def _plain_text(self, trajectory: Trajectory) -> str | None:
+        return None if self.text is None else self.text + trajectory.final_text
+
     def _group_ended(self) -> None:
         if self.instance is not None and not self._calls:
             self._environments.free[self._name].append(self.instance)
+
+
+def methods_of(instance: Any) -> list[ToolFunction]:
+    """Return the methods of an environment of TRL's that the model may call."""
+    return [
+        getattr(instance, name)
+        for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
+        if name not in _NOT_TOOLS and not name.startswith("_")
+    ]
+
+
+def reward_of(kind: type) -> RewardFunction:
+    """Return a reward function that asks the environments of one class for their reward; it does
+    not apply to others."""
+
+    def get_reward(environments: Sequence[Any], **_: object) -> list[object]:
+        return [each.get_reward() if type(each) is kind else None for each in environments]
+
+    async def awaited(environments: Sequence[Any], **_: object) -> list[object]:
+        given = get_reward(environments)
+        return [await each if inspect.isawaitable(each) else each for each in given]
+
+    coroutine = inspect.iscoroutinefunction(getattr(kind, "get_reward", None))
+    return awaited if coroutine else get_reward
 
 
 class TextLoop(SingleTurnLoop):

@@ -1,32 +1,64 @@
-"""`GRPOTrainer` with the arguments and methods of TRL's class; TRL is not imported."""
+"""`GRPOTrainer` with the arguments, attributes and methods of TRL's class; TRL is not imported."""
 
+import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
 from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
-from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
+from turnwise.compat.trl.environment import TextLoop, TrlEnvironments, methods_of
+from turnwise.compat.trl.inputs import (
+    HeldoutRows,
+    Rewards,
+    RewardSource,
+    Rows,
+    as_value_error,
+    check_streams,
+    context_length,
+    environment_path,
+    heldout_rows,
+    is_stream,
+    refuse,
+    saved_policy,
+    training_rows,
+)
+from turnwise.compat.trl.logs import evaluation_names, log_history
+from turnwise.compat.trl.masks import TokenMasks
+from turnwise.compat.trl.policy import Policy, lora_of
 from turnwise.config import Config, make_config
-from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
-from turnwise.rollouts.data import given_rows
 from turnwise.run import commands
 from turnwise.run.api import run_command
 from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.tools import ToolFunction
 
-_CONTEXT = 4096
-"""Context length where neither the model nor the configuration sets a smaller or larger one."""
-RewardSource = str | Path | RewardFunction
-Rows = Iterable[Mapping[str, Any]]
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_WHY = {
+    "callbacks": "the run is in processes of its own and calls none; trainer.state, and "
+    "metrics.jsonl while it runs, have what they would see",
+    "optimizers": "the optimizer is AdamW, with the rates and decays of the configuration",
+    "quantization_config": "engines and trainer compute in bfloat16 or float32",
+    "rollout_func": "an agent loop of your own, or an agent behind a URL, is the same: see "
+    "rollout.loop and rollout.agent",
+}
+"""Reasons why arguments of TRL's class are refused."""
 
 
 class TrainOutput(NamedTuple):
@@ -40,29 +72,50 @@ class TrainOutput(NamedTuple):
 
 @dataclass(slots=True)
 class TrainState:
-    """The trainer's `state`: the position, and a record for each training step."""
+    """The trainer's `state`: the position, and a record for each training step and evaluation."""
 
     global_step: int = 0
     max_steps: int = 0
+    epoch: float = 0.0
     log_history: list[JsonObject] = field(default_factory=list)
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
 
 
-class GRPOTrainer:
+class ScriptProcess:
+    """The trainer's `accelerator`, as far as scripts use it: a script is one process."""
+
+    is_main_process = is_local_main_process = is_last_process = True
+    process_index = local_process_index = 0
+    num_processes = 1
+
+    def print(self, *values: object) -> None:
+        """Write a line to the terminal."""
+        Console().print(*values, markup=False, highlight=False)
+
+    def wait_for_everyone(self) -> None:
+        """Return at once."""
+
+
+class GRPOTrainer(TokenMasks):
     """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
 
     Args:
-        model: Folder or Hugging Face name, or a Transformers model, which is saved first.
-        reward_funcs: A function with TRL's signature, the path of a reward model, or a list.
+        model: Folder or Hugging Face name, or a model of Transformers or PEFT, which is saved
+            first.
+        reward_funcs: A function with TRL's signature, a reward model or its path, or a list.
         args: Fields of TRL's configuration; None uses the defaults.
         train_dataset: Rows with a column `prompt`. Not needed if the environment has the data.
-        eval_dataset: Held-out rows.
+        eval_dataset: Held-out rows, or several sets by name.
         processing_class: Tokenizer; None uses the model's.
+        reward_processing_classes: Tokenizers of the reward models, one for each reward function;
+            None uses a model's own.
         peft_config: PEFT's `LoraConfig`: adapters are trained instead of the weights.
         tools: Functions that the model may call.
         environment_factory: A class or function without arguments, or a dictionary of them.
 
     Raises:
-        InputError: naming an argument that cannot be used.
+        InputError: naming an argument that cannot be used; it is a ValueError too.
 
     Example:
         trainer = GRPOTrainer(
@@ -75,14 +128,20 @@ class GRPOTrainer:
         trainer.save_model("brevity-model")
     """
 
+    aux_loss_enabled = False
+    """Whether a mixture of experts is trained with a loss that balances its experts: it is not."""
+    accelerator = ScriptProcess()
+    """The script's own process, as far as scripts ask for it."""
+
+    @as_value_error()
     def __init__(
         self,
         model: object,
         reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Rows | None = None,
-        eval_dataset: Rows | None = None,
-        processing_class: object = None,
+        eval_dataset: HeldoutRows | None = None,
+        processing_class: "PreTrainedTokenizerBase | None" = None,
         reward_processing_classes: object = None,
         callbacks: Sequence[object] | None = None,
         optimizers: tuple[object, object] = (None, None),
@@ -92,62 +151,153 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        unsupported: dict[str, object] = {
-            "reward_processing_classes": reward_processing_classes,
-            "callbacks": callbacks,
-            "optimizers": any(one is not None for one in optimizers),
-            "quantization_config": quantization_config,
-            "rollout_func": rollout_func,
-        }
-        for name in filter(unsupported.get, unsupported):
-            _refuse(name)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError(
-                "start the script with python, not with torchrun or accelerate launch: the run "
-                'starts its own processes, GRPOConfig(turnwise={"training.ranks": N}) of them'
-            )
+        _refuse_unsupported(
+            callbacks=callbacks,
+            optimizers=any(one is not None for one in optimizers),
+            quantization_config=quantization_config,
+            rollout_func=rollout_func,
+        )
         self.args = _with_folder(args, model)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        folder = self._folder = Path(str(self.args.output_dir)).resolve()
         self._environments = TrlEnvironments(environment_factory, tools or ())
-        rows = self._rows(train_dataset, environment_factory)
-        eval_rows = None if eval_dataset is None else _listed(eval_dataset, "eval_dataset")
+        lora = lora_of(model, peft_config)
+        asked = copy(self.args)  # without what TRL sets itself
+        check_streams(self.args, train_dataset, eval_dataset)
+        rows = training_rows(train_dataset, environment_factory, self.args)
+        self._rewards = Rewards(
+            *(reward_funcs, self.args.reward_weights, reward_processing_classes),
+            *(self._environments, folder),
+        )
         with_tools = bool(tools) or environment_factory is not None
-        values = settings(self.args, None if train_dataset is None else len(rows), tools=with_tools)
-        folder = Path(str(self.args.output_dir)).resolve()
+        values = settings(asked, None if train_dataset is None else len(rows), tools=with_tools)
         values |= {
             "output_dir": str(folder.parent),
             "name": folder.name,
-            "environment": _environment_path(environment_factory),
-            "rollout.rewards": self._rewards(reward_funcs),
+            "environment": environment_path(environment_factory),
+            "rollout.rewards": self._rewards.parts,
+            **_loop_of(rows, with_tools),
+            **saved_policy(model, processing_class, folder),
         }
-        if isinstance(rows[0].get("prompt"), str):
-            if with_tools:
-                raise InputError("prompt must be a list of messages where there are tools")
-            values["rollout.loop"] = f"{TextLoop.__module__}:{TextLoop.__name__}"
-        values |= _saved(model, processing_class, folder)
-        if peft_config is not None:
-            trust = self.args.trust_remote_code
-            values |= lora_settings(peft_config, str(values["model.path"]), trust_remote_code=trust)
-        values.setdefault("model.max_length", _context(values, self.args))
+        path, trust = str(values["model.path"]), bool(values["model.trust_remote_code"])
+        if lora is not None:
+            values |= lora_settings(lora, path, trust_remote_code=trust)
+        values.setdefault("model.max_length", context_length(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
         self._console = Console(quiet=bool(self.args.disable_tqdm))
-        self._inputs = ProgramInputs(self._environments, rows, eval_rows)
+        self._inputs = ProgramInputs(self._environments, rows, heldout_rows(eval_dataset))
+        dtype = "float32" if self.args.bf16 else str(values["model.dtype"])
+        self._policy = Policy(model, path, lora, dtype, trust_remote_code=trust)
+        self._reference: Policy | None = None
+        self._tokenizer = processing_class
         training = self._config.training
-        self.state = TrainState(max_steps=training.steps * training.updates_per_step)
+        self.state = TrainState(max_steps=training.steps * training.versions_per_step)
         self._result: TrainingResult | None = None
 
     @property
     def _config(self) -> Config:
         return make_config({}, settings=self.settings, optional=["data.path"])
 
+    @property
+    @as_value_error()
+    def model(self) -> "PreTrainedModel":
+        """The policy, in this process's memory: as it was given, and after `train` as it was
+        trained. It is for reading; vLLM's engines sample, and not its `generate`."""
+        return self._policy.model
+
+    @property
+    @as_value_error()
+    def ref_model(self) -> "PreTrainedModel | None":
+        """The reference model, for reading, after `train` as it was moved (`sync_ref_model`); None
+        without a KL penalty, and with adapters, whose base is the reference."""
+        config = self._config
+        if not config.algorithm.kl.coef or config.model.lora.rank:
+            return None
+        if self._reference is None:
+            path = config.algorithm.kl.model.path or config.model.path
+            trust = config.model.trust_remote_code
+            self._reference = Policy(
+                *(path, path, None, "float32"), trust_remote_code=trust, reference=True
+            )
+            self._reference.refresh(None if self._result is None else self._result.checkpoint)
+        return self._reference.model
+
+    @property
+    def processing_class(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer."""
+        if self._tokenizer is None:
+            from turnwise.chat.template import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self._config)
+        return self._tokenizer
+
+    @property
+    def tools(self) -> list[ToolFunction]:
+        """The functions that the model may call, methods of environments included."""
+        found = list(self._environments.tools)
+        for instance in self._environments.first_instances():
+            found += methods_of(instance)
+        return found
+
+    @property
+    def reward_funcs(self) -> list[Foreign]:
+        """The reward functions and models, then a function for each class of environments that has
+        a `get_reward`."""
+        return self._rewards.sources
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Their names in logs."""
+        return self._rewards.names
+
+    @property
+    def reward_weights(self) -> "torch.Tensor":
+        """Their weights in the sum."""
+        import torch
+
+        return torch.tensor(self._rewards.weights, dtype=torch.float32)
+
+    @property
+    def reward_processing_classes(self) -> list[Foreign]:
+        """Their tokenizers, None for those that were not given."""
+        return self._rewards.tokenizers
+
+    @property
+    def hub_model_id(self) -> str:
+        """The name of the model on the Hugging Face Hub."""
+        return self.args.hub_model_id or Path(str(self.args.output_dir)).name
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus: the last step's, if it changes."""
+        known = [
+            entry["entropy_coef"] for entry in self.state.log_history if "entropy_coef" in entry
+        ]
+        return float(known[-1] if known else self.args.entropy_coef)
+
+    @property
+    def _logs(self) -> JsonObject:
+        """The columns that reward functions logged with `log_extra`, under `extra`: those of the
+        last batch of completions."""
+        columns: dict[str, list[object]] = {}
+        if (file := self._folder / "extra.jsonl").is_file():
+            config = self._config
+            last = config.rollout.prompts_per_step * config.sampling.n
+            for line in file.read_text(encoding="utf-8").splitlines()[-last:]:
+                for name, value in json.loads(line).items():
+                    columns.setdefault(name, []).append(value)
+        return {"extra": columns}
+
+    @as_value_error()
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train, and write all results to the run folder `args.output_dir`.
 
         Args:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
-        config = self._config
-        updates = config.training.updates_per_step
+        config, started = self._config, time.perf_counter()
+        updates = config.training.versions_per_step
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config)
@@ -160,98 +310,202 @@ class GRPOTrainer:
         else:
             work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")
+        for kept in (self._policy, self._reference):
+            if kept is not None:
+                kept.refresh(result.checkpoint)
         trained = [record for record in result.metrics if record["step"]]
-        self.state.log_history = [
-            {  # under the names of TRL's log, with our own beside them
-                **record,
-                **{f"rewards/{name}/mean": mean for name, mean in record["reward_parts"].items()},
-                "step": record["step"] * updates,
-                "reward": record["reward_mean"],
-            }
-            for record in trained
-        ]
-        self.state.global_step = trained[-1]["step"] * updates if trained else 0
+        steps = trained[-1]["step"] if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
-        loss = sum(losses) / len(losses) if losses else 0.0
-        return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
+        loss, seconds = sum(losses) / len(losses) if losses else 0.0, time.perf_counter() - started
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": sum(r["trajectories"] for r in trained) / seconds,
+            "train_steps_per_second": steps * updates / seconds,
+            "train_loss": loss,
+        }
+        self.state.global_step = steps * updates
+        self.state.log_history = history = log_history(result.metrics, config)
+        for entry in history:
+            entry["epoch"] = self._epoch(entry["step"] // updates)
+        self.state.epoch = self._epoch(steps)
+        every, before = self.args.logging_steps, [entry for entry in history if "reward" in entry]
+        with_last = before and (every < 1 or self.state.global_step % every)
+        rest = before[-1] if with_last else {}  # what TRL has not logged yet is in its last record
+        last = {"epoch": self.state.epoch, "step": self.state.global_step}
+        history.append({**rest, **metrics, **last})
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return TrainOutput(self.state.global_step, loss, metrics)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the trained model, or before training the given one, on `eval_dataset`."""
-        if self._inputs.eval_rows is None:
+    def _epoch(self, steps: int) -> float:
+        rows = len(self._inputs.rows or [None])
+        return steps * self._config.rollout.prompts_per_step / rows
+
+    @as_value_error()
+    def evaluate(
+        self,
+        eval_dataset: HeldoutRows | str | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate the trained model, or before training the given one.
+
+        Args:
+            eval_dataset: Held-out rows, several sets by name, or the name of a set of the trainer's
+                own `eval_dataset`; None uses all of that.
+            ignore_keys: Without effect.
+            metric_key_prefix: Beginning of the results' names; before a set's own name, if there
+                are several.
+
+        Returns:
+            TRL's names of the results, `eval_loss` and `eval_reward` among them, and ours, such as
+            `eval_accuracy`. The loss has no KL penalty.
+        """
+        given: Foreign = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            if not isinstance(given, Mapping) or eval_dataset not in given:
+                raise InputError(f"GRPOTrainer.evaluate: eval_dataset has no set {eval_dataset!r}")
+            given = {eval_dataset: given[eval_dataset]}
+        elif eval_dataset is not None:
+            given = eval_dataset
+        if given is None:
             raise InputError("GRPOTrainer.evaluate needs eval_dataset")
-        settings = dict(self.settings)
+        check_streams(self.args, None, given)
+        changed = dict(self.settings)
         if self._result is not None and self._result.checkpoint is not None:
-            settings["model.path"] = str(self._result.checkpoint)
-        config = make_config({}, settings=settings, optional=["data.path"])
-        work = partial(commands.evaluate, config, self._console, self._inputs)
+            changed["model.path"] = str(self._result.checkpoint)
+        config = make_config({}, settings=changed, optional=["data.path"])
+        started, rows = time.perf_counter(), heldout_rows(given)
+        inputs = replace(self._inputs, eval_rows=rows)
+        work = partial(commands.evaluate, config, self._console, inputs)
         evaluation = run_command(work, "the evaluation")
-        return {f"eval_{name}": value for name, value in evaluation.summary.items()}
+        trajectories = list(evaluation.trajectories)
+        sets = {metric_key_prefix: (trajectories, evaluation.summary)}
+        if isinstance(rows, dict):
+            sets = {
+                f"{metric_key_prefix}_{of}": (
+                    [t for t in trajectories if t.problem_id.startswith(f"{of}/")],
+                    evaluation.sets.get(of, {}),
+                )
+                for of in rows
+            }
+        results = {
+            f"{prefix}_{name}": float(value)
+            for prefix, (found, summary) in sets.items()
+            for name, value in {**evaluation_names(found, config), **summary}.items()
+        }
+        seconds = time.perf_counter() - started
+        results |= {f"{prefix}_runtime": seconds for prefix in (metric_key_prefix, *sets)}
+        place = {"epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append({**results, **place})
+        return results
 
+    @as_value_error()
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model or adapter, with its tokenizer; None means `args.output_dir`."""
-        checkpoint = None if self._result is None else self._result.checkpoint
-        if checkpoint is None:
-            raise InputError("GRPOTrainer.save_model needs a finished train()")
+        """Write the model or adapter with its tokenizer, as it is trained, or before `train` as it
+        was given; None means `args.output_dir`."""
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
+        checkpoint = None if self._result is None else self._result.checkpoint
+        if checkpoint is None:
+            self.model.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+            return
         for file in checkpoint.iterdir():
             if file.is_file():  # not the state to resume from
                 shutil.copy2(file, folder / file.name)
 
-    def _rows(self, train_dataset: Rows | None, factory: object) -> Sequence[JsonObject]:
-        """Return the training rows; placeholders if the environment has the data."""
-        if train_dataset is None:
-            if factory is None or isinstance(factory, Mapping):
-                raise InputError("train_dataset is required unless one environment has the data")
-            row = {"prompt": [{"role": "user", "content": ""}]}
-            return [row] * max(1, self.args.num_generations or 1)
-        most = None
-        if not isinstance(train_dataset, Sized):
-            if self.args.max_steps <= 0:
-                raise InputError("GRPOConfig.max_steps must be set: train_dataset has no length")
-            most = self.args.per_device_train_batch_size * self.args.max_steps
-            most *= self.args.gradient_accumulation_steps
-        rows = _listed(train_dataset, "train_dataset", most)
-        if factory is None and "prompt" not in rows[0]:
-            raise InputError(f'train_dataset has no column "prompt", but {", ".join(rows[0])}')
-        return rows
+    @as_value_error()
+    def push_to_hub(self, commit_message: str = "End of training", **card: object) -> object:
+        """Upload model and tokenizer to `hub_model_id` on the Hugging Face Hub, by Transformers.
 
-    def _rewards(
-        self, given: RewardSource | Sequence[RewardSource] | None
-    ) -> list[dict[str, object]]:
-        """Return the parts of the reward, and keep the functions by their paths."""
-        sources: list[object] = [] if given is None else [given]
-        if isinstance(given, list | tuple):
-            sources = list(given)
-        weights = self.args.reward_weights or [1.0] * len(sources)
-        if len(weights) != len(sources):
-            raise InputError(
-                f"GRPOConfig.reward_weights has {len(weights)} numbers for {len(sources)} "
-                "reward_funcs"
-            )
-        parts: list[dict[str, object]] = []
-        for source, weight in zip(sources, weights, strict=True):
-            if isinstance(source, str | Path):
-                parts.append({"model": str(source), "weight": weight})
-                continue
-            if not callable(source) or hasattr(source, "state_dict"):
-                _refuse("reward_funcs", f"{source!r:.80} is no function or path of a model")
-            name = _name(source)
-            taken = [str(part.get("name")).partition("#")[0] for part in parts]
-            if name in taken:
-                name = f"{name}#{taken.count(name) + 1}"
-            path = f"{getattr(source, '__module__', '__main__')}:{name}"
-            self._environments.reward_functions[path] = source
-            parts.append({"trl": path, "name": name, "weight": weight})
-        if self._environments.rewards:
-            parts.append({"name": "environment", "weight": 1.0})
-        if not parts:
-            raise InputError("reward_funcs is required unless the environment has a get_reward")
-        return parts
+        Args:
+            commit_message: The commit's message.
+            **card: TRL's words for its model card, without effect.
+
+        Returns:
+            The commit, as `huggingface_hub` describes it.
+        """
+        if card:
+            logger.warning("push_to_hub: without effect in Turnwise: %s", ", ".join(card))
+        args = self.args
+        where = {"token": args.hub_token, "private": args.hub_private_repo}
+        where |= {"revision": args.hub_revision, "commit_message": commit_message}
+        tokenizer: Foreign = self.processing_class
+        tokenizer.push_to_hub(self.hub_model_id, **where)
+        model: Foreign = self.model
+        return model.push_to_hub(self.hub_model_id, **where)
+
+    def get_train_dataloader(self) -> "DataLoader[object]":
+        """Return the rows in batches of a training step's prompts, for scripts that look at them;
+        the run reads and repeats its rows itself."""
+        return self._loader(self.train_dataset)
+
+    def get_eval_dataloader(
+        self, eval_dataset: HeldoutRows | str | None = None
+    ) -> "DataLoader[object]":
+        """Return held-out rows in batches in the same way."""
+        sets: Foreign = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            return self._loader(sets.get(eval_dataset) if isinstance(sets, Mapping) else None)
+        return self._loader(sets if eval_dataset is None else eval_dataset)
+
+    @as_value_error()
+    def _loader(self, rows: object) -> "DataLoader[object]":
+        if rows is None:
+            raise InputError("GRPOTrainer: there is no dataset of this kind")
+        from torch.utils.data import DataLoader
+
+        loaded: Foreign = rows
+        workers = 0 if is_stream(rows) else self.args.dataloader_num_workers
+        groups = self._config.rollout.prompts_per_step
+        return DataLoader(loaded, batch_size=groups, num_workers=workers, collate_fn=list)
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: a script is one process."""
+        return True
+
+    @as_value_error()
+    def add_callback(self, callback: object) -> None:
+        """Raise an InputError: there are no callbacks."""
+        refuse("callbacks", _WHY["callbacks"])
+
+    def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
+        """Write results to the terminal, as Transformers does."""
+        lines = [f"  {name} = {value}" for name, value in sorted(metrics.items())]
+        self.accelerator.print("\n".join([f"***** {split} metrics *****", *lines]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
+        """Write results to `{split}_results.json` in `args.output_dir`, as Transformers does."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dict(metrics), indent=4, sort_keys=True)
+        (self._folder / f"{split}_results.json").write_text(text + "\n")
+
+    def save_state(self) -> None:
+        """Write `state` to `trainer_state.json` in `args.output_dir`, as Transformers does."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(self.state), indent=2, sort_keys=True, default=str)
+        (self._folder / "trainer_state.json").write_text(text + "\n")
 
 
-def _refuse(name: str, why: str = "Turnwise has nothing of the kind") -> NoReturn:
-    raise InputError(f"GRPOTrainer: {name} is not supported: {why}")
+def _refuse_unsupported(**given: object) -> None:
+    """Raise for arguments without an equal, and for a launcher of several processes."""
+    for name in filter(given.get, given):
+        refuse(name, _WHY[name])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            "start the script with python, not with torchrun or accelerate launch: the run starts "
+            'its own processes, GRPOConfig(turnwise={"training.ranks": N}) of them'
+        )
+
+
+def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> dict[str, object]:
+    """Return the agent loop for prompts that are texts, which no chat template renders."""
+    if not isinstance(rows[0].get("prompt"), str):
+        return {}
+    if with_tools:
+        raise InputError("prompt must be a list of messages where there are tools")
+    return {"rollout.loop": f"{TextLoop.__module__}:{TextLoop.__name__}"}
 
 
 def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
@@ -263,65 +517,3 @@ def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
         return GRPOConfig(output_dir=f"{Path(str(name)).name}-GRPO")
     args.output_dir = args.output_dir or "trainer_output"
     return args
-
-
-def _listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
-    """Return rows, or the first of a stream, as dictionaries."""
-    if isinstance(rows, Mapping):
-        _refuse(name, "give one dataset, not several by name")
-    given = given_rows(cast("Iterable[JsonObject]", rows))
-    listed = [dict(row) for row in islice(given, most)]
-    if not listed:
-        raise InputError(f"{name} has no rows")
-    for column in ("image", "images"):
-        if column in listed[0]:
-            _refuse(name, f"it has a column {column!r}, and only text is supported")
-    return listed
-
-
-def _environment_path(factory: object) -> str:
-    """Return the configuration's name of the environments."""
-    if factory is None or isinstance(factory, Mapping):
-        return f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
-    return f"trl:{getattr(factory, '__module__', '__main__')}:{_name(factory)}"
-
-
-def _name(function: object) -> str:
-    if isinstance(function, partial):
-        return _name(function.func)
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _saved(model: object, tokenizer: object, folder: Path) -> dict[str, object]:
-    """Return the paths of model and tokenizer; objects are saved below the run folder."""
-    values: dict[str, object] = {}
-    if tokenizer is not None:
-        if not hasattr(tokenizer, "save_pretrained") or hasattr(tokenizer, "image_processor"):
-            _refuse("processing_class", "it must be a tokenizer")
-        values["model.tokenizer"] = str(folder / "tokenizer")
-        tokenizer.save_pretrained(values["model.tokenizer"])
-    if isinstance(model, str | Path):
-        return values | {"model.path": str(model)}
-    if not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):
-        _refuse("model", "it must be a path, a name or a Transformers model without adapters")
-    if tokenizer is None:
-        values["model.tokenizer"] = str(getattr(model, "name_or_path", ""))
-    model.save_pretrained(str(folder / "initial_model"))
-    return values | {"model.path": str(folder / "initial_model")}
-
-
-def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
-    """Return the context length: the configured one, or a usual one that the model has."""
-    from transformers import AutoConfig  # seconds to import
-
-    if args.vllm_max_model_length is not None:
-        return args.vllm_max_model_length
-    wanted = max(_CONTEXT, 2 * (args.max_completion_length or 0))
-    try:
-        model = AutoConfig.from_pretrained(
-            resolve_model(str(values["model.path"])), trust_remote_code=args.trust_remote_code
-        )
-    except (OSError, ValueError):  # named when the run starts
-        return wanted
-    known = getattr(model.get_text_config(), "max_position_embeddings", None)
-    return min(wanted, known or wanted)

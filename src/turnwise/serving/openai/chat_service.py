@@ -179,6 +179,7 @@ class PlainRequest(Struct, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: _Count | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     min_tokens: _Count | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 MAX_CHOICES = 128
 MAX_COMPLETIONS = 1_024
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_DISTRIBUTION = ("temperature", "top_p", "top_k")
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 OWN_NAMES = (*_DISTRIBUTION, "min_tokens", "ignore_eos")
 """Sampling parameters that the configuration calls by the same names."""
 _NEUTRAL: dict[str, object] = {
-    "min_p": 0.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,

@@ -395,6 +395,8 @@ class EngineClient:
                 params.min_tokens = min(sampling.min_tokens, params.max_tokens)
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
+            if "min_p" not in written and params.temperature:
+                params.min_p = sampling.min_p
             asked = context.request
             scoring = getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0
             if scoring or getattr(asked, "use_beam_search", False):

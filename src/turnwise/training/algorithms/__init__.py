@@ -30,10 +30,15 @@ __all__ = [
 ]
 
 _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
-    "grpo": lambda _: advantages.WithinGroup(advantages.grpo),
+    "grpo": lambda config: (
+        advantages.BatchScaled()
+        if config.scale == "batch"
+        else advantages.WithinGroup(advantages.grpo)
+    ),
     "dr_grpo": lambda _: advantages.WithinGroup(advantages.dr_grpo),
     "rloo": lambda _: advantages.WithinGroup(advantages.rloo),
     "reinforce_pp": advantages.ReinforcePPAdvantage,
+    "gdpo": lambda _: advantages.GdpoAdvantage(),
     "turn_returns": lambda config: advantages.PerTurn(partial(advantages.returns_of_turns, config)),
     "mt_grpo": lambda config: advantages.PerTurn(partial(advantages.mt_grpo, config)),
     "gae": advantages.GaeAdvantage,
@@ -43,6 +48,8 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "ppo_clip": lambda config: losses.Formula(partial(losses.ppo_clip, config)),
     "gspo": lambda config: losses.Formula(partial(losses.gspo, config)),
     "cispo": lambda config: losses.Formula(partial(losses.cispo, config)),
+    "sapo": lambda config: losses.Formula(partial(losses.sapo, config)),
+    "vespo": losses.VespoLoss,
     "dpo": losses.DpoLoss,
 }
 """The same for `algorithm.loss.name`."""
@@ -83,9 +90,21 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         conflict = (
             "has no importance ratio that algorithm.correction could correct: set its name to none"
         )
+    elif loss.needs_pairs and (key := _leaves_out(config)):
+        conflict = f"needs all of their tokens: remove {key}"
     if conflict:
         raise InputError(f"algorithm.loss {config.loss.name} compares trajectories and {conflict}")
     return Algorithm(advantage, loss)
+
+
+def _leaves_out(config: AlgorithmConfig) -> str:
+    """Return the first key by which tokens are left out of the loss; "" if none is set."""
+    keys = {
+        "algorithm.mask_truncated": config.mask_truncated,
+        "algorithm.off_policy_mask_threshold": config.off_policy_mask_threshold is not None,
+        "algorithm.entropy.top_quantile": config.entropy.top_quantile < 1,
+    }
+    return next((key for key, leaves_out in keys.items() if leaves_out), "")
 
 
 def make_advantage(config: _Section) -> Advantage:

@@ -4,7 +4,7 @@ Also the parts of algorithms that decide on rewards: DAPO's signal and its overl
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -48,8 +48,12 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
     mean = sum(values) / len(values) if mean is None else mean
     if not scale:
         return [value - mean for value in values]
-    std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    std = _std(values, mean)
     return [(value - mean) / (std + _EPSILON) for value in values]
+
+
+def _std(values: Sequence[float], mean: float) -> float:
+    return (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
 
 
 class WithinGroup(Advantage):
@@ -76,6 +80,26 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     rounding.
     """
     return _centred(rewards, scale=True)
+
+
+class BatchScaled(Advantage):
+    """GRPO with the standard deviation of the whole batch's rewards.
+
+        A_i = (r_i - mean(r of its group)) / (std(r over the batch) + 1e-6)
+
+    Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (arXiv 2508.08221,
+    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: those
+    of `grpo`; groups of one trajectory, which are not trained, are not in the batch.
+    """
+
+    def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        """Return all 0 for a group whose rewards are equal, None for one of fewer than two."""
+        batch = [reward for group in rewards if len(group) > 1 for reward in group]
+        std = _std(batch, sum(batch) / len(batch)) if batch else 0.0
+        return [
+            None if len(group) < 2 else [a / (std + _EPSILON) for a in _centred(group, scale=False)]
+            for group in rewards
+        ]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
@@ -131,6 +155,45 @@ class ReinforcePPAdvantage(Advantage):
         batch = [a for group in shifted if group is not None for a in group]
         scores = iter(_centred(batch, scale=True, mean=mean))
         return [None if group is None else [next(scores) for _ in group] for group in shifted]
+
+
+class GdpoAdvantage(Advantage):
+    """GDPO: each part of the reward is normalised by itself, so that none drowns in the others.
+
+        a_i = sum_k w_k * (r_{i,k} - mean(r_k)) / (std(r_k) + 1e-6)     r_k: part k in the group
+        A_i = a_i / (std(a over the batch) + 1e-6)
+
+    Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization" (arXiv 2601.05242). The mean of a over the batch, which the paper
+    subtracts, is 0, as it is over each group. Differences: standard deviations are those of the
+    population, as in `grpo`; mean and deviation of a part are over the trajectories that have it,
+    and it adds nothing to the others; the overlong penalty is a part of its own, of weight 1.
+    """
+
+    multi_objective = True
+
+    def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        return self.of_objectives([[{"reward": r} for r in group] for group in rewards], {})
+
+    def of_objectives(
+        self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
+    ) -> list[list[float] | None]:
+        """Return all 0 for a group all of whose parts are equal, None for one of fewer than two."""
+        sums = [None if len(group) < 2 else _weighted(group, weights) for group in rewards]
+        batch = [a for group in sums if group is not None for a in group]
+        scores = iter(_centred(batch, scale=True, mean=0.0))
+        return [None if group is None else [next(scores) for _ in group] for group in sums]
+
+
+def _weighted(group: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> list[float]:
+    """Return the weighted sums of a group's parts, each normalised where it is present."""
+    totals = [0.0] * len(group)
+    for name in dict.fromkeys(name for parts in group for name in parts):
+        present = [index for index, parts in enumerate(group) if name in parts]
+        scores = _centred([group[index][name] for index in present], scale=True)
+        for index, score in zip(present, scores, strict=True):
+            totals[index] += weights.get(name, 1.0) * score
+    return totals
 
 
 class PerTurn(Advantage):

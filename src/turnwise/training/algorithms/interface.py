@@ -4,7 +4,7 @@ Independent of trajectories, models and ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -100,6 +100,12 @@ class Loss:
         """Return the losses of the `N` trained tokens of a micro-batch, before any reduction."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
+    def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
+        """Return the losses multiplied by the weights of `algorithm.correction`, [N]; override it
+        where these have another place in the loss."""
+        result = self(tokens)
+        return replace(result, loss_N=result.loss_N * correction_N)
+
     @staticmethod
     def unclipped(tokens: Tokens, loss_N: torch.Tensor, **metrics_N: torch.Tensor) -> TokenLoss:
         """Return the result of a loss without clipping; its ratio is pi(t) / pi_old(t).
@@ -131,7 +137,8 @@ class Advantage:
     """Base class of advantage estimators.
 
     Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
-    with `per_turn`, `of_turns`; with a value model, also `of_tokens` and `value_loss`. Select it in
+    with `per_turn`, `of_turns`; or, with `multi_objective`, `of_objectives`; with a value model,
+    also `of_tokens` and `value_loss`. Select it in
     the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
     are passed to its constructor.
 
@@ -148,6 +155,8 @@ class Advantage:
     """Value model that `of_tokens` needs; None: advantages come from rewards alone."""
     per_turn: ClassVar[bool] = False
     """Whether turns have advantages of their own, from `of_turns`, instead of trajectories."""
+    multi_objective: ClassVar[bool] = False
+    """Whether `of_objectives` is called instead of `of_groups`, with the parts of rewards."""
     level: Literal["token", "turn"] = "token"
     """Time steps of `of_tokens`: trained tokens, or turns."""
     normalise: ClassVar[bool] = False
@@ -170,6 +179,18 @@ class Advantage:
         marks a group that is not trained, such as one with a single trajectory.
         """
         return [self.of_group(group) for group in rewards]
+
+    def of_objectives(
+        self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
+    ) -> list[list[float] | None]:
+        """Return the advantages of each group of one step as `of_groups` does, from the parts of
+        each trajectory's reward by name, before their weights.
+
+        The parts are the entries of `rollout.rewards`; if there is one entry, the named parts that
+        it gives and the rest. A part that does not apply to a trajectory is missing, and a weight
+        that is missing is 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no of_objectives")
 
     def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
         """Return the advantage of each turn of each trajectory of one group, or None to train none.

@@ -1,22 +1,35 @@
 """Losses of tokens, and the batch's loss from them: each part a function, or a class, with its
 formula, its paper and the differences from it.
 
-    loss of the batch = sum_N weight_N * (correction_N * loss_N + coef * kl_N)
+    loss of the batch = sum_N weight_N * (kept_N * correction_N * loss_N + coef * kl_N)
+                        - entropy coef * mean entropy
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
-A loss gives `loss_N`; `correction_weights`, `kl_N` and `token_weights` (the reduction) the rest.
+A loss gives `loss_N`; `correction_weights`, `kl_N`, `far_off_policy`, `token_weights` (the
+reduction) and the module `entropy` the rest.
 Log ratios are bounded everywhere (see `importance_ratio`), which no paper does.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from turnwise.config.algorithm import AlgorithmConfig, Cispo, CorrectionConfig, Dpo, Gspo, PpoClip
+from turnwise.config.algorithm import (
+    AlgorithmConfig,
+    Cispo,
+    CorrectionConfig,
+    Dpo,
+    Gspo,
+    PpoClip,
+    Sapo,
+    Vespo,
+)
 from turnwise.training.algorithms.advantages import has_signal
+from turnwise.training.algorithms.entropy import UpdateEntropy
 from turnwise.training.algorithms.interface import (
     MAX_LOG_RATIO,
     Loss,
@@ -24,6 +37,8 @@ from turnwise.training.algorithms.interface import (
     Tokens,
     importance_ratio,
 )
+
+_LEAST_LOG_WEIGHT = math.log(1e-8)  # bound of VESPO's authors
 
 
 class Formula(Loss):
@@ -46,30 +61,31 @@ def ppo_clip(config: PpoClip, tokens: Tokens) -> TokenLoss:
     bounds: Yu et al., "DAPO" (arXiv 2503.14476), eq. 10; dual clip: Ye et al., "Mastering Complex
     Control in MOBA Games" (arXiv 1912.09729), eq. 5.
     """
-    ratio_N = importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
-    result = _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
-    if config.dual_clip is None:
-        return result
-    most_N = -config.dual_clip * tokens.advantages_N
-    dual_N = (tokens.advantages_N < 0) & (result.loss_N > most_N)
-    return TokenLoss(
-        loss_N=torch.where(dual_N, most_N, result.loss_N),
-        ratio_N=result.ratio_N,
-        clipped_N=result.clipped_N | dual_N,
-    )
+    return _clipped(config, _ratios(tokens, "token"), tokens.advantages_N)
+
+
+def _ratios(tokens: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor:
+    """Return each token's importance ratio, or its sequence's (`gspo`), with gradient: [N]."""
+    logprobs_N = tokens.logprobs_N
+    if level == "token":
+        return importance_ratio(logprobs_N - tokens.old_logprobs_N)
+    log_ratio_S = tokens.means_S(logprobs_N.detach() - tokens.old_logprobs_N)
+    value_N = importance_ratio(log_ratio_S)[tokens.sequence_N]
+    return value_N * (logprobs_N - logprobs_N.detach()).exp()
 
 
 def _clipped(
-    ratio_N: torch.Tensor, advantages_N: torch.Tensor, low: float, high: float
+    config: PpoClip | Gspo, ratio_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> TokenLoss:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A) for the given ratios r."""
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), with the dual clip, for given ratios r."""
     plain_N = ratio_N * advantages_N
-    bounded_N = ratio_N.clamp(1 - low, 1 + high) * advantages_N
-    return TokenLoss(
-        loss_N=-torch.minimum(plain_N, bounded_N),
-        ratio_N=ratio_N.detach(),
-        clipped_N=bounded_N < plain_N,
-    )
+    bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    loss_N, clipped_N = -torch.minimum(plain_N, bounded_N), bounded_N < plain_N
+    if config.dual_clip is not None:
+        most_N = -config.dual_clip * advantages_N
+        dual_N = (advantages_N < 0) & (loss_N > most_N)
+        loss_N, clipped_N = torch.where(dual_N, most_N, loss_N), clipped_N | dual_N
+    return TokenLoss(loss_N, ratio_N.detach(), clipped_N)
 
 
 def gspo(config: Gspo, tokens: Tokens) -> TokenLoss:
@@ -78,20 +94,19 @@ def gspo(config: Gspo, tokens: Tokens) -> TokenLoss:
         s_i    = exp(mean over the sequence's tokens of (log pi(t) - log pi_old(t)))
         s_t    = sg(s_i) * pi(t) / sg(pi(t))
         loss_t = -min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t)
+        dual clip c > 1, where A_t < 0:  loss_t = min(loss_t, -c A_t)
 
     Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071), eq. 5 to 7 and, for s_t,
     the paper's GSPO-token. Every token has its sequence's ratio as its value and the gradient of
     its own log-prob: if all tokens of a sequence have the same advantage, their sum is exactly
     GSPO's gradient, while token-level advantages or correction weights still apply to their own
-    tokens. The paper's reduction is `sequence_mean`. Difference: each branch of a trajectory has
-    its own ratio, over its trained tokens, while the reduction weights the branches together as one
-    trajectory.
+    tokens. The paper's reduction is `sequence_mean`; with `sequence_sum`, which multiplies a
+    sequence's loss by its length, it is LUSPO (Liu et al., "Length-Unbiased Sequence Policy
+    Optimization", arXiv 2602.05261). Differences: each branch of a trajectory has its own ratio,
+    over its trained tokens, while the reduction weights the branches together as one trajectory;
+    the paper has no dual clip.
     """
-    logprobs_N = tokens.logprobs_N
-    log_ratio_S = tokens.means_S(logprobs_N.detach() - tokens.old_logprobs_N)
-    value_N = importance_ratio(log_ratio_S)[tokens.sequence_N]
-    ratio_N = value_N * (logprobs_N - logprobs_N.detach()).exp()
-    return _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
+    return _clipped(config, _ratios(tokens, "sequence"), tokens.advantages_N)
 
 
 def cispo(config: Cispo, tokens: Tokens) -> TokenLoss:
@@ -100,15 +115,70 @@ def cispo(config: Cispo, tokens: Tokens) -> TokenLoss:
         loss_t = -sg(clip(r_t, 1 - low, 1 + high)) * A_t * log pi(t)
 
     MiniMax, "MiniMax-M1" (arXiv 2506.13585), eq. 4 and 5. The paper has only the upper bound, which
-    corresponds to a `clip_low` of 1, and averages over tokens.
+    corresponds to a `clip_low` of 1, only ratios of tokens, and averages over tokens.
     """
-    ratio_N = importance_ratio((tokens.logprobs_N - tokens.old_logprobs_N).detach())
+    ratio_N = _ratios(tokens, config.level).detach()
     weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     return TokenLoss(
         loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
         ratio_N=ratio_N,
         clipped_N=weight_N != ratio_N,
     )
+
+
+def sapo(config: Sapo, tokens: Tokens) -> TokenLoss:
+    """SAPO: a smooth gate lowers a token's gradient the more, the further its ratio is from 1.
+
+        loss_t = -(4 / tau_t) * sigmoid(tau_t * (r_t - 1)) * A_t
+        tau_t  = temperature_pos where A_t > 0, else temperature_neg
+
+    On-policy, the gradient is that of -r_t A_t. Gao et al., "Soft Adaptive Policy Optimization"
+    (arXiv 2511.20347). The paper's ratio is the token's, and its reduction
+    `sequence_mean`.
+    """
+    ratio_N, advantages_N = _ratios(tokens, config.level), tokens.advantages_N
+    tau_N = _by_sign(advantages_N > 0, config.temperature_pos, config.temperature_neg, ratio_N)
+    gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
+    none_N = torch.zeros_like(tokens.sequence_N, dtype=torch.bool)
+    return TokenLoss(-gate_N * advantages_N, ratio_N.detach(), none_N)
+
+
+def _by_sign(positive_N: torch.Tensor, yes: float, no: float, like_N: torch.Tensor) -> torch.Tensor:
+    return torch.where(positive_N, torch.full_like(like_N, yes), torch.full_like(like_N, no))
+
+
+class VespoLoss(Loss):
+    """VESPO: a smooth weight of the whole sequence's ratio, from a variational argument.
+
+        w      = product over the sequence's tokens of r_t * correction_t
+        phi    = exp(lambda) * w^k * exp(-lambda * w)        so that phi is 1 where w is 1
+        loss_t = -sg(phi) * A_t * log pi(t)
+
+    k and lambda are k_pos and lambda_pos where A_t >= 0, else k_neg and lambda_neg. As the weight
+    contains the correction, tokens are not multiplied by it. Shen et al., "VESPO: Variational
+    Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4. log w is bounded to
+    [log 1e-8, 20], and so is each token's correction, as in its authors' implementation.
+    Difference: each branch of a trajectory is a sequence of its own, of its trained tokens.
+    """
+
+    def __init__(self, config: Vespo) -> None:
+        self._config = config
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        return self.corrected(tokens, torch.ones_like(tokens.advantages_N))
+
+    def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
+        config, least = self._config, _LEAST_LOG_WEIGHT
+        log_ratio_N = (tokens.logprobs_N - tokens.old_logprobs_N).detach()
+        log_ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_w_S = tokens.sums_S(log_ratio_N + correction_N.log().clamp(least, MAX_LOG_RATIO))
+        log_w_N = log_w_S.clamp(least, MAX_LOG_RATIO)[tokens.sequence_N]
+        good_N = tokens.advantages_N >= 0
+        k_N = _by_sign(good_N, config.k_pos, config.k_neg, log_w_N)
+        lambda_N = _by_sign(good_N, config.lambda_pos, config.lambda_neg, log_w_N)
+        phi_N = (lambda_N + k_N * log_w_N - lambda_N * log_w_N.exp()).exp()
+        loss_N = -phi_N * tokens.advantages_N * tokens.logprobs_N
+        return self.unclipped(tokens, loss_N, phi_seq_mean=phi_N)
 
 
 class DpoLoss(Loss):
@@ -148,6 +218,10 @@ def choose_pairs(rewards: Sequence[float]) -> tuple[int, int] | None:
     return max(indices, key=rewards.__getitem__), min(indices, key=rewards.__getitem__)
 
 
+LeftOut = Literal["off_policy_masked", "low_entropy_masked"]
+"""Metrics of the shares of trained tokens whose loss is left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A micro-batch's part of the loss, and its components."""
@@ -155,13 +229,26 @@ class Objective:
     loss: torch.Tensor
     """Scalar with gradient; the sum over all micro-batches and ranks is the batch's loss."""
     result: TokenLoss
-    """Per-token losses before correction, penalty and reduction."""
+    """Per-token losses before penalty and reduction, of all tokens, also those left out."""
     weights_N: torch.Tensor
     """Weight of each token in the batch's loss, from `algorithm.reduction`."""
     correction_N: torch.Tensor
     """Weight of each token that corrects the mismatch between engine and trainer."""
     divergence_N: torch.Tensor | None
     """Divergence from the reference model, without gradient; None without a KL penalty."""
+    left_out_N: Mapping[LeftOut, torch.Tensor]
+    """True where a token's loss is left out, but not its KL penalty, by the metric of the reason;
+    only of the reasons that are configured."""
+    bonus: float = 0.0
+    """The entropy bonus's part of the loss: positive where it lowers it."""
+
+    @property
+    def kept_N(self) -> torch.Tensor:
+        """True where no reason leaves a token's loss out."""
+        kept_N = torch.ones_like(self.weights_N, dtype=torch.bool)
+        for left_out_N in self.left_out_N.values():
+            kept_N = kept_N & ~left_out_N
+        return kept_N
 
 
 def objective(
@@ -172,6 +259,7 @@ def objective(
     total_tokens: int,
     total_trajectories: int,
     constant: int,
+    entropy: UpdateEntropy | None = None,
 ) -> Objective:
     """Return the loss of a micro-batch.
 
@@ -183,11 +271,19 @@ def objective(
         total_tokens: Trained tokens of the whole batch.
         total_trajectories: Trajectories of the whole batch.
         constant: Length that `reduction: constant` divides by.
+        entropy: What `config.entropy` needs; None if it is not set.
     """
-    result = loss(tokens)
     correction_N = correction_weights(tokens, config.correction)
-    loss_N = result.loss_N * correction_N
-    divergence_N = None
+    result = loss.corrected(tokens, correction_N)
+    left_out_N: dict[LeftOut, torch.Tensor] = {}
+    if config.off_policy_mask_threshold is not None:
+        far_N = far_off_policy(tokens, config.off_policy_mask_threshold)
+        left_out_N["off_policy_masked"] = far_N
+    if entropy is not None and entropy.low_N is not None:
+        left_out_N["low_entropy_masked"] = entropy.low_N
+    loss_N, divergence_N = result.loss_N, None
+    for masked_N in left_out_N.values():
+        loss_N = loss_N.masked_fill(masked_N, 0.0)
     if config.kl.coef:
         assert tokens.reference_logprobs_N is not None, "a KL penalty needs a reference model"
         divergence_N = kl_N(tokens.logprobs_N, tokens.reference_logprobs_N, config.kl.estimator)
@@ -204,11 +300,31 @@ def objective(
         total_trajectories=total_trajectories,
         constant=constant,
     )
-    return Objective((weights_N * loss_N).sum(), result, weights_N, correction_N, divergence_N)
+    total, bonus = (weights_N * loss_N).sum(), 0.0
+    if entropy is not None and entropy.coef:
+        part = entropy.coef * entropy.mean_part()
+        total, bonus = total - part, float(part.detach())
+    return Objective(total, result, weights_N, correction_N, divergence_N, left_out_N, bonus)
+
+
+def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
+    """Return whether each token is left out because its sequence is too far off-policy: [N].
+
+        A_t < 0 and mean over the sequence's tokens of (log pi_engine - log pi) > threshold
+
+    Off-policy sequence masking: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), eq. 9: what the
+    policy would hardly sample any more is not worth unlearning. Without gradient; the mean is an
+    estimate of the KL divergence and contains both the drift since the tokens were sampled and the
+    mismatch between engine and trainer. Differences: each branch of a trajectory is a sequence of
+    its own, of its trained tokens; tokens may have advantages of their own. Left-out tokens still
+    count in the totals that a reduction divides by.
+    """
+    drift_S = tokens.means_S(tokens.engine_logprobs_N - tokens.logprobs_N.detach())
+    return (tokens.advantages_N < 0) & (drift_S > threshold)[tokens.sequence_N]
 
 
 def token_weights(
-    reduction: Literal["token_mean", "sequence_mean", "constant"],
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
     tokens: Tokens,
     *,
     total_tokens: int,
@@ -219,11 +335,13 @@ def token_weights(
 
         token_mean      1 / tokens of the batch                        (DAPO, 2503.14476, eq. 8)
         sequence_mean   1 / (tokens of the trajectory * trajectories)  (GRPO, 2402.03300, eq. 3)
+        sequence_sum    1 / trajectories                               (LUSPO, 2602.05261)
         constant        1 / (trajectories * constant)                  (Dr. GRPO, 2503.20783)
 
     Numbers are arXiv's. An output in the papers is a whole trajectory here: its branches share one
     weight, regardless of their number. The totals are over the whole batch and include trajectories
-    with advantage 0, but not trajectories without trained tokens.
+    with advantage 0 and those that `mask_truncated` leaves out, but no others without trained
+    tokens.
     """
     ones_N = torch.ones_like(tokens.logprobs_N, requires_grad=False)
     match reduction:
@@ -231,6 +349,8 @@ def token_weights(
             return ones_N / total_tokens
         case "sequence_mean":
             return ones_N / (tokens.trajectory_tokens_N * total_trajectories)
+        case "sequence_sum":
+            return ones_N / total_trajectories
         case "constant":
             return ones_N / (total_trajectories * constant)
 
@@ -239,9 +359,11 @@ def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor
     """Return importance weights for the mismatch between the engine's policy and the trainer's.
 
         w_t = pi_old(t) / pi_engine(t)        old: the trainer's policy before the step
-        token_tis:     min(w_t, high)
-        sequence_tis:  min(product of w over the sequence, high), for all its tokens
-        mask:          1 where low <= w_t <= high, else 0
+        token_tis:      min(w_t, high)
+        sequence_tis:   min(product of w over the sequence, high), for all its tokens
+        mask:           1 where low <= w_t <= high, else 0
+        token_mask:     w_t where low <= w_t <= high, else 0
+        sequence_mask:  the product where it is within these bounds, else 0
 
     The factors of the tokens' losses: [N], without gradient. Truncated importance sampling: Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), after
@@ -252,7 +374,7 @@ def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor
     - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
       tokens that are too old to train, are context and excluded from the product.
     - `mask` drops each token whose own weight is outside the band, and gives those inside weight 1.
-      IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855) and TRL's mask modes keep the
+      `token_mask` is IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855), which keeps the
       weight of those inside. Masked tokens still count in the totals that a reduction divides by.
     - The KL penalty is not multiplied by the weight.
     """
@@ -261,11 +383,13 @@ def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor
         return torch.ones_like(log_weight_N)
     exempt_N = (tokens.staleness_N == 0) & config.stale_only
     log_weight_N = log_weight_N.masked_fill(exempt_N, 0.0)
-    if config.name == "sequence_tis":
+    if config.name.startswith("sequence"):
         log_weight_N = tokens.sums_S(log_weight_N)[tokens.sequence_N]
     weight_N = log_weight_N.exp()
-    if config.name == "mask":
-        weight_N = ((config.low <= weight_N) & (weight_N <= config.high)).to(weight_N.dtype)
+    if config.name.endswith("mask"):
+        outside_N = (weight_N < config.low) | (weight_N > config.high)
+        kept_N = torch.ones_like(weight_N) if config.name == "mask" else weight_N
+        weight_N = kept_N.masked_fill(outside_N, 0.0)
     else:
         weight_N = weight_N.clamp(max=config.high)
     return weight_N.masked_fill(exempt_N, 1.0)

@@ -50,13 +50,17 @@ const CHARTS = [
   ["Exact tokens", "% of the trained", [["exact", (row) => (row.trained_tokens === 0 ? null : row.exact_percent)]], { high: 100, most: 100 }],
 ];
 
-// The reward and the accuracy of each environment, in runs with several.
+// The reward and the accuracy of each environment, and the accuracy of each held-out set, in runs with several.
 function environmentCharts(rows) {
-  const names = [...new Set(rows.flat().flatMap((row) => Object.keys(row.environments ?? {})))].sort();
-  return names.flatMap((name) => [
-    [`Reward of ${name}`, "mean of its trajectories", [["reward", (row) => row.environments?.[name]?.reward_mean]], {}],
-    [`Accuracy of ${name}`, "its held-out problems", [["accuracy", (row) => row.environments?.[name]?.heldout?.accuracy]], { low: 0, high: 1, sparse: true }],
-  ]);
+  const namesOf = (key) => [...new Set(rows.flat().flatMap((row) => Object.keys(row[key] ?? {})))].sort();
+  const accuracy = (name, value) => [`Accuracy of ${name}`, "its held-out problems", [["accuracy", value]], { low: 0, high: 1, sparse: true }];
+  return [
+    ...namesOf("environments").flatMap((name) => [
+      [`Reward of ${name}`, "mean of its trajectories", [["reward", (row) => row.environments?.[name]?.reward_mean]], {}],
+      accuracy(name, (row) => row.environments?.[name]?.heldout?.accuracy),
+    ]),
+    ...namesOf("heldout_sets").map((name) => accuracy(name, (row) => row.heldout_sets?.[name]?.accuracy)),
+  ];
 }
 
 export async function showOverview(main, runs, go) {

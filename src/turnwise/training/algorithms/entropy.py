@@ -1,0 +1,100 @@
+"""The policy's entropy in the loss: a bonus, whose weight may adapt, and a filter of tokens by it.
+
+Independent of models and ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from turnwise.config.algorithm import EntropyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateEntropy:
+    """The entropies of a micro-batch's `N` tokens, and what an update makes of them."""
+
+    entropy_N: torch.Tensor
+    """In nats; with gradient if there is a bonus."""
+    low_N: torch.Tensor | None
+    """True at tokens that `EntropyConfig.top_quantile` leaves out; None if it leaves none out."""
+    coef: float
+    """Weight of the bonus in this update."""
+    total_tokens: int
+    """Tokens of the whole update that are not left out."""
+
+    def sum(self) -> torch.Tensor:
+        """Return the sum over the tokens that are not left out."""
+        if self.low_N is None:
+            return self.entropy_N.sum()
+        return self.entropy_N.masked_fill(self.low_N, 0.0).sum()
+
+    def mean_part(self) -> torch.Tensor:
+        """Return this micro-batch's part of the update's mean entropy: those of all micro-batches
+        and ranks add up to it."""
+        return self.sum() / max(1, self.total_tokens)
+
+
+class EntropyControl:
+    """The weight of the entropy bonus, which may adapt after each update.
+
+        loss = policy loss - coef * H           H: mean entropy of the update's trained tokens
+
+        adaptive, after update k:  coef = min(coef + coef_delta, coef_max)   if H_k <= target
+                                   coef = max(coef - coef_delta, coef_min)   otherwise
+        update k has the bonus only if H_{k-1} <= target, and the first one has none
+
+    The bonus: Williams and Peng, "Function Optimization Using Connectionist Reinforcement Learning
+    Algorithms" (1991), and PPO (arXiv 1707.06347), eq. 9. Adaptive: He et al., "Skywork Open
+    Reasoner 1" (arXiv 2505.22312). The entropy is exact, over the whole vocabulary as it is sampled
+    from (temperature, min-p, top-k and top-p included), and its mean is over the tokens of the
+    update, whatever `algorithm.reduction` is; over those that `top_quantile` keeps, if set.
+    Difference: an update that is skipped does not adapt the weight.
+    """
+
+    def __init__(self, entropy: EntropyConfig) -> None:
+        self._entropy = entropy
+        self.coef = entropy.coef
+        """Weight after the last update."""
+        self._last = math.inf
+
+    @property
+    def applied(self) -> float:
+        """The weight in the next update."""
+        waits = self._entropy.adaptive and self._last > self._entropy.target
+        return 0.0 if waits else self.coef
+
+    def adapt(self, mean: float) -> None:
+        """Change the weight after an update of this mean entropy in nats, if it is adaptive."""
+        entropy, self._last = self._entropy, mean
+        if entropy.adaptive and mean <= entropy.target:
+            self.coef = min(self.coef + entropy.coef_delta, entropy.coef_max)
+        elif entropy.adaptive:
+            self.coef = max(self.coef - entropy.coef_delta, entropy.coef_min)
+
+    @property
+    def state(self) -> dict[str, float]:
+        """The values from which a resumed run goes on, for `resume`."""
+        return {"coef": self.coef, "last": self._last}
+
+    def resume(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint's values, if the weight is adaptive."""
+        if self._entropy.adaptive and state:
+            self.coef, self._last = state["coef"], state["last"]
+
+
+def entropy_floor(entropies: torch.Tensor, top_quantile: float) -> float:
+    """Return the smallest entropy that trains: the 1 - top_quantile quantile of all of an update's.
+
+    Tokens of high entropy are the forks of an argument, and suffice to learn from: Wang et al.,
+    "Beyond the 80/20 Rule" (arXiv 2506.01939); 0.2 is the paper's value, 0 keeps only the highest.
+    Linear interpolation between two entropies, as in TRL. Difference: the quantile is over all
+    trained tokens of an optimizer step, under the weights before it, so that it depends neither on
+    micro-batches nor on ranks; TRL's is over one micro-batch of all ranks. Tokens below it still
+    count in the totals that a reduction divides by, and have the KL penalty.
+    """
+    if not len(entropies):
+        return math.inf
+    return float(np.quantile(entropies.float().cpu().numpy(), 1 - top_quantile))

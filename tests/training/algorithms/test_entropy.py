@@ -1,0 +1,110 @@
+"""The entropy bonus, its adaptive weight, and the filter of tokens by entropy."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.algorithms.some_tokens import gradient_N, some_tokens
+from turnwise.config.algorithm import AlgorithmConfig, EntropyConfig, PpoClip
+from turnwise.training.algorithms import make_loss
+from turnwise.training.algorithms.entropy import EntropyControl, UpdateEntropy, entropy_floor
+from turnwise.training.algorithms.losses import Objective, objective
+
+
+def made(lengths: list[int], entropy: UpdateEntropy | None, **algorithm: Any) -> Objective:
+    tokens = some_tokens(lengths)
+    return objective(
+        AlgorithmConfig(**algorithm),
+        make_loss(PpoClip()),
+        tokens,
+        total_tokens=sum(lengths),
+        total_trajectories=len(lengths),
+        constant=10,
+        entropy=entropy,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_the_bonus_is_the_mean_entropy_whatever_the_reduction_is(reduction: Any) -> None:
+    entropy_N = torch.tensor([0.5, 1.0, 2.0, 4.0], requires_grad=True)
+    plain = made([3, 1], None, reduction=reduction)
+    bonus = made([3, 1], UpdateEntropy(entropy_N, None, 0.1, 4), reduction=reduction)
+    mean = 7.5 / 4
+    assert float(plain.loss - bonus.loss) == pytest.approx(0.1 * mean, rel=1e-5)
+    assert bonus.bonus == pytest.approx(0.1 * mean)
+    (gradient,) = torch.autograd.grad(bonus.loss, entropy_N)
+    assert gradient.tolist() == pytest.approx([-0.1 / 4] * 4)
+
+
+def test_tokens_of_low_entropy_are_left_out_of_the_loss_and_of_the_bonus() -> None:
+    entropy_N = torch.tensor([0.5, 1.0, 2.0, 4.0], requires_grad=True)
+    low_N = torch.tensor([True, False, True, False])
+    tokens = some_tokens([3, 1])
+    weights = [1 / 4] * 4
+
+    def of(entropy: UpdateEntropy | None) -> Objective:
+        return objective(
+            AlgorithmConfig(),
+            make_loss(PpoClip()),
+            tokens,
+            total_tokens=4,
+            total_trajectories=2,
+            constant=1,
+            entropy=entropy,
+        )
+
+    filtered, plain = of(UpdateEntropy(entropy_N, low_N, 0.0, 2)), of(None)
+    expected = gradient_N(plain.loss, tokens) * ~low_N
+    assert torch.equal(gradient_N(filtered.loss, tokens), expected)
+    assert filtered.weights_N.tolist() == weights
+    assert filtered.left_out_N["low_entropy_masked"].tolist() == low_N.tolist()
+    assert filtered.kept_N.tolist() == (~low_N).tolist()
+    both = of(UpdateEntropy(entropy_N, low_N, 0.1, 2))
+    assert both.bonus == pytest.approx(0.1 * (1.0 + 4.0) / 2)
+
+
+@given(st.lists(st.floats(0, 5, width=32), min_size=1, max_size=50), st.floats(0, 1))
+def test_the_floor_is_a_quantile(entropies: list[float], top: float) -> None:
+    values = torch.tensor(entropies)
+    floor = entropy_floor(values, top)
+    assert floor == pytest.approx(float(torch.quantile(values, 1 - top)), abs=1e-5)
+    assert float(values.min()) - 1e-5 <= floor <= float(values.max()) + 1e-5
+
+
+def test_the_whole_share_keeps_all_and_none_keeps_the_highest() -> None:
+    values = torch.tensor([0.3, 0.1, 0.7, 0.2, 0.5])
+    assert (values >= entropy_floor(values, 1.0)).all()
+    assert (values >= entropy_floor(values, 0.0)).tolist() == [False, False, True, False, False]
+    assert (values >= entropy_floor(values, 0.4)).sum() == 2
+    assert entropy_floor(values[:0], 0.5) == math.inf
+
+
+def test_a_weight_that_adapts_rises_below_the_target_and_falls_above() -> None:
+    config = EntropyConfig(
+        coef=0.1, adaptive=True, target=1.0, coef_delta=0.04, coef_min=0.05, coef_max=0.15
+    )
+    control = EntropyControl(config)
+    seen = []
+    for mean in (0.9, 0.8, 1.0, 1.1, 2.0, 3.0, 0.5):
+        seen.append((round(control.applied, 9), round(control.coef, 9)))
+        control.adapt(mean)
+    assert seen == [
+        (0.0, 0.1),  # nothing was measured yet
+        (0.14, 0.14),
+        (0.15, 0.15),
+        (0.15, 0.15),
+        (0.0, 0.11),  # the entropy was above the target
+        (0.0, 0.07),
+        (0.0, 0.05),
+    ]
+    again = EntropyControl(config)
+    again.resume(control.state)
+    assert (again.coef, again.applied) == (control.coef, control.applied) == (0.09, 0.09)
+    fixed = EntropyControl(EntropyConfig(coef=0.2))
+    fixed.adapt(0.0)
+    fixed.resume(control.state)
+    assert (fixed.coef, fixed.applied) == (0.2, 0.2)
