@@ -8,7 +8,6 @@ _RANKS = "there is one trainer with FSDP2 on training.ranks processes"
 _MICRO = "training.micro_batch_tokens"
 _OFFLOAD = "list it in training.offload, with training.colocated true"
 _TEMPLATE = "environments give messages, which are rendered once"
-_ONCE = "a batch is trained on once; training.updates_per_step divides it into updates"
 _SHUFFLE = "rows are always shuffled, by seed"
 _KL_LOSS = "set algorithm.kl.coef above 0, with algorithm.kl.where loss"
 _KL_REWARD = "set algorithm.kl.coef above 0, with algorithm.kl.where reward"
@@ -79,8 +78,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "clip_ratio_c": "algorithm.loss.dual_clip",
         "policy_loss.loss_mode": "algorithm.loss.name",
         "loss_agg_mode": "algorithm.reduction",
-        "entropy_coeff": "there is no entropy bonus; a class of your own in algorithm.loss.name "
-        "may add one",
+        "entropy_coeff": "algorithm.entropy.coef",
         "use_kl_loss": _KL_LOSS,
         "kl_loss_coef": "algorithm.kl.coef",
         "kl_loss_type": "algorithm.kl.estimator",
@@ -88,8 +86,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "rollout_correction.rollout_is": "algorithm.correction.name",
         "rollout_correction.rollout_is_threshold": "algorithm.correction.high",
         "use_torch_compile": "the trainer's models are not compiled",
-        "ppo_epochs": _ONCE,
-        "data_loader_seed shuffle": _ONCE,
+        "ppo_epochs": "training.epochs_per_step",
+        "data_loader_seed shuffle": "each pass over a batch has the same micro-batches",
         "ulysses_sequence_parallel_size": "training.context_parallel",
         "router_replay.mode": "engine.routing_replay",
         "checkpoint": _CHECKPOINT,
