@@ -54,6 +54,18 @@ def asks_for_nothing(key: str, value: object) -> bool:
     return value in (None, False, 0, "", [], "None") or value == _NEUTRAL.get(key)
 
 
+VLLM_NAMES = {
+    "dtype": "model.dtype",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "max_model_len": "model.max_length",
+    "model": "model.path",
+    "seed": "seed",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "weight_transfer_config": "weights.transport",
+}
+"""Keys here of vLLM's arguments that have another name."""
+
 ALIASES = {
     name: key
     for key, names in {

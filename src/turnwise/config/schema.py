@@ -11,7 +11,7 @@ from turnwise.config.algorithm import (
     TrainingConfig,
     TrajectoriesConfig,
 )
-from turnwise.config.aliases import REPLACED_KEYS
+from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
@@ -169,8 +169,9 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
         )
     for key in REPLACED_KEYS.keys() & engine.vllm_args.keys():
         yield f"engine.vllm_args.{key} is not supported: {REPLACED_KEYS[key]}"
-    for key in EngineConfig.model_fields.keys() & engine.vllm_args.keys():
-        yield f"engine.vllm_args.{key} has its own key: set engine.{key} instead"
+    own_keys = {key: f"engine.{key}" for key in EngineConfig.model_fields} | VLLM_NAMES
+    for key in own_keys.keys() & engine.vllm_args.keys():
+        yield f"engine.vllm_args.{key} has its own key: set {own_keys[key]} instead"
     allowed = engine.logits_processors_allowed
     for key, sampling in (("sampling", config.sampling), ("eval.sampling", config.eval.sampling)):
         for one in sampling.logits_processors:

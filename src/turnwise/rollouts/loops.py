@@ -96,7 +96,8 @@ class SelfPlayLoop:
             completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
-            trajectory.turn_players.append(player)
+            new_turns = len(trajectory.turns) - len(trajectory.turn_players)
+            trajectory.turn_players += [player] * new_turns
             last[player] = prompt, completion.token_ids
             parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)

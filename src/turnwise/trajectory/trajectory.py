@@ -160,6 +160,9 @@ class Trajectory:
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
                 `branched` if it continues a turn before that, or else `new_conversation`.
+            weight_versions: Negative for ids that no weights sampled, such as a result that a
+                logits processor forces: they divide the call into several turns, of which the last
+                is returned, and are context of the later ones.
             messages: The messages that led to this turn, for people.
             experts: A row for each id of prompt and completion but the last.
 
@@ -172,6 +175,12 @@ class Trajectory:
             (None, None)
         """
         prompt = list(prompt_token_ids)
+        given = [version < 0 for version in weight_versions]
+        if any(given) and len(given) == len(completion_token_ids) == len(logprobs):
+            return self._add_parts(
+                *(prompt, completion_token_ids, logprobs, weight_versions, finish_reason),
+                *(prompt_logprobs, fork_reason, messages, adapter, experts),
+            )
         parent, shared = self.find_parent(prompt)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
@@ -199,6 +208,46 @@ class Trajectory:
         self.turns.append(turn)
         prompt += completion_token_ids
         self._last_path = prompt
+        return turn
+
+    def _add_parts(
+        self,
+        prompt: list[int],
+        token_ids: list[int],
+        logprobs: list[float],
+        weight_versions: list[int],
+        finish_reason: str,
+        prompt_logprobs: list[float | None] | None,
+        fork_reason: str | None,
+        messages: Sequence[Message],
+        adapter: str,
+        experts: bytes,
+    ) -> Turn:
+        """Append a turn for each run of sampled ids, and an empty one for given ids at the end."""
+        row = _row_size(experts, len(prompt) + len(token_ids) - 1)
+        start = 0
+        turn: Turn | None = None
+        while turn is None or start < len(token_ids):
+            while start < len(token_ids) and weight_versions[start] < 0:
+                start += 1
+            end = start
+            while end < len(token_ids) and weight_versions[end] >= 0:
+                end += 1
+            if prompt_logprobs is not None:
+                prompt_logprobs = [*prompt_logprobs, *[None] * start] if turn is None else None
+            turn = self.add_turn(
+                [*prompt, *token_ids[:start]],
+                token_ids[start:end],
+                logprobs[start:end],
+                weight_versions[start:end],
+                finish_reason if end == len(token_ids) else "stop",
+                prompt_logprobs,
+                fork_reason=fork_reason,
+                messages=messages if turn is None else (),
+                adapter=adapter,
+                experts=experts[: row * (len(prompt) + end - 1)],
+            )
+            start = end
         return turn
 
     def find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
