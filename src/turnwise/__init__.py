@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from turnwise.compat.skyrl_gym import SkyRLGym
     from turnwise.compat.textarena import TextArena
     from turnwise.config import Config, load_config
+    from turnwise.engine.function_processor import FunctionProcessor
     from turnwise.engine.vllm_engine import VllmEngine
     from turnwise.pipeline import (
         LLMServerManager,
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+    from turnwise.rollouts.batch_sampler import RolloutSampler
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
-    from turnwise.rollouts.sampler import RolloutSampler
+    from turnwise.rollouts.sampler import TrajectorySampler
     from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
@@ -80,6 +82,8 @@ _PUBLIC = {
     "tools": ("Tool",),
     "tools.mcp": ("MCPServer",),
     "rollouts.agent_loop": ("AgentLoop", "RolloutContext"),
+    "rollouts.batch_sampler": ("RolloutSampler",),
+    "engine.function_processor": ("FunctionProcessor",),
     # Your own training program.
     "pipeline": (
         *("Pipeline", "VLLMModule"),
@@ -88,7 +92,7 @@ _PUBLIC = {
     # Engines without training, and exact tokens.
     "serving.chat_scheduler": ("ChatCompletionScheduler",),
     "compat.verl": ("LLMServerManager",),
-    "rollouts.sampler": ("RolloutSampler",),
+    "rollouts.sampler": ("TrajectorySampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
@@ -106,6 +110,7 @@ __all__ = [
     "EngineError",
     "Environment",
     "ExactnessError",
+    "FunctionProcessor",
     "Gymnasium",
     "InputError",
     "LLMServerManager",
@@ -129,6 +134,7 @@ __all__ = [
     "TrainingResult",
     "Trajectory",
     "TrajectoryError",
+    "TrajectorySampler",
     "TurnwiseError",
     "VLLMModule",
     "ValueModule",

@@ -23,7 +23,7 @@ from turnwise.engine.logits_adapter import CallableProcessors, take_failure
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, StepError, TrajectoryError
-from turnwise.rollouts.sampler import RolloutSampler
+from turnwise.rollouts.sampler import TrajectorySampler
 from turnwise.serving.colocated.host import ActorPlacement
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
@@ -216,9 +216,9 @@ async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
 ) -> None:
     """By `sampling.logits_processors`; a failure is counted by its reason."""
 
-    def sampler(name: str) -> RolloutSampler:
+    def sampler(name: str) -> TrajectorySampler:
         chosen = {"n": 3, "logits_processors": [named(name)]}
-        return RolloutSampler(worker, ["Hello."], chosen, config=config, tokenizer=tokenizer)
+        return TrajectorySampler(worker, ["Hello."], chosen, config=config, tokenizer=tokenizer)
 
     trajectories = [trajectory async for trajectory in sampler("even")]
     ids = [i for t in trajectories for turn in t.turns for i in turn.completion_token_ids]

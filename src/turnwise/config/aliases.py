@@ -103,6 +103,7 @@ ALIASES = {
         "output_dir": "output",
         "rollout.prompts_per_step": "batch_size sample_per_episode train_batch_size",
         "rollout.rewards": "reward reward_fn reward_funcs",
+        "rollout.sampler": "rollout_sampler",
         "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length "
         "new_token_limit response_length",
         "sampling.n": "group_size num_generations num_inference_per_prompt num_rollouts "

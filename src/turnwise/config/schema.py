@@ -142,11 +142,9 @@ class Config(Section):
                     f"environments: the name {name!r} must have letters, digits, _ and - only: "
                     "problems, metrics and files are named by it"
                 )
-            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
-                yield (
-                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
-                    "package.module:Class"
-                )
+            for key in ("chat_scheduler", "sampler"):
+                if entry.loop == key and not getattr(self.rollout, key):
+                    yield f"environments.{name}.loop {key} needs rollout.{key}"
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
 

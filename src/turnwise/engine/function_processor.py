@@ -9,13 +9,14 @@ import ast
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, describe_error
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_CHARS = 8192  # longest result; the rest is cut off
 _MARGIN = 8
@@ -52,11 +53,11 @@ def read_call(text: str) -> WrittenCall | None:
 class FunctionProcessor:
     """Runs the calls that a model writes, and forces their results into its answer.
 
-    After `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next tokens are `result_start`,
-    the result and `result_end`, whatever the model would sample. They were not sampled, so they are
-    context in training, with response mask 0. A call that cannot be read, an unknown function and
-    an exception give a result that begins with `Error:`. With several shards the first one alone
-    runs the function.
+    After `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next tokens are
+    `result_start`, the result and `result_end`, whatever the model would sample. They were not
+    sampled, so they are context in training, with response mask 0. A call that cannot be read, an
+    unknown function and an exception give a result that begins with `Error:`. With several shards
+    the first one alone runs the function.
 
     Args:
         tokenizer: The engine's, which a function or class of `engine.logits_processors` gets if it
@@ -70,8 +71,7 @@ class FunctionProcessor:
     Example:
         # my_processors.py, for engine.logits_processors: [my_processors:calculator]
         def calculator(tokenizer):
-            functions = {"add": lambda a, b: a + b}
-            return FunctionProcessor(tokenizer, functions, "<tool>", "</tool>", "<result>", "</result>")
+            return FunctionProcessor(tokenizer, {"add": lambda a, b: a + b}, "<call>", "</call>")
     """
 
     def __init__(
@@ -106,8 +106,10 @@ class FunctionProcessor:
         other._forced, other._start = deque(), 0
         return other
 
-    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, token_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
         """Return the logits [V] of the token after `token_ids`, those sampled so far."""
+        import torch  # a second to import, where there is no engine
+
         if not self._forced and (call := self._closed_call(token_ids)) is not None:
             from turnwise.internals import vllm  # imported already, where there is an engine
 
@@ -129,7 +131,7 @@ class FunctionProcessor:
             return None
         text = self._decode(token_ids[self._start :])
         self._start = len(token_ids)  # a tag is read once
-        before, opened, call = text[: text.rindex(end_tag)].rpartition(start_tag)
+        _, opened, call = text[: text.rindex(end_tag)].rpartition(start_tag)
         return call if opened else None
 
     def _result(self, text: str) -> str:
