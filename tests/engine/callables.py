@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from turnwise.engine.function_processor import FunctionProcessor
+
 BANNED = 17
 
 
@@ -70,6 +72,45 @@ def computes(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     while not token_ids and time.monotonic() < end:
         logits = logits + 0.0
     return logits
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def calculator(tokenizer: Any) -> FunctionProcessor:
+    """Answers `<call>add(1, 2)</call>` inside the answer."""
+    return FunctionProcessor(
+        tokenizer, {"add": add}, "<call>", "</call>", "<result>", "</result>", timeout=60.0
+    )
+
+
+class Spells:
+    """Spells a word; made with the engine's tokenizer."""
+
+    def __init__(self, word: str, tokenizer: Any) -> None:
+        self.ids = tokenizer.encode(word, add_special_tokens=False)
+
+    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return only(logits, self.ids[len(token_ids) % len(self.ids)])
+
+
+class Counter:
+    """An extension of vLLM's worker."""
+
+    def count_up(self, by: int = 1) -> int:
+        self.counted: int = getattr(self, "counted", 0) + by
+        return self.counted
+
+    def break_down(self) -> None:
+        raise ValueError("on purpose")
+
+
+class Clash:
+    """An extension with the name of a method of ours."""
+
+    def check_update(self) -> None: ...
 
 
 NOT_CALLABLE = 3

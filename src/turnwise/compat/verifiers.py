@@ -6,7 +6,6 @@ environment fits, too. Later versions of verifiers ask an OpenAI client: they ar
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
@@ -75,12 +74,11 @@ class VerifiersEnvironment(Environment):
         asked = read_messages(self.problem, "prompt")
         columns = {name: [value] for name, value in self._row.items() if name not in _NOT_COLUMNS}
         completion = [dict(message) for message in trajectory.messages[len(asked) :]]
-        given = partial(dict, prompts=[self.problem], completions=[completion], **columns)
         parts: dict[str, float] = {}
         weighed = zip(self._environments.functions, self._environments.weights, strict=True)
         for number, (function, weight) in enumerate(weighed):
             name = str(getattr(function, "__name__", f"reward_{number}"))
-            (value,) = function(**given())
+            (value,) = function(prompts=[self.problem], completions=[completion], **columns)
             parts[name] = parts.get(name, 0.0) + weight * read_reward(value, name)
         return Rewards(parts=parts)
 

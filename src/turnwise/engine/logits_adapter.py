@@ -141,7 +141,7 @@ class _Row:
         self._prompt = prompt
 
     def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
-        processed_V, choices = logits_V, _finite(logits_V)
+        processed_V, only = logits_V, _only_token(logits_V)
         for name, function, wants_prompt in () if self.failed else self.steps:
             before = (list(self._prompt),) if wants_prompt else ()
             try:
@@ -157,7 +157,7 @@ class _Row:
                 break
         if self.failed:
             return torch.full_like(logits_V, -torch.inf)
-        if self.request_id and choices > 1 and _finite(processed_V) == 1:
+        if self.request_id and _only_token(processed_V) not in (None, only):
             places = [*_forced.get(self.request_id, ()), len(self.sampled)]
             _keep(_forced, self.request_id, places, _MOST_FORCED)
         return processed_V
@@ -167,9 +167,9 @@ class _Row:
         _keep(_failures, self.request_id, why, _MOST_FAILURES)
 
 
-def _finite(logits_V: torch.Tensor) -> int:
-    """Return the number of tokens that can be sampled."""
-    return int(torch.isfinite(logits_V).sum())
+def _only_token(logits_V: torch.Tensor) -> int | None:
+    """Return the only token that can be sampled; None if there are several."""
+    return int(logits_V.argmax()) if int(torch.isfinite(logits_V).sum()) == 1 else None
 
 
 def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
