@@ -32,10 +32,10 @@ class Worker:
         """Work."""
         EVENTS.append(f"{self.name} works")
         WORKING[self.name].set()
-        if self.name == "slow":  # until the other one's next turn has been decoded
-            went_on = DECODED.wait(HELD_UP)
-        else:  # so that its next turn begins while the slow tool runs
-            went_on = WORKING["slow"].wait(HELD_UP)
+        # The quick one ends once the slow one works, and that once the quick one's next turn, which
+        # can only begin then, has been decoded.
+        awaited = {"quick": WORKING["slow"], "slow": DECODED}[self.name]
+        went_on = awaited.wait(HELD_UP)
         EVENTS.append(f"{self.name} ends")
         return "done" if went_on else "held up"
 
