@@ -1,6 +1,8 @@
 """Logits processors as users write them, for `test_logits_processors`."""
 
+import os
 import time
+from pathlib import Path
 from subprocess import run  # noqa: F401 (what a module imports is not what it offers)
 from typing import Any
 
@@ -84,6 +86,17 @@ def calculator(tokenizer: Any) -> FunctionProcessor:
     return FunctionProcessor(
         tokenizer, {"add": add}, "<call>", "</call>", "<result>", "</result>", timeout=60.0
     )
+
+
+def writer(tokenizer: Any, path: str) -> FunctionProcessor:
+    """Answers `<call>write()</call>` with its process's id, and notes it in a file."""
+
+    def write() -> int:
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return os.getpid()
+
+    return FunctionProcessor(tokenizer, {"write": write}, "<call>", "</call>", "<r>", "</r>")
 
 
 class Spells:
