@@ -325,6 +325,19 @@ async def test_the_engines_failure_is_the_samplers_and_leaving_ends_what_runs(
         _ = [t async for t in sampling(dead, "endless")]
 
 
+def test_the_key_of_a_sampler_is_its_loop(make_config: Callable[..., Config]) -> None:
+    """It sets the loop; another loop, and a loop without it, are mistakes."""
+    rollout = {"sampler": "a:b"}
+    assert make_config(rollout=rollout).rollout.loop == "sampler"
+    for keys, said in (
+        ({**rollout, "loop": "single_turn"}, "loop single_turn does not use sampler: set loop to"),
+        ({"loop": "sampler"}, "loop sampler needs sampler: package.module:name, a RolloutSampler"),
+        ({"sampler": "a.b"}, "sampler must be package.module:name, not 'a.b'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            make_config(rollout=keys)
+
+
 def test_a_masked_id_is_not_trained() -> None:
     """A mask of 0 on sampled ids makes them context, as a forced token."""
     trajectory = Trajectory("p")

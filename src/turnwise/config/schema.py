@@ -170,6 +170,11 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
     own_keys = {key: f"engine.{key}" for key in EngineConfig.model_fields} | VLLM_NAMES
     for key in own_keys.keys() & engine.vllm_args.keys():
         yield f"engine.vllm_args.{key} has its own key: set {own_keys[key]} instead"
+    if "logprobs_mode" in engine.vllm_args:
+        yield (
+            "engine.vllm_args.logprobs_mode: training needs the log-probs of the distribution that "
+            "was sampled from, processed_logprobs, which engines use: remove it"
+        )
     allowed = engine.logits_processors_allowed
     for key, sampling in (("sampling", config.sampling), ("eval.sampling", config.eval.sampling)):
         for one in sampling.logits_processors:

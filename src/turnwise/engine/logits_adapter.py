@@ -101,10 +101,11 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             for call in chosen:
                 name = name_of(call)
                 processor, module = load_object(name, "logits_processors"), name.partition(":")[0]
-                if callable(processor) and getattr(processor, "__module__", None) != module:
+                home = getattr(processor, "__module__", None)
+                if callable(processor) and home != module:
                     raise InputError(
                         f"the logits processor {name} is refused: {module} imports it and does not "
-                        "define it"
+                        f"define it; name it in {home}"
                     )
                 row.steps.append(self._step(call, processor))
         except InputError as error:
