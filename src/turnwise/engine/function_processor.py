@@ -6,6 +6,8 @@ calls between `rollout.call_start` and `rollout.call_end`, and runs them beside 
 """
 
 import ast
+import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +20,7 @@ from turnwise.errors import InputError, describe_error
 if TYPE_CHECKING:
     import torch
 
+_BARE = {"add_special_tokens": False}
 _MOST_CHARS = 8192  # longest result; the rest is cut off
 _MARGIN = 8
 """Tokens looked at for the closing tag beyond one for each of its characters."""
@@ -92,9 +95,10 @@ class FunctionProcessor:
         self._tokenizer = tokenizer
         self._functions = dict(function_map)
         self._tags = start_tag, end_tag
-        self._result_tags = [
-            tokenizer.encode(tag, add_special_tokens=False) for tag in (result_start, result_end)
-        ]
+        self._result_tags = [tokenizer.encode(tag, **_BARE) for tag in (result_start, result_end)]
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        longest = sorted(map(re.escape, special), key=len, reverse=True)
+        self._special = re.compile("|".join(longest) or r"(?!)")
         self._timeout = timeout
         self._forced: deque[int] = deque()  # ids of a result that are still to come
         self._start = 0  # number of ids before the text in which a call may be
@@ -153,13 +157,10 @@ class FunctionProcessor:
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a result, in which no special token is one."""
-        try:
-            ids: list[int] = self._tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=True
-            )
-        except TypeError:  # a tokenizer that is not of Transformers
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        edges = [found.start() + 1 for found in self._special.finditer(text)]
+        parts = itertools.pairwise([0, *edges, len(text)])
+        pieces = (text[start:end] for start, end in parts)
+        return [id for each in pieces for id in self._tokenizer.encode(each, **_BARE)]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -36,7 +36,8 @@ def __getattr__(name: str) -> object:
     # The base class of another one of them is part of that.
     own = [one for one in kinds if not any(one in kind.__mro__[1:] for kind in kinds)]
     for kind in own[1:]:
-        if taken := [n for n in dir(kind) if hasattr(own[0], n) and not n.startswith("__")]:
+        names = [name for name in dir(kind) if not name.startswith(("__", "_abc_"))]
+        if taken := [name for name in names if hasattr(own[0], name)]:
             raise InputError(f"{KEY}: {kind.__name__}.{taken[0]} is a name that Turnwise uses")
-    made = globals()[name] = type(own[0].__name__, tuple(own), {})
+    made = globals()[name] = type(own[0].__name__, tuple(own), {"__module__": __name__})
     return made

@@ -155,7 +155,7 @@ class SamplerLoop:
             key="rollout.trajectory_timeout",
         )
         params = await run_in_thread(vllm_params, contexts[0].sampling)
-        llm = LLM(contexts, params)
+        llm = LLM(contexts, params.clone())  # the user may change the other
         prompts = [[dict(message) for message in context.problem] for context in contexts]
         try:
             if path not in self._samplers:
