@@ -282,7 +282,8 @@ class LLM:
         """Return the calls of one prompt as vLLM would, in copies, which the user may change."""
         from turnwise.internals import vllm  # seconds to import
 
-        template, outputs, first = self._context.template, [], calls[0]
+        template, first = self._context.template, calls[0]
+        outputs: list[Foreign] = []
         for index, call in enumerate(calls):
             done = call.completion
             text, stopped = _text_of(template, done.token_ids, params)
