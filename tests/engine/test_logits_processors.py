@@ -208,7 +208,7 @@ def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any
 def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an argument of a class or factory, beside others; a preempted request goes on."""
+    """As an argument of a class or factory; a preempted request goes on, and a boost forces."""
     loaded: list[object] = []
     monkeypatch.setattr(
         vllm, "cached_tokenizer_from_config", lambda model: loaded.append(model) or tokenizer
@@ -220,17 +220,17 @@ def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
     spell = {"qualname": named("Spells"), "kwargs": {"word": "cab"}}
     params = [
         SamplingParams(extra_args={EXTRA_ARG: {"request": f"r{n}", "processors": [one]}})
-        for n, one in enumerate([spell, {**spell, "kwargs": {"word": "x"}}, named("calculator")])
+        for n, one in enumerate([spell, named("boosts"), named("calculator")])
     ]
-    sampled: list[list[int]] = [[], [], []]
-    added = [(row, one, PROMPT, sampled[row]) for row, one in enumerate(params)]
+    added = [(row, one, PROMPT, []) for row, one in enumerate(params)]
     processors.update_state(BatchUpdate(3, removed=[], added=added, moved=[]))
     logits_3V = processors.apply(torch.zeros(3, len(tokenizer)))
     assert loaded == ["the model"]
     first = tokenizer.encode("cab", add_special_tokens=False)[0]
     assert logits_3V[0].isfinite().nonzero().flatten().tolist() == [first]
     assert logits_3V[2].isfinite().all()
-    assert (take_forced("r0"), take_forced("r0"), take_forced("r2")) == ([0], [], [])
+    taken = [take_forced(request) for request in ("r0", "r0", "r1", "r2")]
+    assert taken == [[0], [], [0], []]
     row = processors._rows[2]
     processors.update_state(BatchUpdate(2, removed=[2], added=[], moved=[]))
     back = [(2, params[2], PROMPT, [5, 6])]

@@ -4,8 +4,9 @@ A callable that raises fails only its own request. The sampler cannot end a requ
 logits are all set to minus infinity: the token's log-prob is then NaN, which `VllmEngine` treats as
 a failure, and it fetches the reason from here.
 
-A token is not sampled if a callable leaves no other: `VllmEngine` fetches the places of such tokens
-from here, and gives them the weight version `FORCED`.
+A token is not sampled if callables leave no other, by minus infinity or by a large boost:
+`VllmEngine` fetches the places of such tokens from here, and gives them the weight version
+`FORCED`.
 """
 
 import inspect
@@ -31,6 +32,9 @@ from turnwise.internals import vllm
 _Step = tuple[str, Callable[..., object], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
 _Value = TypeVar("_Value")
+FORCING_GAP = 50.0
+"""Difference of the highest logits from which on a processor that made it has forced the first: at
+a temperature of 2, too, all others have a probability of 1e-5 together."""
 _MOST_FAILURES = 1024
 _MOST_FORCED = 65_536  # requests, of which all but those in flight were aborted
 _MOST_LEFT = 1024
@@ -170,7 +174,8 @@ class _Row:
 
 def _only_token(logits_V: torch.Tensor) -> int | None:
     """Return the only token that can be sampled; None if there are several."""
-    return int(logits_V.argmax()) if int(torch.isfinite(logits_V).sum()) == 1 else None
+    (first, second), (token, _) = (each.tolist() for each in logits_V.topk(2))
+    return int(token) if first - second > FORCING_GAP else None
 
 
 def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:

@@ -63,6 +63,7 @@ _DEATH_CHECK_SECONDS = 0.5
 _GRACE_SECONDS = 5.0  # time after the workers' own deadlines, whose errors are more specific
 _STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
 _LOOK_SECONDS = 2.0  # time in which an engine that computes uses a tenth of a core at the least
+_CERTAIN = -1e-4  # log-prob above which a token may have been forced
 _SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
 """Errors that workers reply with, by their names."""
@@ -71,7 +72,7 @@ _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpd
 class _Forced:
     """The tokens of one request that were not sampled, because a processor left no other.
 
-    Their log-prob is 0, which that of a sampled token may be too: only the engine's process knows.
+    Their log-prob is about 0, which that of a sampled token may be too: the engine's process knows.
     """
 
     def __init__(self, possible: bool) -> None:
@@ -83,7 +84,7 @@ class _Forced:
     def may_be_in(self, chunk: Chunk) -> bool:
         """Return whether the engine's process has to be asked about a chunk."""
         return self._possible and any(
-            logprob == 0.0 and self._start + place not in self.places
+            logprob > _CERTAIN and self._start + place not in self.places
             for place, logprob in enumerate(chunk.logprobs)
         )
 
