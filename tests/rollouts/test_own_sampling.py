@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import turnwise
-from tests.test_cli import metrics_of, write_config
-from tests.test_cli import turnwise as command
 from turnwise.config import Config
 from turnwise.trajectory import audit, read_jsonl
 
@@ -57,6 +55,9 @@ def test_a_run_trains_what_the_users_sampler_and_processor_left_to_the_model(
     make_config: Callable[..., Config], tmp_path: Path, tokenizer: Any
 ) -> None:
     """Every trained token was sampled, with the trainer's own log-prob; the remark never is."""
+    from tests.test_cli import metrics_of, write_config  # the engine imports this file, too
+    from tests.test_cli import turnwise as command
+
     done = command(
         *("train", write_config(make_config, tmp_path)),
         f"rollout.sampler={HERE}:TwoRounds",

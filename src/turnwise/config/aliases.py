@@ -85,6 +85,7 @@ ALIASES = {
         "engine.pipeline_parallel_size": "pipeline_model_parallel_size",
         "engine.routing_replay": "enable_routing_replay",
         "engine.tensor_parallel_size": "tensor_model_parallel_size",
+        "engine.vllm_args": "worker_extension_cls",
         "environment": "env",
         "environment_args": "env_args env_config env_kwargs",
         "eval.every": "eval_episode_interval eval_freq eval_interval eval_steps test_freq",

@@ -27,7 +27,14 @@ from turnwise.engine.adapters import (
     EngineAdapters,
     key_of,
 )
-from turnwise.engine.logits_processors import ADAPTER, EXTRA_ARG, name_of, with_request
+from turnwise.engine.logits_processors import (
+    ADAPTER,
+    EXTRA_ARG,
+    SETTINGS,
+    Call,
+    name_of,
+    with_request,
+)
 from turnwise.engine.protocol import (
     FORCED,
     PAUSE_MODES,
@@ -166,11 +173,13 @@ class VllmEngine:
             arguments["weight_transfer_config"] = config
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
+        self._processes = self._adapted and bool(arguments["additional_config"][SETTINGS]["always"])
+        """Whether callables process the logits of every request."""
         self._llm = start_llm(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        params = sampling_params(request.sampling, request.seed)
+        params, calls = sampling_params(request.sampling, request.seed), list[Call]()
         if self._adapted or EXTRA_ARG in (params.extra_args or {}):
             params.extra_args, calls = with_request(params.extra_args, request.id, self._allowed)
             for name in {*map(name_of, calls)} - self._loaded:
@@ -186,7 +195,7 @@ class VllmEngine:
                 inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
                 watching = partial(self._moving, f"with request {request.id} waiting")
                 made = self._streams.chunks(inputs, params, request.id, adapter, watching)
-                forced = _Forced(self._adapted and self._extended)
+                forced = _Forced(self._extended and (self._processes or bool(calls)))
                 async with aclosing(made) as chunks:
                     async for chunk in chunks:
                         if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
