@@ -80,7 +80,9 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: vllm.BatchUpdate | None) -> None:
         if batch_update is not None:
+            # A row that leaves may be named only by the one that takes its place.
             gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
+            gone += [index for _, index, _ in batch_update.moved]
             for row in (self._rows[index] for index in gone if index in self._rows):
                 _keep(self._left, row.request_id, row, _MOST_LEFT)
         vllm.process_dict_updates(self._rows, batch_update, self._row)
