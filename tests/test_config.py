@@ -118,6 +118,12 @@ def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> 
 def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -> None:
     with pytest.raises(InputError, match=r"engine\.vllm_args\.swap_space is not supported"):
         load_config(file, ["engine.vllm_args={swap_space: 4}"])
+    with pytest.raises(
+        InputError, match=r"vllm_args\.max_model_len has its own key: set model\.max"
+    ):
+        load_config(file, ["engine.vllm_args={max_model_len: 64}"])
+    with pytest.raises(InputError, match=r"vllm_args\.logprobs_mode: training needs the log-probs"):
+        load_config(file, ["engine.vllm_args={logprobs_mode: raw_logprobs}"])
     assert load_config(file, ["engine.vllm_args={swap_space: 0}"]).engine.vllm_args == {}
 
 

@@ -153,6 +153,8 @@ def test_yaml_blocks_are_configurations(page: str) -> None:
                 *(("environment", part.environment or "") for part in config.parts().values()),
                 ("rollout.agent", config.rollout.agent or ""),
                 ("rollout.chat_scheduler", config.rollout.chat_scheduler or ""),
+                ("rollout.sampler", config.rollout.sampler or ""),
+                *(("engine.logits_processors", one) for one in config.engine.logits_processors),
                 *(
                     ("rollout.rewards", part.function or part.group_function or "")
                     for part in config.rollout.rewards

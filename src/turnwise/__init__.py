@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from turnwise.compat.skyrl_gym import SkyRLGym
     from turnwise.compat.textarena import TextArena
     from turnwise.config import Config, load_config
+    from turnwise.engine.function_processor import FunctionProcessor
     from turnwise.engine.vllm_engine import VllmEngine
     from turnwise.pipeline import (
         LLMServerManager,
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+    from turnwise.rollouts.batch_sampler import RolloutSampler
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
-    from turnwise.rollouts.sampler import RolloutSampler
+    from turnwise.rollouts.sampler import TrajectorySampler
     from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
@@ -81,6 +83,8 @@ _PUBLIC = {
     "tools": ("Tool",),
     "tools.mcp": ("MCPServer",),
     "rollouts.agent_loop": ("AgentLoop", "RolloutContext"),
+    "rollouts.batch_sampler": ("RolloutSampler",),
+    "engine.function_processor": ("FunctionProcessor",),
     # Your own training program.
     "pipeline": (
         *("Pipeline", "VLLMModule"),
@@ -90,7 +94,7 @@ _PUBLIC = {
     "serving.chat_scheduler": ("ChatCompletionScheduler",),
     "serving.colocated.host": ("WorkerHost",),
     "compat.verl": ("LLMServerManager",),
-    "rollouts.sampler": ("RolloutSampler",),
+    "rollouts.sampler": ("TrajectorySampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
@@ -108,6 +112,7 @@ __all__ = [
     "EngineError",
     "Environment",
     "ExactnessError",
+    "FunctionProcessor",
     "Gymnasium",
     "InputError",
     "LLMServerManager",
@@ -131,6 +136,7 @@ __all__ = [
     "TrainingResult",
     "Trajectory",
     "TrajectoryError",
+    "TrajectorySampler",
     "TurnwiseError",
     "VLLMModule",
     "ValueModule",

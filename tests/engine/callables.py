@@ -1,10 +1,14 @@
 """Logits processors as users write them, for `test_logits_processors`."""
 
+import os
 import time
+from pathlib import Path
 from subprocess import run  # noqa: F401 (what a module imports is not what it offers)
 from typing import Any
 
 import torch
+
+from turnwise.engine.function_processor import FunctionProcessor
 
 BANNED = 17
 
@@ -31,6 +35,12 @@ def only(logits: torch.Tensor, token: int) -> torch.Tensor:
     kept = torch.full_like(logits, -torch.inf)
     kept[token] = logits[token]
     return kept
+
+
+def boosts(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Forces one token as older processors do, in place."""
+    logits[9] = logits.max() + 1000.0
+    return logits
 
 
 class Count:
@@ -70,6 +80,56 @@ def computes(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     while not token_ids and time.monotonic() < end:
         logits = logits + 0.0
     return logits
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def calculator(tokenizer: Any) -> FunctionProcessor:
+    """Answers `<call>add(1, 2)</call>` inside the answer."""
+    return FunctionProcessor(
+        tokenizer, {"add": add}, "<call>", "</call>", "<result>", "</result>", timeout=60.0
+    )
+
+
+def writer(tokenizer: Any, path: str) -> FunctionProcessor:
+    """Answers `<call>write()</call>` with its process's id, and notes it in a file."""
+
+    def write() -> int:
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return os.getpid()
+
+    return FunctionProcessor(tokenizer, {"write": write}, "<call>", "</call>", "<r>", "</r>")
+
+
+class Spells:
+    """Spells a word; made with the engine's tokenizer."""
+
+    def __init__(self, word: str, tokenizer: Any) -> None:
+        self.ids = tokenizer.encode(word, add_special_tokens=False)
+
+    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return only(logits, self.ids[len(token_ids) % len(self.ids)])
+
+
+class Counter:
+    """An extension of vLLM's worker."""
+
+    def count_up(self, by: int = 1) -> int:
+        self.counted: int = getattr(self, "counted", 0) + by
+        return self.counted
+
+    def break_down(self) -> None:
+        raise ValueError("on purpose")
+
+
+class Clash:
+    """An extension with the name of a method of ours."""
+
+    def check_update(self) -> None: ...
 
 
 NOT_CALLABLE = 3

@@ -11,7 +11,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.sampler import RolloutSampler
+from turnwise.rollouts.sampler import TrajectorySampler
 from turnwise.run.commands import check_sampled
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
@@ -28,7 +28,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 def search(engine: WorkerHandle, config: Config, tokenizer: Any) -> Callable[..., Any]:
     async def search(**sampling: Any) -> list[Trajectory]:
         sampling = {"use_beam_search": True, "temperature": 0.5, **sampling}
-        sampler = RolloutSampler(engine, [TEXT], sampling, config=config, tokenizer=tokenizer)
+        sampler = TrajectorySampler(engine, [TEXT], sampling, config=config, tokenizer=tokenizer)
         found = [trajectory async for trajectory in sampler]
         return sorted(found, key=lambda trajectory: trajectory.sample_index)
 

@@ -17,16 +17,24 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from tests.engine.callables import BANNED
-from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig
-from turnwise.engine import Request, generate
-from turnwise.engine.logits_adapter import CallableProcessors, take_failure
+from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig, ServingConfig
+from turnwise.engine import Request, generate, worker_extensions
+from turnwise.engine.function_processor import FunctionProcessor
+from turnwise.engine.logits_adapter import CallableProcessors, take_failure, take_forced
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
+from turnwise.engine.protocol import FORCED
 from turnwise.engine.vllm_start import engine_arguments
-from turnwise.errors import InputError, StepError, TrajectoryError
-from turnwise.rollouts.sampler import RolloutSampler
+from turnwise.engine.worker_extensions import combined
+from turnwise.errors import InputError, StepError, TrajectoryError, TurnwiseError
+from turnwise.internals import vllm
+from turnwise.rollouts.sampler import TrajectorySampler
 from turnwise.serving.colocated.host import ActorPlacement
 from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.training.samples import make_samples
+from turnwise.trajectory import audit
+from turnwise.weights import WORKER_EXTENSION
 
 HERE = "tests.engine.callables"
 PROMPT = [30, 31, 32, 33]
@@ -50,6 +58,7 @@ def config(make_config: Callable[..., Config]) -> Config:
             "logits_processors": ["tests.forced_tokens:ForcedTokens", named("ban")],
             "metrics": False,
             "logits_processors_allowed": rf"{HERE}:(?!secret)\w+".replace(".", r"\."),
+            "vllm_args": {"worker_extension_cls": f"{HERE}.Counter"},
         },
     )
 
@@ -119,8 +128,152 @@ async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sam
     assert again.token_ids == PROMPT * 2
     assert again.logprobs == [0.0] * 8
     assert by_three.token_ids == [200 + 3 * i for i in range(8)]
+    assert by_three.weight_versions == [FORCED] * 8
+    assert even.weight_versions == plain.weight_versions == [0] * 24
     assert by_one.token_ids == [100 + i for i in range(8)]
     assert both.token_ids == [100]
+
+
+async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
+    worker: WorkerHandle, config: Config, tokenizer: Any
+) -> None:
+    """`FunctionProcessor` on the real engine: the call and what follows are samples."""
+
+    def ids(text: str) -> list[int]:
+        encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return encoded
+
+    call, rest = ids("Let me see. <call>add(20, 22)</call>"), ids(" It is 42.<|im_end|>")
+    result = [*ids("<result>"), *ids("42"), *ids("</result>")]
+    script = [*call, *[1] * len(result), *rest]  # the engine would sample ones
+    keys = {
+        **{"n": 2, "max_tokens": len(script), "logits_processors": [named("calculator")]},
+        "logits_processor_args": {"script": [script]},
+    }
+    single = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"loop": "single_turn"})}
+    )
+    sampler = TrajectorySampler(worker, ["20 + 22?"], keys, config=single, tokenizer=tokenizer)
+    trajectories = [trajectory async for trajectory in sampler]
+    assert len(trajectories) == 2
+    for trajectory in trajectories:
+        assert audit(trajectory).first_violation is None
+        assert [turn.completion_token_ids for turn in trajectory.turns] == [call, rest]
+        assert trajectory.turns[1].added_token_ids == result
+        (sample,) = trajectory.samples()
+        masks = [[1] * len(call), [0] * len(result), [1] * len(rest)]
+        assert sample.response_mask[-len(script) :] == [one for part in masks for one in part]
+        assert sample.token_ids[-len(script) :] == [*call, *result, *rest]
+        assert "<result>42</result> It is 42." in trajectory.final_text
+    samples = make_samples(sampler.groups, config, version=0).report
+    assert samples.tokens_sampled == samples.masked["no_signal"] == 2 * len([*call, *rest])
+
+
+def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any) -> None:
+    """Keywords, text without a call, errors, and results that hold special tokens."""
+    functions: dict[str, Callable[..., object]] = {
+        "add": lambda a, b=1: a + b,
+        "end": lambda: "<|im_end|>",
+        "fail": list[int]().pop,
+    }
+    first = FunctionProcessor(tokenizer, functions, "<call>", "</call>", "[", "]", timeout=60.0)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def answered(said: str) -> str:
+        processor, ids = first.clone(), list[int]()
+        for token in tokenizer.encode(said, add_special_tokens=False):
+            assert processor(ids, torch.zeros(len(tokenizer))).isfinite().all()
+            ids.append(token)
+        start = len(ids)
+        while (logits_V := processor(ids, torch.zeros(len(tokenizer)))).isinf().any():
+            (token,) = logits_V.isfinite().nonzero().flatten().tolist()
+            ids.append(token)
+        assert end not in ids[start:]
+        return str(tokenizer.decode(ids[start:], skip_special_tokens=False))
+
+    assert answered("So <call>add(2, b=3)</call>") == "[5]"
+    assert answered("<call> add(-2) </call>") == "[-1]"
+    assert answered("no call</call>") == answered("<call>add(1)") == ""
+    assert answered("<call>end()</call>") == "[<|im_end|>]"
+    assert answered("<call>sub(1, 2)</call>").startswith("[Error: there is no function sub; func")
+    assert answered("<call>add(1</call>").startswith("[Error: write one call such as name(1, 2), ")
+    assert answered("<call>add(x)</call>").startswith("[Error: write one call")
+    assert answered("<call>fail()</call>").startswith("[Error: IndexError: pop from empty list")
+    with pytest.raises(InputError, match="start_tag and end_tag must not be empty"):
+        FunctionProcessor(tokenizer, {}, "", "")
+    with pytest.raises(InputError, match="x in function_map is no function"):
+        FunctionProcessor(tokenizer, {"x": 3})  # type: ignore[dict-item]
+
+
+def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an argument of a class or factory; a preempted request goes on, and a boost forces."""
+    loaded: list[object] = []
+    monkeypatch.setattr(
+        vllm, "cached_tokenizer_from_config", lambda model: loaded.append(model) or tokenizer
+    )
+    settings = {SETTINGS: {"always": [], "allowed": "tests[.].*"}}
+    given = SimpleNamespace(additional_config=settings, model_config="the model")
+    processors = CallableProcessors(given, "cpu", False)
+    assert loaded == []
+    spell = {"qualname": named("Spells"), "kwargs": {"word": "cab"}}
+    params = [
+        SamplingParams(extra_args={EXTRA_ARG: {"request": f"r{n}", "processors": [one]}})
+        for n, one in enumerate([spell, named("boosts"), named("calculator")])
+    ]
+    added = [(row, one, PROMPT, []) for row, one in enumerate(params)]
+    processors.update_state(BatchUpdate(3, removed=[], added=added, moved=[]))
+    logits_3V = processors.apply(torch.zeros(3, len(tokenizer)))
+    assert loaded == ["the model"]
+    first = tokenizer.encode("cab", add_special_tokens=False)[0]
+    assert logits_3V[0].isfinite().nonzero().flatten().tolist() == [first]
+    assert logits_3V[2].isfinite().all()
+    taken = [take_forced(request) for request in ("r0", "r0", "r1", "r2")]
+    assert taken == [[0], [], [0], []]
+    row = processors._rows[2]
+    processors.update_state(BatchUpdate(2, removed=[2], added=[], moved=[]))
+    back = [(2, params[2], PROMPT, [5, 6])]
+    processors.update_state(BatchUpdate(3, removed=[], added=back, moved=[]))
+    assert processors._rows[2] is row
+    assert row.sampled == [5, 6]
+
+
+async def test_a_worker_extension_of_the_users_stands_beside_ours(worker: WorkerHandle) -> None:
+    """`collective_rpc` calls it, and weight updates still work; an error is its caller's."""
+    assert await worker.collective_rpc("count_up") == [1]
+    assert await worker.collective_rpc("count_up", args=(2,)) == [3]
+    assert await worker.collective_rpc("count_up", kwargs={"by": 4}) == [7]
+    (answer,) = await worker.collective_rpc("report_device_id")
+    assert answer["device"]
+    for method, why in (("break_down", "on purpose"), ("no_such", "no_such")):
+        with pytest.raises(TurnwiseError, match=f"{method} failed: .*{why}"):
+            await worker.collective_rpc(method)
+    await worker.check_health()
+    scheduler = Scheduler(ServingConfig(), 60.0)
+    scheduler.add("worker-0", worker)
+    assert await scheduler.collective_rpc("count_up", args=(10,)) == [17]
+
+
+def test_a_worker_extension_that_does_not_fit_is_one_sentence(
+    make_config: Callable[..., Config],
+) -> None:
+    """A class that is not there, one with our names, and arguments with a key of ours."""
+    assert combined("a.b.C") == "a.b.C"
+    with pytest.raises(InputError, match=r"worker_extension_cls: no_such cannot be imported"):
+        combined(WORKER_EXTENSION, "no_such.Class")
+    with pytest.raises(InputError, match=f"worker_extension_cls: {HERE}.add is no class"):
+        combined(WORKER_EXTENSION, f"{HERE}:add")
+    name = combined(WORKER_EXTENSION, f"{HERE}.Clash").rpartition(".")[2]
+    with pytest.raises(InputError, match=r"Clash\.check_update is a name that Turnwise uses"):
+        getattr(worker_extensions, name)
+    good = combined(WORKER_EXTENSION, f"{HERE}.Counter").rpartition(".")[2]
+    made = getattr(worker_extensions, good)
+    assert made is getattr(worker_extensions, good)
+    assert {"count_up", "check_update"} <= set(dir(made))
+    for key, own in (("seed", "seed"), ("weight_transfer_config", "weights.transport")):
+        with pytest.raises(InputError, match=f"vllm_args.{key} has its own key: set {own} instead"):
+            make_config(engine={"vllm_args": {key: 1}})
 
 
 @pytest.mark.parametrize(
@@ -216,9 +369,9 @@ async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
 ) -> None:
     """By `sampling.logits_processors`; a failure is counted by its reason."""
 
-    def sampler(name: str) -> RolloutSampler:
+    def sampler(name: str) -> TrajectorySampler:
         chosen = {"n": 3, "logits_processors": [named(name)]}
-        return RolloutSampler(worker, ["Hello."], chosen, config=config, tokenizer=tokenizer)
+        return TrajectorySampler(worker, ["Hello."], chosen, config=config, tokenizer=tokenizer)
 
     trajectories = [trajectory async for trajectory in sampler("even")]
     ids = [i for t in trajectories for turn in t.turns for i in turn.completion_token_ids]

@@ -315,6 +315,9 @@ JSON_CALL = '<do>{"name": "double", "arguments": {"x": 4}}</do>'
     ("said", "options", "event", "shown"),
     [
         ("so " + JSON_CALL, {}, "tool_call", "8"),
+        ("so <do>double(4)</do>", {}, "tool_call", "8"),
+        ("<do> double(x=4) </do>", {}, "tool_call", "8"),
+        ("<do>double(4, 5)</do>", {}, "tool_malformed", "write one JSON object"),
         ("<do>{'name'}</do>", {}, "tool_malformed", "write one JSON object"),
         ("4</do>", {}, "tool_malformed", "between <do> and </do>"),
         ("<do>x</do>", {"call_tool": "nap"}, "rollout.call_tool: nap must have one", None),

@@ -20,7 +20,7 @@ from turnwise.errors import InputError
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.observe.trackers import Trackers
-from turnwise.rollouts import Batch, Group, Problem, ProblemStream, RolloutSampler, Runner
+from turnwise.rollouts import Batch, Group, Problem, ProblemStream, Runner, TrajectorySampler
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.rollouts.evaluation import evaluate
@@ -395,14 +395,14 @@ def test_what_cannot_be_loaded_names_the_environment(several: Config, tokenizer:
 
 
 async def test_texts_of_a_program_need_no_environment(several: Config, tokenizer: Any) -> None:
-    sampler = RolloutSampler(
+    sampler = TrajectorySampler(
         Talking(vocab_size=256), ["Hello"], {"n": 1}, config=several, tokenizer=tokenizer
     )
     assert len([trajectory async for trajectory in sampler]) == 1
 
 
 async def test_a_batch_of_a_program_has_one_environment(several: Config, tokenizer: Any) -> None:
-    sampler = RolloutSampler(
+    sampler = TrajectorySampler(
         Talking(vocab_size=256), [{"wish": "tea"}], config=several, tokenizer=tokenizer
     )
     with pytest.raises(InputError, match="prompt:1 has no environment: environments has shop, su"):

@@ -16,6 +16,7 @@ from tests.serving.test_fleet import reference_logprobs, serve
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
+from turnwise.engine.protocol import FORCED
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
@@ -52,7 +53,10 @@ class Counted:
 
 @pytest.fixture(scope="module")
 async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncIterator[Fleet]:
-    engine = make_config().engine.model_dump() | {"tensor_parallel_size": 2}
+    engine = make_config().engine.model_dump() | {
+        "tensor_parallel_size": 2,
+        "logits_processors_allowed": "tests[.]engine[.]callables:writer",
+    }
     config = make_config(
         engine=engine,
         serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
@@ -123,6 +127,37 @@ async def test_a_tool_runs_once_whatever_the_number_of_shards(
     )
     assert [t.events for t in group.trajectories] == [{"tool_call": 2}] * 4
     assert sorted(calls) == [1] * 4 + [2] * 4
+
+
+async def test_a_function_inside_an_answer_runs_once_whatever_the_number_of_shards(
+    fleet: Fleet, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Its result, which each shard would have another of, is the same for all."""
+
+    def ids(text: str) -> list[int]:
+        encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return encoded
+
+    _, manager = fleet
+    file = tmp_path / "calls"
+    said = ids("<call>write()</call>")
+    script = [*said, *[1] * 60]  # ones, but for the result's tokens
+    sampling = SamplingConfig(
+        max_tokens=len(script),
+        ignore_eos=True,
+        logits_processor_args={"script": [script]},
+        logits_processors=[
+            {"qualname": "tests.engine.callables:writer", "kwargs": {"path": str(file)}}
+        ],
+    )
+    worker = manager.engines[0]
+    completion = await generate(worker, Request([5, 6, 7], sampling, "written"))
+    (pid,) = file.read_text().split()
+    assert int(pid) in {shard.pid for shard in await shards(worker)}
+    result = [*ids("<r>"), *ids(pid), *ids("</r>")]
+    assert completion.token_ids[: len(said) + len(result)] == [*said, *result]
+    forced = [place for place, v in enumerate(completion.weight_versions) if v == FORCED]
+    assert forced == [*range(len(said), len(said) + len(result))]
 
 
 @pytest.mark.slow  # deaths of engines: test_fleet.py, test_deaths.py

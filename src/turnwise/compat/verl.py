@@ -12,6 +12,7 @@ from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
+from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from turnwise.weights.transport import Manifest
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
+_GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
 
 
 class LLMServerManager:
@@ -159,6 +161,20 @@ class LLMServerManager:
         work = partial(self._thread.opened[0].wake_up, tags)
         self._thread.call(work, self.config.engine.request_timeout, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: JsonObject | None = None,
+    ) -> list[Foreign]:
+        """Call a method of all engines' workers, such as one of the class that
+        `engine.vllm_args.worker_extension_cls` names; see `VllmEngine.collective_rpc`."""
+        rpc = self._thread.opened[0].scheduler.collective_rpc
+        work = partial(rpc, method, timeout, args, kwargs)
+        seconds = (timeout or self.config.engine.request_timeout) + _GRACE_SECONDS
+        return self._thread.call(work, seconds, f"the engines to answer {method}")
 
     def _check_awake(self) -> None:
         if self._asleep:

@@ -57,6 +57,18 @@ def asks_for_nothing(key: str, value: object) -> bool:
     return value in (None, False, 0, "", [], "None") or value == _NEUTRAL.get(key)
 
 
+VLLM_NAMES = {
+    "dtype": "model.dtype",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "max_model_len": "model.max_length",
+    "model": "model.path",
+    "seed": "seed",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "weight_transfer_config": "weights.transport",
+}
+"""Keys here of vLLM's arguments that have another name."""
+
 ALIASES = {
     name: key
     for key, names in {
@@ -90,6 +102,7 @@ ALIASES = {
         "engine.pipeline_parallel_size": "pipeline_model_parallel_size",
         "engine.routing_replay": "enable_routing_replay",
         "engine.tensor_parallel_size": "tensor_model_parallel_size",
+        "engine.vllm_args": "worker_extension_cls",
         "environment": "env",
         "environment_args": "env_args env_config env_kwargs",
         "eval.every": "eval_episode_interval eval_freq eval_interval eval_steps test_freq",
@@ -109,6 +122,7 @@ ALIASES = {
         "rollout.max_response_tokens": "max_response_length response_length",
         "rollout.prompts_per_step": "batch_size sample_per_episode train_batch_size",
         "rollout.rewards": "reward reward_fn reward_funcs",
+        "rollout.sampler": "rollout_sampler",
         "sampling.max_tokens": "max_completion_length max_new_tokens new_token_limit",
         "sampling.n": "group_size num_generations num_inference_per_prompt num_rollouts "
         "num_samples rollout_n",

@@ -18,8 +18,16 @@ from turnwise.config.base import (
 )
 from turnwise.config.data import RowsConfig
 
-LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler", "self_play")
+LOOP_NAMES = (
+    *("tool_calling", "single_turn", "interleaved"),
+    *("agent", "chat_scheduler", "self_play", "sampler"),
+)
 """Names of the built-in agent loops, which `rollout.loops` implements."""
+_LOOP_KEYS = {
+    "chat_scheduler": "package.module:Class, a ChatCompletionScheduler",
+    "sampler": "package.module:name, a RolloutSampler",
+}
+"""Loops with a key of their own name, and what it names."""
 Loop = Annotated[
     str,
     must(
@@ -160,8 +168,8 @@ class RolloutConfig(Section):
     """Agent loop, tools, rewards and limits."""
 
     loop: Loop = "tool_calling"
-    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, self_play, or
-    package.module:Class."""
+    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, self_play,
+    sampler, or package.module:Class."""
     agent: str | None = None
     """For loop agent: a package.module:function, a command, the URL of an endpoint
     (http://host/run), or "worker: COMMAND" for a long-lived process, that receives an OpenAI base
@@ -170,6 +178,10 @@ class RolloutConfig(Section):
     """package.module:Class or package.module.Class, a ChatCompletionScheduler of which one instance
     conducts the conversations of all trajectories: its generate_sequences is called for each.
     Setting it also sets loop to chat_scheduler."""
+    sampler: str | None = None
+    """package.module:name, a RolloutSampler: a function (llm, prompts, sampling_params), or an
+    object with a method generate of these, that samples the answers to all prompts of a step at
+    once. Setting it also sets loop to sampler."""
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""
@@ -240,13 +252,15 @@ class RolloutConfig(Section):
     """For loop interleaved: the text that closes a call, such as </code>; set with call_start."""
     call_tool: str | None = None
     """For loop interleaved: the tool that receives the text between call_start and call_end as its
-    only argument; null parses the text as a JSON object with name and arguments."""
+    only argument; null parses the text as a JSON object with name and arguments, or as a call such
+    as add(1, 2)."""
 
     @model_validator(mode="before")
     @classmethod
-    def _loop_of_chat_scheduler(cls, tree: object) -> object:
-        if isinstance(tree, dict) and tree.get("chat_scheduler") and tree.get("loop") is None:
-            return {**tree, "loop": "chat_scheduler"}
+    def _loop_of_key(cls, tree: object) -> object:
+        for name in _LOOP_KEYS:
+            if isinstance(tree, dict) and tree.get(name) and tree.get("loop") is None:
+                return {**tree, "loop": name}
         return tree
 
     def mistakes(self) -> Iterator[str]:
@@ -265,13 +279,14 @@ class RolloutConfig(Section):
                         f"{name}: its timeout ({code.timeout:g}) must be shorter than tool_timeout "
                         f"({self.tool_timeout:g})"
                     )
-        if self.chat_scheduler and self.loop != "chat_scheduler":
-            yield f"loop {self.loop} does not use chat_scheduler: set loop to chat_scheduler"
-        if self.loop == "chat_scheduler" and not self.chat_scheduler:
-            yield (
-                "loop chat_scheduler needs chat_scheduler: package.module:Class, a "
-                "ChatCompletionScheduler"
-            )
+        for name, kind in _LOOP_KEYS.items():
+            given: str | None = getattr(self, name)
+            if given and self.loop != name:
+                yield f"loop {self.loop} does not use {name}: set loop to {name}"
+            if self.loop == name and not given:
+                yield f"loop {name} needs {name}: {kind}"
+        if self.sampler and ":" not in self.sampler:
+            yield f"sampler must be package.module:name, not {self.sampler!r}"
         if self.chat_scheduler and ":" not in self.chat_scheduler:
             yield f"chat_scheduler must be package.module:Class, not {self.chat_scheduler!r}"
 

@@ -11,7 +11,7 @@ from turnwise.config.algorithm import (
     TrainingConfig,
     TrajectoriesConfig,
 )
-from turnwise.config.aliases import REPLACED_KEYS
+from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
@@ -150,11 +150,9 @@ class Config(Section):
                     f"environments: the name {name!r} must have letters, digits, _ and - only: "
                     "problems, metrics and files are named by it"
                 )
-            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
-                yield (
-                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
-                    "package.module:Class"
-                )
+            for key in ("chat_scheduler", "sampler"):
+                if entry.loop == key and not getattr(self.rollout, key):
+                    yield f"environments.{name}.loop {key} needs rollout.{key}"
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
 
@@ -177,8 +175,14 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
         )
     for key in REPLACED_KEYS.keys() & engine.vllm_args.keys():
         yield f"engine.vllm_args.{key} is not supported: {REPLACED_KEYS[key]}"
-    for key in EngineConfig.model_fields.keys() & engine.vllm_args.keys():
-        yield f"engine.vllm_args.{key} has its own key: set engine.{key} instead"
+    own_keys = {key: f"engine.{key}" for key in EngineConfig.model_fields} | VLLM_NAMES
+    for key in own_keys.keys() & engine.vllm_args.keys():
+        yield f"engine.vllm_args.{key} has its own key: set {own_keys[key]} instead"
+    if "logprobs_mode" in engine.vllm_args:
+        yield (
+            "engine.vllm_args.logprobs_mode: training needs the log-probs of the distribution that "
+            "was sampled from, processed_logprobs, which engines use: remove it"
+        )
     allowed = engine.logits_processors_allowed
     for key, sampling in (("sampling", config.sampling), ("eval.sampling", config.eval.sampling)):
         for one in sampling.logits_processors:

@@ -55,8 +55,10 @@ class EngineConfig(Section):
     """Number of CPU threads of the engine; more than one per core is slower."""
     logits_processors: list[str] = []
     """Logits processors for every request, each as package.module:name: a callable (token_ids,
-    logits) -> logits, or a vLLM logits processor class; classes run first. The engine's log-probs
-    are those of the processed distribution, the trainer's those of the unprocessed model."""
+    logits) -> logits, a class or function that makes one, which gets the engine's tokenizer if it
+    has a parameter of this name, or a vLLM logits processor class; these run first. The engine's
+    log-probs are those of the processed distribution, the trainer's those of the unprocessed model.
+    A token to which a callable leaves no alternative is not trained."""
     logits_processors_allowed: Annotated[str, AfterValidator(_pattern)] | None = None
     """Regular expression for the names (package.module:function) that requests and `sampling` may
     list in `logits_processors`; it must match the whole name. Clients can call anything in a
@@ -76,7 +78,9 @@ class EngineConfig(Section):
         Tree,
         AfterValidator(lambda own: {k: v for k, v in own.items() if not asks_for_nothing(k, v)}),
     ] = {}
-    """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}, or
+    {worker_extension_cls: package.module.Class} for methods of your own in vLLM's workers, which
+    collective_rpc calls."""
 
     @property
     def devices(self) -> int:

@@ -6,6 +6,7 @@ import contextvars
 import errno
 import functools
 import gc
+import os
 import queue
 import threading
 import time
@@ -161,6 +162,7 @@ def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = T
 
 _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 """Inboxes of idle threads, reused because starting a thread blocks the event loop for a moment."""
+os.register_at_fork(after_in_child=_idle_threads.clear)  # they are the parent's
 
 
 def start_in_thread(work: Callable[[], None]) -> None:

@@ -3,13 +3,20 @@
 A callable that raises fails only its own request. The sampler cannot end a request, so the row's
 logits are all set to minus infinity: the token's log-prob is then NaN, which `VllmEngine` treats as
 a failure, and it fetches the reason from here.
+
+A token is not sampled if callables leave no other, by minus infinity or by a large boost:
+`VllmEngine` fetches the places of such tokens from here, and gives them the weight version
+`FORCED`.
 """
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 
+from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
 from turnwise.engine.logits_processors import (
     EXTRA_ARG,
@@ -24,13 +31,26 @@ from turnwise.internals import vllm
 
 _Step = tuple[str, Callable[..., object], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
+_Value = TypeVar("_Value")
+FORCING_GAP = 50.0
+"""Difference of the highest logits from which on a processor that made it has forced the first: at
+a temperature of 2, too, all others have a probability of 1e-5 together."""
 _MOST_FAILURES = 1024
+_MOST_FORCED = 65_536  # requests, of which all but those in flight were aborted
+_MOST_LEFT = 1024
 _failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
+_forced: dict[str, list[int]] = {}
+"""Places of tokens that were not sampled, by request, until they are read."""
 
 
 def take_failure(request_id: str) -> str:
     """Remove and return the reason why a request's processor failed; "" when none did."""
     return _failures.pop(request_id, "")
+
+
+def take_forced(request_id: str) -> list[int]:
+    """Remove and return the places, from 0, of a request's tokens that were not sampled."""
+    return _forced.pop(request_id, [])
 
 
 class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
@@ -40,16 +60,31 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self, vllm_config: vllm.VllmConfig, device: torch.device, is_pin_memory: bool
     ) -> None:
         settings = vllm_config.additional_config[SETTINGS]
+        self._config = vllm_config
         self._always: list[str] = settings["always"]
         self._allowed: str | None = settings["allowed"]
         self._rows: dict[int, _Row] = {}
+        self._left: dict[str, _Row] = {}
+        """The last rows that left the batch, by request: one that was preempted comes back."""
         for name in self._always:
-            load_object(name, KEY)
+            if _takes_tokenizer(load_object(name, KEY)):
+                _ = self._tokenizer  # now, and not while requests wait
+
+    @cached_property
+    def _tokenizer(self) -> Foreign:
+        """The engine's tokenizer, for processors that ask for it; loaded once in each process."""
+        return vllm.cached_tokenizer_from_config(self._config.model_config)
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: vllm.BatchUpdate | None) -> None:
+        if batch_update is not None:
+            # A row that leaves may be named only by the one that takes its place.
+            gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
+            gone += [index for _, index, _ in batch_update.moved]
+            for row in (self._rows[index] for index in gone if index in self._rows):
+                _keep(self._left, row.request_id, row, _MOST_LEFT)
         vllm.process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -61,22 +96,45 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self, params: vllm.SamplingParams, prompt: list[int] | None, sampled: list[int]
     ) -> "_Row | None":
         given = (params.extra_args or {}).get(EXTRA_ARG) or {}
-        row = _Row(str(given.get("request", "")), prompt or [], sampled)
+        request_id = str(given.get("request", ""))
+        if sampled and request_id and (before := self._left.pop(request_id, None)) is not None:
+            before.sampled = sampled  # its processors go on where they were
+            return before
+        row = _Row(request_id, prompt or [], sampled)
         try:  # what is allowed is checked here as well as in the server
             _, chosen = with_request(params.extra_args, "", self._allowed)
-            row.steps = [_step(name, load_object(name, KEY)) for name in self._always]
+            row.steps = [self._step(name, load_object(name, KEY)) for name in self._always]
             for call in chosen:
                 name = name_of(call)
                 processor, module = load_object(name, "logits_processors"), name.partition(":")[0]
-                if callable(processor) and getattr(processor, "__module__", None) != module:
+                home = getattr(processor, "__module__", None)
+                if callable(processor) and home != module:
                     raise InputError(
                         f"the logits processor {name} is refused: {module} imports it and does not "
-                        "define it"
+                        f"define it; name it in {home}"
                     )
-                row.steps.append(_step(call, processor))
+                row.steps.append(self._step(call, processor))
         except InputError as error:
             row.fail(str(error))
         return row if row.steps or row.failed else None
+
+    def _step(self, call: Call, processor: Foreign) -> _Step:
+        name = name_of(call)
+        given: JsonObject = {} if isinstance(call, str) else call
+        args, kwargs = given.get("args") or (), dict(given.get("kwargs") or {})
+        try:
+            if isinstance(call, dict) or isinstance(processor, type) or _is_factory(processor):
+                if _takes_tokenizer(processor, *args, **kwargs):
+                    kwargs["tokenizer"] = self._tokenizer
+                processor = processor(*args, **kwargs)
+            elif callable(clone := getattr(processor, "clone", None)):  # as in older vLLM
+                processor = clone()
+        except BaseException as error:
+            why = describe_error(ordinary_error(error))
+            raise InputError(f"the logits processor {name} cannot be made: {why}") from error
+        if not callable(processor):
+            raise InputError(f"the logits processor {name} is not callable")
+        return name, processor, len(_required(processor)) == 3
 
 
 class _Row:
@@ -85,16 +143,16 @@ class _Row:
     def __init__(self, request_id: str, prompt: list[int], sampled: list[int]) -> None:
         self.steps: list[_Step] = []
         self.failed = False
-        self._request_id = request_id
+        self.request_id = request_id
+        self.sampled = sampled  # vLLM's own list, which grows as tokens are sampled
         self._prompt = prompt
-        self._sampled = sampled  # vLLM's own list, which grows as tokens are sampled
 
     def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
-        processed_V = logits_V
+        processed_V, only = logits_V, _only_token(logits_V)
         for name, function, wants_prompt in () if self.failed else self.steps:
             before = (list(self._prompt),) if wants_prompt else ()
             try:
-                made = function(*before, list(self._sampled), processed_V)
+                made = function(*before, list(self.sampled), processed_V)
                 if not isinstance(made, torch.Tensor) or made.shape != logits_V.shape:
                     shape = list(made.shape) if isinstance(made, torch.Tensor) else None
                     got = f"a tensor {shape}" if shape is not None else type(made).__name__
@@ -104,30 +162,54 @@ class _Row:
                 why = describe_error(ordinary_error(error))
                 self.fail(f"the logits processor {name} failed: {why}")
                 break
-        return torch.full_like(logits_V, -torch.inf) if self.failed else processed_V
+        if self.failed:
+            return torch.full_like(logits_V, -torch.inf)
+        if self.request_id and _only_token(processed_V) not in (None, only):
+            places = [*_forced.get(self.request_id, ()), len(self.sampled)]
+            _keep(_forced, self.request_id, places, _MOST_FORCED)
+        return processed_V
 
     def fail(self, why: str) -> None:
         self.failed = True
-        _failures[self._request_id] = why
-        if len(_failures) > _MOST_FAILURES:
-            del _failures[next(iter(_failures))]  # the oldest
+        _keep(_failures, self.request_id, why, _MOST_FAILURES)
 
 
-def _step(call: Call, processor: Foreign) -> _Step:
-    name = name_of(call)
-    if isinstance(call, dict) or isinstance(processor, type):
-        made = {} if isinstance(call, str) else call
-        try:
-            processor = processor(*made.get("args", ()), **made.get("kwargs", {}))
-        except BaseException as error:
-            why = describe_error(ordinary_error(error))
-            raise InputError(f"the logits processor {name} cannot be made: {why}") from error
-    if not callable(processor):
-        raise InputError(f"the logits processor {name} is not callable")
+def _only_token(logits_V: torch.Tensor) -> int | None:
+    """Return the only token that can be sampled; None if there are several."""
+    (first, second), (token, _) = (each.tolist() for each in logits_V.topk(2))
+    return int(token) if first - second > FORCING_GAP else None
+
+
+def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
+    """Set an entry as the newest of at most so many."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]  # the oldest
+
+
+def _required(processor: Foreign) -> list[str]:
+    """Return the names of the positional parameters without a default."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature
-        return name, processor, False
+        return []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = sum(p.kind in positional and p.default is p.empty for p in parameters)
-    return name, processor, required == 3
+    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+
+
+def _is_factory(processor: Foreign) -> bool:
+    """Return whether a function makes a processor, of nothing but the tokenizer."""
+    return _required(processor) == ["tokenizer"]
+
+
+def _takes_tokenizer(processor: Foreign, *args: object, **kwargs: object) -> bool:
+    """Return whether a class or function has a parameter `tokenizer` that is not given."""
+    try:
+        signature = inspect.signature(processor)
+        return (
+            "tokenizer" in signature.parameters
+            and "tokenizer" not in signature.bind_partial(*args, **kwargs).arguments
+        )
+    except (TypeError, ValueError):  # without a signature, or other arguments
+        return False

@@ -36,6 +36,8 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 
 WEIGHT_BACKEND = "turnwise"
 """Name under which a worker extension registers its loader of weights with vLLM."""
+FORCED = -1
+"""The weight version of a token that was not sampled."""
 VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
 """Tokens in a chunk, and so the most that are sampled again when an engine dies."""
@@ -77,6 +79,7 @@ class Chunk:
     logprobs: list[float]
     """Natural-log probabilities, as in `Completion`."""
     weight_versions: list[int]
+    """As in `Completion`."""
     finish_reason: FinishReason | None = None
     """Reason in the last chunk; None in all others."""
     stop_reason: int | str | None = None
@@ -115,7 +118,8 @@ class Completion:
     logprobs: list[float]
     """Natural-log probability of each token under the processed sampling distribution."""
     weight_versions: list[int]
-    """Version of the weights that sampled each token."""
+    """Version of the weights that sampled each token; `FORCED` if a logits processor left no other
+    token, so that none was sampled."""
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""

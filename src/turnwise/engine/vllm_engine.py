@@ -9,6 +9,7 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,7 +19,7 @@ from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import JsonObject, dtype_name
-from turnwise.core.optional import load_object
+from turnwise.core.optional import Foreign, load_object
 from turnwise.engine.adapters import (
     NO_ADAPTERS,
     POLICY,
@@ -26,8 +27,16 @@ from turnwise.engine.adapters import (
     EngineAdapters,
     key_of,
 )
-from turnwise.engine.logits_processors import ADAPTER, EXTRA_ARG, name_of, with_request
+from turnwise.engine.logits_processors import (
+    ADAPTER,
+    EXTRA_ARG,
+    SETTINGS,
+    Call,
+    name_of,
+    with_request,
+)
 from turnwise.engine.protocol import (
+    FORCED,
     PAUSE_MODES,
     VLLM_METRICS,
     WEIGHT_BACKEND,
@@ -40,11 +49,13 @@ from turnwise.engine.protocol import (
 )
 from turnwise.engine.vllm_requests import TokenStreams, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
+from turnwise.engine.worker_extensions import combined
 from turnwise.errors import (
     DeadlineError,
     EngineError,
     InputError,
     TrajectoryError,
+    TurnwiseError,
     WeightUpdateError,
     text_of,
 )
@@ -59,9 +70,42 @@ _DEATH_CHECK_SECONDS = 0.5
 _GRACE_SECONDS = 5.0  # time after the workers' own deadlines, whose errors are more specific
 _STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
 _LOOK_SECONDS = 2.0  # time in which an engine that computes uses a tenth of a core at the least
+_CERTAIN = -1e-4  # log-prob above which a token may have been forced
 _SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
 """Errors that workers reply with, by their names."""
+
+
+class _Forced:
+    """The tokens of one request that were not sampled, because a processor left no other.
+
+    Their log-prob is about 0, which that of a sampled token may be too: the engine's process knows.
+    """
+
+    def __init__(self, possible: bool) -> None:
+        self.places: set[int] = set()
+        """Those known so far, counted from the request's first token."""
+        self._possible = possible
+        self._start = 0  # number of tokens in earlier chunks
+
+    def may_be_in(self, chunk: Chunk) -> bool:
+        """Return whether the engine's process has to be asked about a chunk."""
+        return self._possible and any(
+            logprob > _CERTAIN and self._start + place not in self.places
+            for place, logprob in enumerate(chunk.logprobs)
+        )
+
+    def marked(self, chunk: Chunk) -> Chunk:
+        """Return the next chunk, in which forced tokens have the version `FORCED`."""
+        start = self._start
+        self._start += len(chunk.token_ids)
+        if not self.places:
+            return chunk
+        versions = [
+            FORCED if start + place in self.places else version
+            for place, version in enumerate(chunk.weight_versions)
+        ]
+        return replace(chunk, weight_versions=versions)
 
 
 class VllmEngine:
@@ -75,7 +119,8 @@ class VllmEngine:
             tokens and log-probs depend on nothing but its prompt and seed.
         adapters: Adapters that the engine holds; needs a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
-            transports. Without one, weights cannot be updated.
+            transports, beside that of `engine.vllm_args.worker_extension_cls`. Without one, weights
+            cannot be updated, and tokens that a logits processor forces count as sampled.
         name: Name of this engine in errors.
 
     Raises:
@@ -120,18 +165,21 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
+        extensions = [worker_extension, str(arguments.get("worker_extension_cls", ""))]
+        if any(extensions):
+            arguments["worker_extension_cls"] = combined(*filter(None, extensions))
         if worker_extension:
-            arguments |= {
-                "worker_extension_cls": worker_extension,
-                "weight_transfer_config": vllm.WeightTransferConfig(backend=WEIGHT_BACKEND),
-            }
+            config = vllm.WeightTransferConfig(backend=WEIGHT_BACKEND)
+            arguments["weight_transfer_config"] = config
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
+        self._processes = self._adapted and bool(arguments["additional_config"][SETTINGS]["always"])
+        """Whether callables process the logits of every request."""
         self._llm = start_llm(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        params = sampling_params(request.sampling, request.seed)
+        params, calls = sampling_params(request.sampling, request.seed), list[Call]()
         if self._adapted or EXTRA_ARG in (params.extra_args or {}):
             params.extra_args, calls = with_request(params.extra_args, request.id, self._allowed)
             for name in {*map(name_of, calls)} - self._loaded:
@@ -147,11 +195,14 @@ class VllmEngine:
                 inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
                 watching = partial(self._moving, f"with request {request.id} waiting")
                 made = self._streams.chunks(inputs, params, request.id, adapter, watching)
+                forced = _Forced(self._extended and (self._processes or bool(calls)))
                 async with aclosing(made) as chunks:
                     async for chunk in chunks:
                         if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
                             raise await self._unsampled(request.id)
-                        yield chunk
+                        if forced.may_be_in(chunk):
+                            forced.places.update(await self._forced_places(request.id))
+                        yield forced.marked(chunk)
             except vllm.EngineDeadError as error:
                 raise EngineError(f"{self.name} died during request {request.id}") from error
             except vllm.EngineGenerateError as error:
@@ -200,6 +251,13 @@ class VllmEngine:
             f"{who}: no token has a probability: the model's logits are not numbers, or a logits "
             "processor left none",
         )
+
+    async def _forced_places(self, request_id: str) -> list[int]:
+        """Return the places of a request's tokens that a logits processor forced, of those that
+        were not asked for before."""
+        async with self._deadline(f"listing what was not sampled in {request_id}", self._timeout):
+            replies = await self._ask("take_forced_tokens", request_id)
+        return list(replies[0]["places"])
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "wait":  # as long as requests in flight make progress
@@ -364,6 +422,34 @@ class VllmEngine:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         async with self._deadline("reporting its devices", self._timeout):
             return [reply["device"] for reply in await self._ask("report_device_id")]
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[Foreign]:
+        """Call a method of the engine's workers, such as one of the class that
+        `engine.vllm_args.worker_extension_cls` names.
+
+        Args:
+            timeout: Seconds; None takes `engine.request_timeout`.
+
+        Returns:
+            The answer of each worker: plain values.
+
+        Raises:
+            TurnwiseError: when the method is missing, or raises.
+        """
+        call = self._llm.collective_rpc(method, args=tuple(args), kwargs=dict(kwargs or {}))
+        async with self._deadline(f"a call of {method}", timeout or self._timeout):
+            try:
+                return list(await self._answered(call, f"a call of {method}"))
+            except TurnwiseError:
+                raise
+            except Exception as error:
+                raise TurnwiseError(f"{self.name}: {method} failed: {error}") from error
 
     async def reset_prefix_cache(self) -> None:
         await self._in_time("resetting the prefix cache", self._llm.reset_prefix_cache())

@@ -21,7 +21,11 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    get_tp_group,
+    model_parallel_is_initialized,
+)
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -33,7 +37,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensInput, tokens_input
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -50,6 +54,7 @@ from vllm.model_executor.model_loader.reload.layerwise import logger as reload_l
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
@@ -193,6 +198,15 @@ internal(multiproc_executor, "get_mp_context")
 
 
 # Internals of an engine's workers
+
+
+def once_for_all_shards(compute: Callable[[], str]) -> str:
+    """Return what a function, which must not raise, computes on an engine's first shard; all shards
+    call this at the same point of their step, because they sample the same tokens."""
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return compute()
+    group = get_tp_group()
+    return str(group.broadcast_object(compute() if group.rank_in_group == 0 else None, src=0))
 
 
 def adapter_slots(manager: LRUCacheWorkerLoRAManager) -> "LoRAModelManager":

@@ -7,7 +7,7 @@ from turnwise.rollouts.group import Group, check_failures
 from turnwise.rollouts.problems import Problem, ProblemStream
 from turnwise.rollouts.producer import Batch, GroupProducer
 from turnwise.rollouts.runner import Runner
-from turnwise.rollouts.sampler import RolloutSampler
+from turnwise.rollouts.sampler import TrajectorySampler
 
 __all__ = [
     "AgentLoop",
@@ -18,8 +18,8 @@ __all__ = [
     "Problem",
     "ProblemStream",
     "RolloutContext",
-    "RolloutSampler",
     "Runner",
+    "TrajectorySampler",
     "check_failures",
     "load_rows",
 ]

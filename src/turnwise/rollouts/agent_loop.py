@@ -256,6 +256,7 @@ class RolloutContext:
             messages=messages,
             experts=completion.experts,
         )
+        turn = len(self.trajectory.turns) - 1  # tokens that were not sampled begin further turns
         first, worker, queued = completion.first_token_at, completion.worker, completion.queued
         self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
         self.fork_reason = None

@@ -215,6 +215,7 @@ ADAPTERS = {
     "skyrl_gym": "turnwise.compat.skyrl_gym:at",
     "textarena": "turnwise.compat.textarena:at",
     "trl": "turnwise.compat.trl.environment:load_trl",
+    "verifiers": "turnwise.compat.verifiers:at",
 }
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""

@@ -11,9 +11,11 @@ from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
+from turnwise.engine.function_processor import read_call
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
+from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
@@ -96,7 +98,8 @@ class SelfPlayLoop:
             completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
-            trajectory.turn_players.append(player)
+            new_turns = len(trajectory.turns) - len(trajectory.turn_players)
+            trajectory.turn_players += [player] * new_turns
             last[player] = prompt, completion.token_ids
             parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)
@@ -227,7 +230,7 @@ def _read_tagged(
     start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
 ) -> ParsedText:
     """Read the call in a text that ends with the closing tag: the only argument of `tool`; if that
-    is None, a JSON object."""
+    is None, a JSON object, or a call as Python writes it."""
     before, opened, body = text.rpartition(start)
     body = body.removesuffix(end)
     unreadable = ParsedText(text, [], malformed=True)
@@ -238,7 +241,8 @@ def _read_tagged(
             call = json.loads(body)
             name, arguments = call["name"], json.dumps(call["arguments"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            return unreadable
+            call = _read_written(body, schemas)
+            return unreadable if call is None else ParsedText(before, [call], malformed=False)
         if not isinstance(name, str) or not isinstance(call["arguments"], dict):
             return unreadable
         return ParsedText(before, [ToolCall(name, arguments)], malformed=False)
@@ -258,9 +262,26 @@ def _read_tagged(
     return ParsedText(before, [ToolCall(tool, arguments)], malformed=False)
 
 
+def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
+    """Read a call such as `add(1, b=2)`; its arguments are in the order of the tool's parameters.
+    None if it is none, or they do not fit."""
+    if (call := read_call(text)) is None:
+        return None
+    functions = [schema["function"] for schema in schemas]
+    names = [list(one["parameters"]["properties"]) for one in functions if one["name"] == call.name]
+    known = [*names, [str(place) for place in range(len(call.args))]][0]  # unknown: it is answered
+    try:
+        given = dict(zip(known[: len(call.args)], call.args, strict=True))
+        if given.keys() & call.kwargs.keys():
+            return None
+        return ToolCall(call.name, json.dumps(given | call.kwargs, allow_nan=False))
+    except (ValueError, TypeError):  # too many, or of a type that JSON does not have
+        return None
+
+
 _TYPES: tuple[type[AgentLoop], ...] = (
     *(ToolCallingLoop, SingleTurnLoop, InterleavedLoop),
-    *(HttpAgentLoop, ChatSchedulerLoop, SelfPlayLoop),
+    *(HttpAgentLoop, ChatSchedulerLoop, SelfPlayLoop, SamplerLoop),
 )
 LOOPS = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 

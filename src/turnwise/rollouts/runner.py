@@ -229,7 +229,8 @@ class Stage:
 
     def _offered(self, schemas: Sequence[JsonObject]) -> Sequence[JsonObject]:
         rollout = self.rollout
-        if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
+        bare = rollout.loop in ("single_turn", "sampler")
+        if not rollout.tools_in_prompt or rollout.call_start or bare:
             return []
         return schemas
 

@@ -21,7 +21,7 @@ from turnwise.trajectory.chat_template import Tokenizer
 _BATCHES = itertools.count(1)
 
 
-class RolloutSampler:
+class TrajectorySampler:
     """Runs the configured agent loop on a batch of prompts, and yields finished trajectories.
 
     Args:
@@ -41,7 +41,7 @@ class RolloutSampler:
     Example:
         config = load_config("config.yaml")
         engine = VllmEngine(config.model, config.engine)
-        async for trajectory in RolloutSampler(engine, rows, {"n": 4}, config=config):
+        async for trajectory in TrajectorySampler(engine, rows, {"n": 4}, config=config):
             print(trajectory.problem_id, trajectory.reward, trajectory.final_text)
     """
 
@@ -86,8 +86,8 @@ class RolloutSampler:
             environment = PromptEnvironment
         elif tools:
             raise InputError(
-                "RolloutSampler: prompts that are rows have the tools of their environment; leave "
-                "out tools"
+                "TrajectorySampler: prompts that are rows have the tools of their environment; "
+                "leave out tools"
             )
         self._runner = Runner(config, tokenizer, environment)
         self._problems = [Problem(f"prompt:{n}", row) for n, row in enumerate(rows, start=1)]

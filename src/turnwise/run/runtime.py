@@ -17,6 +17,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import load_object
 from turnwise.core.ray import watching_ray
 from turnwise.core.user_code import call_user_code, import_user_code
 from turnwise.core.watchdog import waiting
@@ -188,6 +189,8 @@ async def _load_runner(
     what = "the environment, loop, rewards and tools"
     runner = await import_user_code(make, config=config, what=what)
     await import_chat_scheduler(config)
+    if path := config.rollout.sampler:
+        await import_user_code(load_object, path, "rollout.sampler", config=config, what=path)
     return runner
 
 

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -171,7 +172,9 @@ class Trajectory:
 
         Args:
             prompt_token_ids: The whole prompt.
-            completion_token_ids: The sampled ids, with one log-prob and one version each.
+            completion_token_ids: The sampled ids, with one log-prob and one version each. Ids with
+                a negative version were not sampled, but forced: they are context, and divide the
+                call into several turns, of which the last is returned.
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
                 `branched` if it continues a turn before that, or else `new_conversation`.
@@ -186,7 +189,37 @@ class Trajectory:
             >>> turn.parent, turn.fork_reason
             (None, None)
         """
-        prompt = list(prompt_token_ids)
+        prompt, values = list(prompt_token_ids), (completion_token_ids, logprobs, weight_versions)
+        add = partial(self._add_turn, fork_reason=fork_reason, adapter=adapter)
+        if min(weight_versions, default=0) >= 0 or len({*map(len, values)}) > 1:
+            return add(prompt, *values, finish_reason, prompt_logprobs, messages, experts)
+        row = _row_size(experts, len(prompt) + len(weight_versions) - 1)
+        for start, end in _sampled_parts(weight_versions):
+            known = None if prompt_logprobs is None else [*prompt_logprobs, *[None] * start]
+            turn = add(
+                [*prompt, *completion_token_ids[:start]],
+                *(completion_token_ids[start:end], logprobs[start:end], weight_versions[start:end]),
+                finish_reason if end == len(weight_versions) else "stop",
+                *(known, messages, experts[: row * (len(prompt) + end - 1)]),
+            )
+            prompt_logprobs, messages = None, ()
+        return turn
+
+    def _add_turn(
+        self,
+        prompt: list[int],
+        completion_token_ids: list[int],
+        logprobs: list[float],
+        weight_versions: list[int],
+        finish_reason: str,
+        prompt_logprobs: list[float | None] | None,
+        messages: Sequence[Message],
+        experts: bytes,
+        *,
+        fork_reason: str | None,
+        adapter: str,
+    ) -> Turn:
+        """Append a turn whose completion was sampled as a whole."""
         parent, shared = self.find_parent(prompt)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
@@ -212,8 +245,7 @@ class Trajectory:
             experts=experts[row * max(0, shared - 1) :],
         )
         self.turns.append(turn)
-        prompt += completion_token_ids
-        self._last_path = prompt
+        self._last_path = [*prompt, *completion_token_ids]
         return turn
 
     def find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
@@ -428,6 +460,21 @@ def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
     """Return a dataclass as a dictionary of its public fields (`asdict` would copy every list)."""
     names = (item.name for item in fields(record))
     return {name: getattr(record, name) for name in names if not name.startswith("_")}
+
+
+def _sampled_parts(weight_versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the bounds of each run of sampled ids; an empty one follows given ids at the end."""
+    parts: list[tuple[int, int]] = []
+    end = 0
+    while end < len(weight_versions) or not parts:
+        start = end
+        while start < len(weight_versions) and weight_versions[start] < 0:
+            start += 1
+        end = start
+        while end < len(weight_versions) and weight_versions[end] >= 0:
+            end += 1
+        parts.append((start, end))
+    return parts
 
 
 def _row_size(rows: bytes, count: int) -> int:

@@ -15,7 +15,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.config.schema import stream_mistake
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import Engine, InFlight, Rendezvous, Request, generate
+from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 
@@ -299,7 +299,7 @@ async def check_canary(
     """
     request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}")
     completion = await generate(engine, request)
-    if others := set(completion.weight_versions) - {version}:
+    if others := set(completion.weight_versions) - {version, FORCED}:
         raise WeightUpdateError(
             f"after the update to version {version} the engine samples from version {others.pop()}"
         )

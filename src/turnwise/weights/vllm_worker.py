@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.adapters import WEIGHTS, read_adapter
-from turnwise.engine.logits_adapter import take_failure
+from turnwise.engine.logits_adapter import take_failure, take_forced
 from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm
@@ -125,6 +125,11 @@ class WorkerExtension:
     def take_processor_failure(self, request_id: str) -> JsonObject:
         """Return `why` a logits processor failed in a request; "" when none did."""
         return {"why": take_failure(request_id)}
+
+    @_replying
+    def take_forced_tokens(self, request_id: str) -> JsonObject:
+        """Return the `places` of tokens that were not sampled, of those since the last call."""
+        return {"places": take_forced(request_id)}
 
     @_replying
     def expect_tensors(self, info: Mapping[str, tuple[Sequence[int], str]]) -> None:

@@ -1,0 +1,166 @@
+"""Calls inside an answer: `name(1, 2)` between tags, whose result the engine itself goes on with.
+
+`FunctionProcessor` is a logits processor. It runs in the engine's process, so every request waits
+while a function computes; slow tools belong to `rollout.loop: interleaved`, which reads the same
+calls between `rollout.call_start` and `rollout.call_end`, and runs them beside the engine.
+"""
+
+import ast
+import itertools
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from turnwise.core.optional import Foreign
+from turnwise.core.user_code import call_and_wait
+from turnwise.errors import InputError, describe_error
+
+if TYPE_CHECKING:
+    import torch
+
+_BARE = {"add_special_tokens": False}
+_MOST_CHARS = 8192  # longest result; the rest is cut off
+_MARGIN = 8
+"""Tokens looked at for the closing tag beyond one for each of its characters."""
+
+
+class WrittenCall(NamedTuple):
+    """A call as Python writes it, with literals as arguments."""
+
+    name: str
+    args: list[object]
+    kwargs: dict[str, object]
+
+
+def read_call(text: str) -> WrittenCall | None:
+    """Return the call that a text consists of, such as `add(1, b=2)`; None if it is none.
+
+    Example:
+        >>> read_call("add(1, b=2)")
+        WrittenCall(name='add', args=[1], kwargs={'b': 2})
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            return None
+        kwargs = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
+        if any(given.arg is None for given in call.keywords):  # **mapping
+            return None
+        return WrittenCall(call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+class FunctionProcessor:
+    """Runs the calls that a model writes, and forces their results into its answer.
+
+    After `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next tokens are
+    `result_start`, the result and `result_end`, whatever the model would sample. They were not
+    sampled, so they are context in training, with response mask 0. A call that cannot be read, an
+    unknown function and an exception give a result that begins with `Error:`. With several shards
+    the first one alone runs the function.
+
+    Args:
+        tokenizer: The engine's, which a function or class of `engine.logits_processors` gets if it
+            has a parameter of this name.
+        function_map: Functions by the names that the model calls them by.
+        timeout: Seconds for one call. The whole engine waits for it.
+
+    Raises:
+        InputError: when a tag is empty, or `function_map` holds something else than functions.
+
+    Example:
+        # my_processors.py, for engine.logits_processors: [my_processors:calculator]
+        def calculator(tokenizer):
+            return FunctionProcessor(tokenizer, {"add": lambda a, b: a + b}, "<call>", "</call>")
+    """
+
+    def __init__(
+        self,
+        tokenizer: Foreign,
+        function_map: Mapping[str, Callable[..., object]],
+        start_tag: str = "<tool_call>",
+        end_tag: str = "</tool_call>",
+        result_start: str = "\n<tool_result>\n",
+        result_end: str = "\n</tool_result>\n",
+        *,
+        timeout: float = 10.0,
+    ) -> None:
+        if not start_tag or not end_tag:
+            raise InputError("FunctionProcessor: start_tag and end_tag must not be empty")
+        if wrong := [name for name, function in function_map.items() if not callable(function)]:
+            raise InputError(f"FunctionProcessor: {wrong[0]} in function_map is no function")
+        self._tokenizer = tokenizer
+        self._functions = dict(function_map)
+        self._tags = start_tag, end_tag
+        self._result_tags = [tokenizer.encode(tag, **_BARE) for tag in (result_start, result_end)]
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        longest = sorted(map(re.escape, special), key=len, reverse=True)
+        self._special = re.compile("|".join(longest) or r"(?!)")
+        self._timeout = timeout
+        self._forced: deque[int] = deque()  # ids of a result that are still to come
+        self._start = 0  # number of ids before the text in which a call may be
+
+    def clone(self) -> "FunctionProcessor":
+        """Return a processor for another request: each has a state of its own."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._forced, other._start = deque(), 0
+        return other
+
+    def __call__(self, token_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
+        """Return the logits [V] of the token after `token_ids`, those sampled so far."""
+        import torch  # a second to import, where there is no engine
+
+        if not self._forced and (call := self._closed_call(token_ids)) is not None:
+            from turnwise.internals import vllm  # imported already, where there is an engine
+
+            result = vllm.once_for_all_shards(partial(self._result, call))
+            before, after = self._result_tags
+            self._forced.extend([*before, *self._encode(result), *after])
+            self._start = len(token_ids) + len(self._forced)
+        if not self._forced:
+            return logits
+        forced = torch.full_like(logits, -torch.inf)
+        forced[self._forced.popleft()] = 0.0
+        return forced
+
+    def _closed_call(self, token_ids: list[int]) -> str | None:
+        """Return the text between the tags if the last token closes a call; else None."""
+        start_tag, end_tag = self._tags
+        recent = max(self._start, len(token_ids) - len(end_tag) - _MARGIN)
+        if end_tag not in self._decode(token_ids[recent:]):
+            return None
+        text = self._decode(token_ids[self._start :])
+        self._start = len(token_ids)  # a tag is read once
+        _, opened, call = text[: text.rindex(end_tag)].rpartition(start_tag)
+        return call if opened else None
+
+    def _result(self, text: str) -> str:
+        """Run a call, and return its result as text; never raises."""
+        if (call := read_call(text)) is None:
+            return f"Error: write one call such as name(1, 2), not {text.strip()[:80]!r}"
+        if (function := self._functions.get(call.name)) is None:
+            known = ", ".join(self._functions) or "none"
+            return f"Error: there is no function {call.name}; functions: {known}"
+        run = partial(function, *call.args, **call.kwargs)
+        try:
+            # Its text, too: a result's __str__ is user code.
+            result = call_and_wait(
+                lambda: str(run()), name=f"the function {call.name}", seconds=self._timeout
+            )
+        except Exception as error:
+            result = f"Error: {describe_error(error)}"
+        return result[:_MOST_CHARS]
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of a result, in which no special token is one."""
+        edges = [found.start() + 1 for found in self._special.finditer(text)]
+        parts = itertools.pairwise([0, *edges, len(text)])
+        pieces = (text[start:end] for start, end in parts)
+        return [id for each in pieces for id in self._tokenizer.encode(each, **_BARE)]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -1,0 +1,303 @@
+"""Batch samplers: user code `(llm, prompts, sampling_params) -> outputs` that samples many prompts.
+
+What a sampler returns is compared with the record of `LLM`: an id is trained where a call sampled
+it after exactly the ids before it, and is context anywhere else. So a sampler may cut answers, add
+results of tools, ask again and choose, and nothing is trained that was not sampled.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from turnwise.core.aio import run_in_thread, set_within
+from turnwise.core.optional import Foreign, load_object
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.watchdog import waiting
+from turnwise.engine.protocol import FORCED, TurnTimes
+from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
+from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.environment import Environment, shown
+from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
+from turnwise.trajectory import Message
+from turnwise.trajectory.trajectory import common_prefix
+
+if TYPE_CHECKING:
+    from turnwise.internals.vllm import RequestOutput, SamplingParams
+
+QUIET_SECONDS = 0.1
+"""Time without another trajectory after which a batch that is not full is sampled."""
+_UNUSED = "sampler_unused_call"  # event: a call of which no answer holds a token
+
+
+class RolloutSampler(Protocol):
+    """Interface of batch samplers; `rollout.sampler` names one as `package.module:name`.
+
+    It names a function, an object, or a class that is built once without arguments. An object with
+    a method `generate(prompts, llm, sampling_params)`, such as an environment written for TRL's
+    or verifiers' first versions, is one too. It is called in a thread, for several batches at once.
+
+    Args:
+        llm: The run's engines, with the methods of vLLM's `LLM`.
+        prompts: Conversations, each a list of messages: those of a step, or of the groups that wait
+            at once; in deterministic runs a single one. A problem of which `sampling.n` answers are
+            sampled is in the list as often; `sampling_params.n` is 1.
+        sampling_params: vLLM's own, as configured. `max_tokens`, `stop`, `stop_token_ids` and
+            what only concerns the text may be changed in a copy; the trainer assumes the others.
+
+    Returns:
+        An answer for each prompt, in their order: vLLM's `RequestOutput`, whose prompt and output
+        ids together are the sequence; or the ids after the prompt; or a dictionary with lists
+        `ids`, and perhaps `messages` (those after the prompt) and `mask` (0 on ids that shall not
+        be trained).
+
+    Example:
+        class AskTwice(RolloutSampler):
+            def __call__(self, llm, prompts, sampling_params):
+                asked = []
+                for prompt, output in zip(prompts, llm.chat(prompts, sampling_params)):
+                    answer = {"role": "assistant", "content": output.outputs[0].text}
+                    doubt = {"role": "user", "content": "Are you sure?"}
+                    asked.append([*prompt, answer, doubt])
+                return llm.chat(asked, sampling_params)
+    """
+
+    def __call__(
+        self, llm: LLM, prompts: list[list[Message]], sampling_params: "SamplingParams"
+    ) -> "Sequence[RequestOutput]":
+        """Return an answer to each prompt."""
+        ...
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A sampler's answer to one prompt."""
+
+    ids: list[int]
+    """The whole sequence, or what follows the prompt."""
+    whole: bool
+    messages: list[Message] | None = None
+    mask: list[int] = field(default_factory=list)
+    """0 on those of the last ids that shall not be trained."""
+    calls: list[tuple[SampledCall, int]] = field(default_factory=list)
+    """The calls that sampled it, in order, each with the number of its tokens that are in it."""
+
+
+class _Batch:
+    """The trajectories that one call of the sampler samples; others join until it begins."""
+
+    def __init__(
+        self, sample: "Callable[[_Batch], Coroutine[object, object, dict[int, _Answer]]]"
+    ) -> None:
+        self.contexts: list[RolloutContext] = []
+        self._open = True
+        self._joined = asyncio.Event()
+        self._left = 0
+        self._work = asyncio.create_task(sample(self))
+
+    def takes(self, context: RolloutContext) -> bool:
+        first = self.contexts[0]
+        same = first.sampling == context.sampling and first.engine is context.engine
+        return self._open and same and first.rollout.sampler == context.rollout.sampler
+
+    async def complete(self) -> None:
+        """Wait until all trajectories of a step are here, or no other comes for a moment."""
+        first = self.contexts[0]
+        most = first.rollout.prompts_per_step * first.sampling.n
+        if first.seed is not None:  # in deterministic runs nothing depends on who comes first
+            most = 1
+        while len(self.contexts) < most:
+            self._joined.clear()
+            if not await set_within(self._joined, QUIET_SECONDS):
+                break
+        self._open = False
+        self.contexts.sort(key=lambda one: (one.route.group, one.trajectory.sample_index))
+
+    async def answer(self, context: RolloutContext) -> _Answer:
+        """Join, and return the answer; the work ends with the last of the trajectories."""
+        self.contexts.append(context)
+        self._joined.set()
+        try:
+            return (await asyncio.shield(self._work))[id(context)]
+        finally:
+            self._left += 1
+            if self._left == len(self.contexts):
+                self._open = False
+                self._work.cancel()
+
+
+class SamplerLoop:
+    """Samples trajectories by `rollout.sampler`, in batches: all of a step, or those that wait at
+    once."""
+
+    def __init__(self) -> None:
+        self._batch: _Batch | None = None
+        self._samplers: dict[str, Callable[..., Foreign]] = {}
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        if self._batch is None or not self._batch.takes(context):
+            self._batch = _Batch(self._sample)
+        with context.timed("agent"), waiting(context.request_id, "sampler"):
+            answer = await self._batch.answer(context)
+        _record(context, answer)
+
+    async def _sample(self, batch: _Batch) -> dict[int, _Answer]:
+        await batch.complete()
+        contexts, rollout = batch.contexts, batch.contexts[0].rollout
+        path = rollout.sampler or ""
+        call = partial(
+            call_user_code,
+            name=f"the sampler {path}",
+            seconds=rollout.trajectory_timeout,
+            key="rollout.trajectory_timeout",
+        )
+        params = await run_in_thread(vllm_params, contexts[0].sampling)
+        llm = LLM(contexts, params.clone())  # the user may change the other
+        prompts = [[dict(message) for message in context.problem] for context in contexts]
+        try:
+            if path not in self._samplers:
+                self._samplers[path] = await call(load_sampler, path)
+            returned = await call(_call, self._samplers[path], llm, prompts, params)
+            answers: list[_Answer] = await call(_read, returned, len(prompts), path)
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            why = f"the sampler {path} failed: {await describe_user_error(error)}"
+            raise TrajectoryError("sampler_error", why) from error
+        finally:
+            llm.close()
+        for answer, context in zip(answers, contexts, strict=True):
+            if not answer.whole:
+                answer.ids = [*await context.first_prompt(context.problem), *answer.ids]
+        await run_in_thread(_find_calls, answers, contexts, llm.calls)
+        return {id(each): answer for each, answer in zip(contexts, answers, strict=True)}
+
+
+def load_sampler(path: str) -> Callable[..., Foreign]:
+    """Return the callable of `rollout.sampler`; InputError when there is none. Runs user code."""
+    found: Foreign = load_object(path, KEY)
+    if isinstance(found, type):
+        try:
+            found = found()
+        except Exception as error:
+            why = describe_error(error)
+            raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
+    method: Foreign = getattr(found, "generate", None)
+    sampler: Callable[..., Foreign] = method if callable(method) else found
+    if not callable(sampler):
+        raise InputError(
+            f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
+            "a method generate of these"
+        )
+    return sampler
+
+
+def _call(
+    sampler: Callable[..., Foreign], llm: LLM, prompts: list[list[Message]], params: Foreign
+) -> Foreign:
+    """Call a sampler: by name where it has these parameters, in whatever order."""
+    named = {"llm": llm, "prompts": prompts, "sampling_params": params}
+    if named.keys() <= inspect.signature(sampler).parameters.keys():
+        return sampler(**named)
+    return sampler(llm, prompts, params)
+
+
+def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
+    """Return what a sampler returned for `count` prompts. Runs user code."""
+    answers = []
+    more: Mapping[str, Foreign] = {}
+    given = returned
+    if isinstance(returned, Mapping):
+        more, given = returned, returned.get("ids")
+    try:
+        for each in given:
+            whole = hasattr(each, "outputs")
+            ids = each
+            if whole:
+                (output,) = each.outputs
+                ids = [*each.prompt_token_ids, *output.token_ids]
+            answers.append(_Answer([int(token) for token in ids], whole))
+        for name in ("messages", "mask"):
+            for answer, value in zip(answers, more.get(name) or (), strict=name in more):
+                setattr(answer, name, list(value))
+        read = all(len(answer.mask) in (0, len(answer.ids)) for answer in answers)
+    except (TypeError, ValueError, AttributeError):
+        read = False
+    if not read or len(answers) != count:
+        raise InputError(
+            f"{KEY}: {path} must return {count} RequestOutputs with one output each, or the token "
+            f"ids after each of the {count} prompts, not {shown(returned)}"
+        )
+    return answers
+
+
+def _find_calls(
+    answers: Sequence[_Answer], contexts: Sequence[RolloutContext], calls: Sequence[SampledCall]
+) -> None:
+    """Find the calls that sampled each answer, and its conversation where none was returned."""
+    uses = Counter[int]()
+    for answer, context in zip(answers, contexts, strict=True):
+        found = []
+        for number, call in enumerate(calls):
+            start = len(call.prompt)
+            if answer.ids[:start] == call.prompt:
+                kept = common_prefix(answer.ids[start:], call.completion.token_ids)
+                if kept:  # of equal ones another for each answer
+                    found.append((start, -kept, uses[number], number))
+        end = 0
+        for start, kept, _, number in sorted(found):
+            if start >= end:
+                uses[number] += 1
+                answer.calls.append((calls[number], -kept))
+                end = start - kept
+        answer.messages = _conversation(answer, context)
+    sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
+    if unused := sum(not uses[number] for number in sampled):
+        contexts[0].trajectory.events[_UNUSED] += unused
+
+
+def _conversation(answer: _Answer, context: RolloutContext) -> list[Message]:
+    """Return the messages of an answer, for people and rewards."""
+    problem = [dict(message) for message in context.problem]
+    if answer.messages is not None:
+        return [*problem, *answer.messages]
+    if not answer.calls:
+        return problem
+    first, last = answer.calls[0][0], answer.calls[-1][0]
+    start = len((last if last.messages else first).prompt)
+    text = context.template.decode(answer.ids[start:])
+    return [*(last.messages or problem), {"role": "assistant", "content": text}]
+
+
+def _record(context: RolloutContext, answer: _Answer) -> None:
+    """Record an answer as a trajectory's turns."""
+    trajectory = context.trajectory
+    if not answer.calls:
+        raise TrajectoryError(
+            "sampler_silent",
+            f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} of "
+            "which no call of llm sampled any after the ids before it",
+        )
+    wanted = [1] * (len(answer.ids) - len(answer.mask)) + [int(bool(one)) for one in answer.mask]
+    for call, kept in answer.calls:
+        done, start = call.completion, len(call.prompt)
+        own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
+        rows = max(1, start + len(done.token_ids) - 1)
+        trajectory.add_turn(
+            call.prompt,
+            done.token_ids[:kept],
+            done.logprobs[:kept],
+            [version if trained else FORCED for version, trained in own],
+            done.finish_reason if kept == len(done.token_ids) else "stop",
+            experts=done.experts[: len(done.experts) // rows * (start + kept - 1)],
+        )
+        index = len(trajectory.turns) - 1
+        times = (call.asked, done.first_token_at, call.ended, done.worker, done.queued)
+        context.calls.append(TurnTimes(index, *times))
+        context.episode.turn_ended(index)
+    trajectory.messages = answer.messages or []
+    ended = answer.calls[-1][0].completion.finish_reason
+    trajectory.status = "length" if ended == "length" else "completed"
