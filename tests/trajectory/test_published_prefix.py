@@ -98,6 +98,24 @@ class Compared(Case):
         return answer + end
 
 
+WRITTEN = {
+    '"a": "ü", "b": 1000.0': '"b": 1e3, "a": "\\u00fc",',
+    "\n1000.0\n</parameter>": "\n1e3\n</parameter>",
+}
+"""How the model writes what a template prints."""
+
+
+class Otherwise(Compared):
+    """A call that the model writes otherwise than the template, and text after it."""
+
+    def sampled(self, opening: str, end: str) -> str | None:
+        said = super().sampled(opening, end)
+        for printed, written in WRITTEN.items():
+            if said is not None and printed in said:
+                return f"{said.removesuffix(end).replace(printed, written)} Done.{end}"
+        return None
+
+
 def call(number: int, deepseek: bool) -> dict[str, Any]:
     arguments: Any = {"a": f"{number} + 2"}
     function = {"name": "calculate", "arguments": json.dumps(arguments) if deepseek else arguments}
@@ -146,6 +164,26 @@ def test_the_result_is_the_rules_wherever_that_is_right(name: str) -> None:
     assert {key: o for key, o in outcomes.items() if o.startswith("wrong")} == {}
     served = [o for o in outcomes.values() if o.startswith(("the same", "right"))]
     assert bool(served) == (family(name) not in OTHER_ENDS)
+
+
+def otherwise(name: str) -> str:
+    """The outcome of a call that a template prints otherwise than the model wrote it."""
+    deepseek = name.startswith("deepseek")
+    turn, arguments = call(2, deepseek), {"a": "ü", "b": 1000.0}
+    text = json.dumps(arguments, ensure_ascii=False)
+    turn["tool_calls"][0]["function"]["arguments"] = text if deepseek else arguments
+    asked, more = [message(name, "user", "What is 2 + 2?")], [result(2, f"{NEWS} 4")]
+    return Otherwise(name, chat_template(name, "bpe"), asked, turn, more, TOOLS, "Two.").outcome()
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_call_that_is_printed_otherwise_gives_the_rules_result(name: str) -> None:
+    assert not otherwise(name).startswith("wrong")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1"])
+def test_known_templates_print_calls_otherwise(name: str) -> None:
+    assert otherwise(name) == "the same ids as the rule"
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
