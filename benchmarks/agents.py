@@ -70,7 +70,7 @@ def serving(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
         "engine": {"max_num_seqs": 128},
     }
     config.write_text(json.dumps(tree))
-    command = [Path(sys.executable).with_name("turnwise"), "serve", config]
+    command = [str(Path(sys.executable).with_name("turnwise")), "serve", str(config)]
     log = folder / "serve.log"  # not a pipe, which would fill up
     with log.open("w") as output, subprocess.Popen(command, stdout=output) as process:
         try:

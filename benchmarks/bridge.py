@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.report import Claim, parser, quotients, report
 from examples.calculator.tokenizer import build_tokenizer
-from turnwise.trajectory import ChatTemplate, bridge
+from turnwise.trajectory import Bridge, ChatTemplate, bridge
 
 HISTORIES = (1_000, 8_000, 32_000, 128_000)
 NEW_TOKENS = 200
@@ -74,7 +74,7 @@ def main() -> None:
         messages = conversation(template, tokens)
         prompt = template.render(messages)
 
-        def bridged() -> Any:
+        def bridged() -> Bridge:
             return bridge(
                 template,
                 prompt_token_ids=prompt,  # noqa: B023 (only used in this round)
@@ -82,7 +82,7 @@ def main() -> None:
                 new_messages=results,
             )
 
-        def rendered() -> Any:
+        def rendered() -> list[int]:
             text = template.render_text([*messages, turn, *results])  # noqa: B023
             return list(backend.encode(text, add_special_tokens=False).ids)  # no cache of ours
 

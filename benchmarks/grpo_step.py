@@ -48,6 +48,8 @@ LEARNING_RATE = 0.0003
 class SlowCalculator(Calculator):
     """The demo's environment with a slow tool."""
 
+    tools: list[Any]
+
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)
         self.tools = [self.calculate]

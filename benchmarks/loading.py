@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not export it
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import Claim, parser, report
@@ -84,7 +85,7 @@ def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     from turnwise.weights.transport import make_sender
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "meeting"), RANKS)
+    store = FileStore(str(folder / "meeting"), RANKS)
     dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS)
     dist.barrier()  # gloo's own buffers
     config = configuration(path, folder)

@@ -15,7 +15,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,10 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float],
     processes = RolloutProcesses(config, scheduler, process_class=FreeProcess)
     await processes.start()
 
-    def alone(problem: Problem, tag: str) -> Any:
+    def alone(problem: Problem, tag: str) -> Awaitable[Group]:
         return runner.run_group(scheduler, problem, config.sampling, tag)
 
-    def together(problem: Problem, tag: str) -> Any:
+    def together(problem: Problem, tag: str) -> Awaitable[Group]:
         return processes.run_group(problem, config.sampling, tag)
 
     one, two = [], []

@@ -32,8 +32,9 @@ from turnwise.core.aio import run as run_loop
 from turnwise.core.gguf import resolve_model
 from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
-from turnwise.observe.plan import GIB, Machine, make_plan
+from turnwise.observe.plan import Machine, make_plan
 from turnwise.run.fleet import make_manager
+from turnwise.training.memory import GIB
 from turnwise.weights import WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent

@@ -51,6 +51,7 @@ from turnwise.rollouts import Group, Problem, ProblemStream, RolloutContext, Run
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.producer import GroupProducer
 from turnwise.run.fleet import make_manager
+from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit
 from turnwise.weights import WORKER_EXTENSION
@@ -93,7 +94,7 @@ class FixedTurns:
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, tools = context.trajectory, context.toolbox.schemas
-        trajectory.messages = [dict(message) for message in environment.problem]
+        trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
         for turn in itertools.count(1):
             completion = await context.sample(prompt)
@@ -230,7 +231,9 @@ def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
 class Bench:
     """Turnwise's runtime, a bare AsyncLLM and a bare LLM, which take turns."""
 
-    def __init__(self, config: Config, manager: Any, bare: Any, blocking: vllm.LLM) -> None:
+    def __init__(
+        self, config: Config, manager: AsyncLLMServerManager, bare: Any, blocking: vllm.LLM
+    ) -> None:
         self.config, self.manager, self.bare, self.blocking = config, manager, bare, blocking
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
 
@@ -268,7 +271,7 @@ class Bench:
         runner = self.runner(ahead)
         stream = ProblemStream(make_problems((warm_up + steps + 2) * prompts, "long-tailed"), 0)
         producer = GroupProducer(
-            self.config, lambda p, tag: self.group(runner, p, tag), stream, lambda rewards: True
+            self.config, lambda p, tag: self.group(runner, p, tag), stream, trains
         )
         groups: list[Group] = []
         await self.clear()
@@ -291,6 +294,11 @@ class Bench:
         await self.bare.reset_prefix_cache()
         ideal = await replay(self.bare, some, ahead)
         return steps * per_step / ours, sync_steps * per_step / sync, len(some) / ideal
+
+
+async def trains(group: Group) -> bool:
+    """Return that a group can train something, as every one can here."""
+    return True
 
 
 def audited(groups: Iterable[Group], expected: int) -> list[Trace]:

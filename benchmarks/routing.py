@@ -131,7 +131,7 @@ class Pool:
 
 
 class HttpEngine:
-    """An upstream as the scheduler sees it."""
+    """An upstream, with all that the scheduler asks of an engine that does not fail."""
 
     name = "upstream"
 
@@ -149,7 +149,8 @@ def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
     pools, turns, names = [Pool(port) for port in ports], itertools.count(), itertools.count()
     scheduler = Scheduler(ServingConfig(), 60.0)
     for index, port in enumerate(ports):
-        scheduler.add(f"upstream-{index}", HttpEngine(Pool(port)))
+        engine: Any = HttpEngine(Pool(port))
+        scheduler.add(f"upstream-{index}", engine)
     prompt, through = [*range(50)], Pool(router)
 
     async def direct(session: str) -> None:

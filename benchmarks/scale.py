@@ -27,7 +27,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.report import Claim, parser, quotients, report, spread
 from tests.simulated import Latency, SimulatedEngine
@@ -171,7 +170,7 @@ async def run_sessions(
 def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Outcome:
     async def work() -> Outcome:
         engines = make_engines(count)
-        generator: Any = schedule(engines) if sticky else RoundRobin(engines)
+        generator: Generator = schedule(engines) if sticky else RoundRobin(engines)
         return await run_sessions(generator, engines, sessions, PER_ENGINE * count, seed)
 
     return run_virtually(work())
@@ -246,10 +245,8 @@ def main() -> None:
     divided, undivided = (
         fleet_of_processes(many, processes, sessions, seed, divided=each) for each in (True, False)
     )
-    slow, dying = (
-        fleet_of_processes(many, processes, 2 * sessions, seed, **share)
-        for share in ({"slow": 0.05}, {"dying": 0.02})
-    )
+    slow = fleet_of_processes(many, processes, 2 * sessions, seed, slow=0.05)
+    dying = fleet_of_processes(many, processes, 2 * sessions, seed, dying=0.02)
     without_slow, with_all = (
         perfect(many, 2 * sessions, seed, lost=lost) for lost in (0.05 / 2, 0.0)
     )

@@ -114,7 +114,7 @@ class Bare:
             ratio_N = torch.exp(picked_N - logits_NV.logsumexp(-1) - old_N)
             clipped_N = ratio_N.clamp(0.8, 1.28)
             loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-            (loss_N.sum() / total).backward()  # type: ignore[no-untyped-call]
+            (loss_N.sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -133,7 +133,7 @@ def measure(
     """
     layout: Layout = "padded" if group == 1 else "shared"
     policy, bare = TrainerRank(configuration(path, layout, budget)), Bare(path, budget)
-    ours, theirs = [], []
+    ours, theirs = list[float](), list[float]()
     for number in range(rounds + 1):
         samples = make_samples(count, group)
         tokens = sum(sample.length for sample in samples)
@@ -217,7 +217,7 @@ def loss_peak(chunked: bool, tokens: int, words: int, reply: Connection) -> None
         else:
             logprobs_NV = torch.log_softmax(model.lm_head(hidden_NH), dim=-1)
             logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
-        logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
+        logprobs_N.sum().backward()
 
     reply.send(peak_of(loss, resident("VmRSS")))
 

@@ -35,6 +35,7 @@ from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
+from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.weights.sync import UpdateResults, WeightSync
 from turnwise.weights.transport import Manifest, make_sender
 
@@ -159,7 +160,7 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
     return measured
 
 
-async def idle_updates(manager: Any, sync: WeightSync, count: int) -> list[float]:
+async def idle_updates(manager: AsyncLLMServerManager, sync: WeightSync, count: int) -> list[float]:
     """Measure updates of an idle engine, in milliseconds; the first is not counted."""
     took = []
     for _ in range(1 + count):

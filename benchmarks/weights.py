@@ -59,7 +59,8 @@ def receive(tasks: Connection, shapes: list[tuple[str, int]], dtype: torch.dtype
     options = ReceiverOptions(CPU, 0, {name: ((size,), dtype_name(dtype)) for name, size in shapes})
     while (task := tasks.recv()) is not None:
         if not isinstance(task, Manifest):
-            options.group = ProcessGroup(1, *task, 2, 1, CPU, SECONDS)
+            ip, port = task
+            options.group = ProcessGroup(1, ip, port, 2, 1, CPU, SECONDS)
             tasks.send("joined")
             continue
         before = start_of_peak()

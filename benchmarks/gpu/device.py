@@ -129,7 +129,7 @@ class Place:
         if not self.gpu:
             return {"device": "CPU", "gpus": 0, "versions": versions}
         versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -157,8 +157,8 @@ class Place:
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
         sizes = (128, 256, 2, 4, 2, 32, 512) if self.tiny else (1024, 3072, 28, 16, 8, 128, 151936)
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        names += ("num_key_value_heads", "head_dim", "vocab_size")
+        names: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers")
+        names += ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         config = Qwen3Config(
             **dict(zip(names, sizes, strict=True)),
             max_position_embeddings=32768,

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.device import GIB, Place, require
 from benchmarks.gpu.training import configuration, make_rank, samples, take_step
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Completion, Request, generate
+from turnwise.engine.protocol import Completion, Engine, Request, generate
 from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
@@ -117,7 +117,7 @@ def _differences(
     return (ours - torch.tensor([v for c in completions for v in c.logprobs])).abs()
 
 
-async def _update(place: Place, llm: Any, rank: TrainerRank, transport: str) -> str:
+async def _update(place: Place, llm: Engine, rank: TrainerRank, transport: str) -> str:
     """Update the engine's weights to the trainer's; return the canary's difference."""
     rank._sender = make_sender(
         transport,
@@ -140,7 +140,7 @@ async def _update(place: Place, llm: Any, rank: TrainerRank, transport: str) -> 
     return f"canary off by {mean:.2g} on average, {largest:.2g} at most"
 
 
-async def _served(config: Config, llm: Any, prompt: list[int]) -> str:
+async def _served(config: Config, llm: Engine, prompt: list[int]) -> str:
     """Answer a request over HTTP."""
     from turnwise.serving.openai.server import OpenAIServer
 

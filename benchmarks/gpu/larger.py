@@ -46,9 +46,9 @@ def mixture(place: Place) -> Path:
     """Return the folder of a Qwen3-MoE with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    names = ("hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
-    names += ("num_experts_per_tok", "num_attention_heads", "num_key_value_heads", "head_dim")
-    names += ("vocab_size",)
+    names: tuple[str, ...] = ("hidden_size", "moe_intermediate_size", "num_hidden_layers")
+    names += ("num_experts", "num_experts_per_tok", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "vocab_size")
     tiny, full = (64, 32, 2, 8, 2, 4, 2, 16, 512), (1024, 768, 4, 64, 8, 16, 8, 128, 151936)
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(**dict(zip(names, tiny if place.tiny else full, strict=True)))

@@ -25,6 +25,7 @@ from turnwise.training.batching import (
     MicroBatch,
     RankBatches,
     make_micro_batch,
+    micro_batch_tokens,
     plan_micro_batches,
 )
 from turnwise.training.rank import TrainerRank
@@ -75,7 +76,7 @@ def samples(place: Place, count: int = 0) -> list[Sample]:
     """Return sequences of mixed lengths, the same in every process; pairs share a prompt."""
     draw = random.Random(0)
     shortest, longest = (256, 2048) if not place.tiny else (16, 64)
-    vocabulary, made = place.size(151_000, 512), []
+    vocabulary, made = place.size(151_000, 512), list[Sample]()
     for number in range(count or place.size(32, 8)):
         length = draw.randint(shortest, longest)
         prompt = length // 3
@@ -94,7 +95,8 @@ def samples(place: Place, count: int = 0) -> list[Sample]:
 
 
 def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> list[RankBatches]:
-    (shares,) = plan_micro_batches(given, 1, 1, rank._training.micro_batch_tokens, layout)
+    tokens = micro_batch_tokens(rank._training, rank.device.type == "cuda")
+    (shares,) = plan_micro_batches(given, 1, 1, tokens, layout)
     return shares
 
 
@@ -321,8 +323,7 @@ def deterministic(place: Place) -> Iterator[str]:
         rank = make_rank(place, config)
         take_step(rank, given)
         if not run:
-            checkpoint.begin(folder)
-            rank.save(checkpoint.temporary(folder))
+            rank.save(checkpoint.begin(folder))
             checkpoint.commit(folder)
         take_step(rank, given)
         states.append([p.cpu() for p in parameters(rank)])

@@ -45,7 +45,8 @@ def receive(place: Place, tasks: Connection) -> None:
     tasks.send(device_name(place.device))
     while (task := tasks.recv()) is not None:
         if not isinstance(task, Manifest):
-            options.group = ProcessGroup(1, *task, 2, 1, place.device, SECONDS)
+            ip, port = task
+            options.group = ProcessGroup(1, ip, port, 2, 1, place.device, SECONDS)
             tasks.send("joined")
             continue
         try:

@@ -38,6 +38,7 @@ async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace)
             break
         messages.append(message)
         for call in message.tool_calls:
+            assert call.type == "function"
             try:
                 result = str(calculate(**json.loads(call.function.arguments)))
             except Exception as error:  # the model's mistake, for the model to read

@@ -176,6 +176,6 @@ def main() -> None:
 if __name__ == "__main__":
     # verifiers imports this file by its plugin id: be that module rather than a second copy.
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from verifiers_rollouts import main as main_of_plugin
+    from verifiers_rollouts import main as main_of_plugin  # type: ignore[import-not-found]
 
     main_of_plugin()

@@ -98,7 +98,8 @@ def main() -> int:
 def run(name: str, steps: int) -> tuple[float, float]:
     """Train; returns the mean rewards before the first step and after the last."""
     shutil.rmtree(RUNS / name, ignore_errors=True)
-    command = [Path(sys.executable).with_name("turnwise"), "train", CONFIG, *COMMON]
+    turnwise = str(Path(sys.executable).with_name("turnwise"))
+    command = [turnwise, "train", str(CONFIG), *COMMON]
     command += [*ALGORITHMS[name], f"training.steps={steps}", f"output_dir={RUNS}", f"name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]

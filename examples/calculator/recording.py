@@ -37,9 +37,16 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Names of the runs, and keys that differ from the calculator's configuration."""
-COMMON = ("rollout.prompts_per_step=8", "sampling.n=6", "eval.every=5", "eval.target=null")
-COMMON += ("data.eval_limit=32", "trajectories.keep=2", "engine.metrics=true")
-KEPT = ("config.yaml", "metrics.jsonl", "exactness.json")
+COMMON = (
+    "rollout.prompts_per_step=8",
+    "sampling.n=6",
+    "eval.every=5",
+    "eval.target=null",
+    "data.eval_limit=32",
+    "trajectories.keep=2",
+    "engine.metrics=true",
+)
+KEPT: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "exactness.json")
 KEPT += ("trajectories/*.jsonl", "timeline/*.jsonl", "training/*.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of the last checkpoint that show texts; the weights are left out."""
@@ -64,6 +71,7 @@ async def solve(client: AsyncOpenAI, question: str) -> str:
         message = made.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
+            assert call.type == "function"
             try:
                 result = str(calculate(**json.loads(call.function.arguments)))
             except Exception as error:  # the model's mistake, for the model to read
@@ -84,8 +92,12 @@ def record(output: Path, steps: int, folder: Path) -> None:
     """
     data = folder / "data"
     prepare(data)
-    sources = (f"model.path={data / 'model'}", f"data.path={data / 'train.jsonl'}")
-    sources += (f"data.eval_path={data / 'heldout.jsonl'}", f"output_dir={folder}")
+    sources = (
+        f"model.path={data / 'model'}",
+        f"data.path={data / 'train.jsonl'}",
+        f"data.eval_path={data / 'heldout.jsonl'}",
+        f"output_dir={folder}",
+    )
     config = str(Path(__file__).with_name("config.yaml"))
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, keys in RUNS.items():

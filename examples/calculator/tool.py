@@ -19,7 +19,7 @@ def calculate(a: int, operation: Literal["+", "-", "*"], b: int) -> int:
     return _OPERATIONS[operation](int(a), int(b))
 
 
-TOOL_SCHEMA: dict[str, Any] = {
+TOOL_SCHEMA: Any = {
     "type": "function",
     "function": {
         "name": "calculate",

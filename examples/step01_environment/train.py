@@ -17,5 +17,5 @@ if __name__ == "__main__":
         name="step01",
         sampling={"max_tokens": 64},
         training={"learning_rate": 3e-4, "updates_per_step": 2},
-        **{"model.max_length": 512},
+        config={"model": {"max_length": 512}},
     )

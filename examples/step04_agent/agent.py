@@ -30,6 +30,7 @@ async def solve(base_url: str, problem: dict[str, Any], **sampling: Any) -> str:
             if not message.tool_calls:
                 return message.content or ""
             for call in message.tool_calls:
+                assert call.type == "function"
                 try:
                     result = str(calculate(**json.loads(call.function.arguments)))
                 except Exception as error:  # the model's mistake, for the model to read

@@ -26,7 +26,7 @@ def serving(model: Path) -> Iterator[str]:
     """Run `turnwise serve`; yields its base URL once it answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "turnwise.cli", "serve", HERE / "user.yaml"]
+    command = [sys.executable, "-m", "turnwise.cli", "serve", str(HERE / "user.yaml")]
     keys = [f"model.path={model}", f"serving.port={port}"]
     with subprocess.Popen([*command, *keys], stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -22,7 +22,7 @@ SAMPLING = SamplingConfig()
 
 
 class Request:
-    """What an answer's reader holds on to: a whole HTTP request."""
+    """The object that an answer's reader holds on to: a whole HTTP request."""
 
 
 def turn(session: Session, text: str = "4", sent: int = 1, **unknown: Any) -> Request:

@@ -41,7 +41,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What blocks waits for it; it opens at the end of the test."""
+    """A gate that blocked calls wait for; it opens at the end of the test."""
     event = threading.Event()
     yield event
     event.set()

@@ -99,7 +99,7 @@ def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch
 async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
     worker: WorkerHandle, model_path: str
 ) -> None:
-    """Of every request and of one; two and three parameters; a class; log-probs."""
+    """Processors of every request and of one; two and three parameters; a class; log-probs."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     samplings = [chosen("even", max_tokens=24), chosen(max_tokens=24), chosen("repeat_prompt")]
     counting = [{"qualname": named("Count"), "args": [200], "kwargs": {"step": 3}}]
@@ -283,7 +283,7 @@ def test_workers_in_actors_apply_processors_too(model_path: str) -> None:
 def test_configured_names_are_checked_before_anything_starts(
     make_config: Callable[..., Config],
 ) -> None:
-    """Of sampling against the pattern, and the pattern itself."""
+    """Tokens sampled against the pattern, and the pattern itself."""
     with pytest.raises(InputError, match="logits_processors_allowed does not match 'a:b'"):
         make_config(sampling={"logits_processors": ["a:b"]})
     with pytest.raises(InputError, match="is not a valid regular expression"):

@@ -157,7 +157,7 @@ def be_rank(place: dict[str, Any], config: Config, folder: Path, reply: Any) -> 
         ids = torch.randint(3, 8000, (length,), generator=generator).tolist()
         mask = [0] + [1] * (length - 1)
         samples.append(Sample.of(ids, mask, [-9.0] * length, [0] * length, 1.0, index))
-    shares = plan_micro_batches(samples, 1, groups, config.training.micro_batch_tokens, False)
+    shares = plan_micro_batches(samples, 1, groups, config.training.micro_batch_tokens, "padded")
     base = resident("VmRSS")
 
     def work() -> None:

@@ -334,7 +334,10 @@ async def test_too_long_a_prompt_is_left_out_when_it_is_first_played(
     async def run_group(problem: Problem, tag: str) -> Group:
         return await runner.run_group(engine, problem, config.sampling, tag)
 
-    producer = GroupProducer(config, run_group, stream, lambda _: True)
+    async def has_signal(_: Group) -> bool:
+        return True
+
+    producer = GroupProducer(config, run_group, stream, has_signal)
     batches = []
     async with task_group() as tasks:
         producing = tasks.create_task(producer.run())

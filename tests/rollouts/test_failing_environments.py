@@ -138,7 +138,10 @@ async def test_only_rows_that_are_played_have_environments(
         groups[number] = await runner.run_group(engine, problem, config.sampling, tag)
         return groups[number]
 
-    producer = GroupProducer(config, run_group, ProblemStream(problems, 0), lambda _: True)
+    async def has_signal(_: Group) -> bool:
+        return True
+
+    producer = GroupProducer(config, run_group, ProblemStream(problems, 0), has_signal)
     async with asyncio.timeout(60), task_group() as tasks:
         producing = tasks.create_task(producer.run())
         while len(groups) < 16 or any(not g.trajectories and not g.dropped for g in groups):

@@ -252,7 +252,7 @@ async def test_a_try_that_hangs_has_its_own_deadline(run: Callable[..., Any]) ->
 
 
 async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], tokenizer: Any) -> None:
-    """What bounds a trajectory is that nothing of it moves, not how long its turns are."""
+    """A trajectory ends when nothing of it moves, however long its turns are."""
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
     engine.slowdown = 100
     group = await run({"takes": 0.2}, n=2, engine=engine, stall_timeout=1.5)

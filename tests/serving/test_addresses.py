@@ -5,14 +5,15 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from turnwise.config import ServingConfig
 from turnwise.core import ray
-from turnwise.core.ray import _host_and_port, _probe_port, _until_silent
-from turnwise.errors import InputError
+from turnwise.core.ray import _host_and_port, _probe_port, watching_ray
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving import channel, front_processes
 from turnwise.serving.openai.address import listen
 
@@ -85,13 +86,21 @@ async def test_rays_head_is_found_at_either_kind_of_address(
     port = head.getsockname()[1]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     assert _host_and_port(address) == (host, port)
+    context = SimpleNamespace(gcs_address=address)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+
+    async def watch() -> None:
+        async with watching_ray(None):
+            await asyncio.Event().wait()
+
     with head:
         _probe_port(address)
-        watching = asyncio.create_task(_until_silent(address, 3))
+        watching = asyncio.create_task(watch())
         await asyncio.sleep(0.5)
         assert not watching.done()
     async with asyncio.timeout(60):
-        await watching
+        with pytest.raises(TurnwiseError, match=r"Ray's head process \(gcs_server at .* is gone"):
+            await watching
     with pytest.raises(OSError, match="refused"):
         _probe_port(address)
 

@@ -35,7 +35,7 @@ def fleet(
 
 @dataclass
 class Traffic:
-    """What a study saw while new sessions were still arriving."""
+    """Loads that a study saw while new sessions were still arriving."""
 
     loads: list[float]
     events: Counter[str]
@@ -153,7 +153,7 @@ def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
 
 
 def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
-    """Of sessions and groups `serving.known_sessions` are remembered, those used last."""
+    """The sessions and groups used last are remembered, `serving.known_sessions` of them."""
 
     async def work() -> None:
         scheduler, _ = fleet(known_sessions=2)

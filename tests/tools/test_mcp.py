@@ -335,7 +335,7 @@ class Desk(turnwise.Environment):
 
 
 async def test_twenty_trajectories_leave_no_process(children: Callable[[], list[int]]) -> None:
-    """Of the environment's class and of the configuration; a third of their servers die."""
+    """Tools of the environment's class and of the configuration; a third of their servers die."""
     keys = {"command": sys.executable, "args": [RAW], "tools": ["process", "die"]}
     rollout = configured(keys).rollout
     sources = load_tools(rollout.tools)

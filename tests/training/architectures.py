@@ -379,7 +379,7 @@ class Row:
     chosen: str
     """The layout that `training.packing: auto` is on a GPU; "refused" if there is none."""
     attention: str
-    """Of this layout: the trainer's, or the model's own."""
+    """Log-probs in this layout: the trainer's, or the model's own."""
     own: Difference
     layouts: dict[Layout, Difference]
 

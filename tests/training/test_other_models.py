@@ -56,7 +56,7 @@ def scored(policy: TrainerRank, name: Any, layout: Layout = "padded") -> list[li
 
 
 def direct_logprobs(path: str, dtype: torch.dtype = torch.float32) -> list[list[float]]:
-    """Of Transformers alone."""
+    """Values of Transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     made = []
     for ids in sequences():

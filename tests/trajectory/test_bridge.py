@@ -277,7 +277,7 @@ def simple(name: str, after: list[dict[str, Any]]) -> Case:
 
 
 def added_text(name: str, said: str, after: list[dict[str, Any]]) -> str | None:
-    """What the bridge adds to what was said, or the reason why it does not."""
+    """The ids that the bridge adds, or the reason why it adds none."""
     case = simple(name, after)
     result = case.bridge(case.template.encode(said))
     if result.token_ids is None:

@@ -42,7 +42,7 @@ class Compared(Case):
     thought: str
 
     def outcome(self) -> str:
-        """How the function did beside the rule."""
+        """The function's results next to the rule's."""
         template, render = self.template, self.template.render_text
         turns = [*self.before, self.turn]
         try:
@@ -78,7 +78,7 @@ class Compared(Case):
         return "right where the rule is wrong"
 
     def sampled(self, opening: str, end: str) -> str | None:
-        """What the model says after the opening; None where the template does not write it."""
+        """The model's text after the opening; None where the template does not write it."""
         rendered = self.template.render_text(
             [*self.before, self.turn], tools=self.tools, add_generation_prompt=False
         )

@@ -43,7 +43,22 @@ class Conversation:
     @cached_property
     def digests(self) -> list[bytes]:
         """Digests of the messages, one for each."""
-        return [_digest(_canonical(message)) for message in self.messages]
+        digests = []
+        for message in self.messages:  # those of equal meaning have equal ones
+            if message["role"] == "assistant":
+                called = [call["function"] for call in message.get("tool_calls") or []]
+                calls = [(call["name"], call.get("arguments") or "") for call in called]
+                said = answer(_text(message.get("content")), calls)
+                digests.append(_digest(("assistant", said)))
+            else:
+                rest = {
+                    key: value
+                    for key, value in message.items()
+                    if key not in ("role", "content") and value is not None
+                }
+                text = _text(message.get("content"))
+                digests.append(_digest((message["role"], text, _canonical_json(rest))))
+        return digests
 
     @cached_property
     def prefixes(self) -> list[bytes]:
@@ -117,16 +132,6 @@ def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
                 continue
         called.append((name, _canonical_json(value)))
     return (text or "").strip(), tuple(called)
-
-
-def _canonical(message: Message) -> object:
-    """Return a value that is equal for messages of equal meaning."""
-    if message["role"] == "assistant":
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        called = [(call["name"], call.get("arguments") or "") for call in calls]
-        return ("assistant", answer(_text(message.get("content")), called))
-    rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
-    return (message["role"], _text(message.get("content")), _canonical_json(rest))
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

@@ -85,11 +85,19 @@ class Child:
         streams: _Streams,
         heard: Callable[[bytes], object],
     ) -> None:
-        self._transport, self._streams, self._heard = transport, streams, heard
+        self._transport, self._streams = transport, streams
         self._tail = b""
         self.pid = transport.get_pid()
         _running.add(self)
-        self._hearing = asyncio.create_task(self._hear())
+
+        async def hear() -> None:
+            errors = streams.stderr or self.stdout
+            with suppress(OSError):
+                while part := await errors.read(65_536):
+                    self._tail = (self._tail + part)[-TAIL_BYTES:]
+                    heard(part)
+
+        self._hearing = asyncio.create_task(hear())
 
     @classmethod
     async def start(
@@ -139,13 +147,6 @@ class Child:
     def last_words(self) -> str:
         """The end of its standard error."""
         return self._tail.decode(errors="replace").strip()
-
-    async def _hear(self) -> None:
-        errors = self._streams.stderr or self.stdout
-        with suppress(OSError):
-            while part := await errors.read(65_536):
-                self._tail = (self._tail + part)[-TAIL_BYTES:]
-                self._heard(part)
 
     async def exited(self, seconds: float | None = None) -> bool:
         """Wait for its end, at most `seconds`, and return whether it came."""

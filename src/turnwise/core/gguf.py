@@ -37,32 +37,52 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     if file is None:
         return path
     folder = _folder_of(file)
-    if not folder.is_dir():
-        where = f"{key}: {path}"
-        if not file.is_file():
-            raise InputError(f"{where}: there is no such file")
-        with file.open("rb") as opened:
-            if opened.read(len(_MAGIC)) != _MAGIC:
-                raise InputError(f"{where} is not in the GGUF format")
-        for package in ("gguf", "accelerate"):
-            optional(package, "gguf", where)
-        logger.warning("converting %s, once, into %s", path, folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
-            new = Path(temporary, "model")
-            try:
-                _write(file, new)
-            except Exception as error:  # Transformers raises anything
-                said = f"{file} cannot be read as a model: {first_line(error)}"
-                if isinstance(error, OSError) and error.errno is not None:  # of the disk
-                    said = f"{file} cannot be converted into {folder}: {error}"
-                raise InputError(said) from error
-            sync_tree(new)
-            try:
-                new.rename(folder)  # of several processes that convert it, one puts it in place
-            except OSError as error:
-                if error.errno not in _TAKEN:
-                    raise
+    if folder.is_dir():
+        return str(folder)
+    where = f"{key}: {path}"
+    if not file.is_file():
+        raise InputError(f"{where}: there is no such file")
+    with file.open("rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise InputError(f"{where} is not in the GGUF format")
+    for package in ("gguf", "accelerate"):
+        optional(package, "gguf", where)
+    logger.warning("converting %s, once, into %s", path, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
+        new = Path(temporary, "model")
+        try:
+            import torch  # seconds to import
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers.integrations.gguf import read_gguf_metadata
+
+            source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            load = AutoModelForCausalLM.from_pretrained
+            read: PreTrainedModel = load(**source, dtype=torch.float32)
+            # As Transformers reads it, the model counts as quantized and cannot be written, and its
+            # stops are those of its architecture.
+            shape = read.config
+            del shape.quantization_config
+            known, _ = read_gguf_metadata(str(file))
+            stops = {known[each] for each in _STOPS if each in known}
+            shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+            shape.eos_token_id = sorted(stops) if len(stops) > 1 else tokenizer.eos_token_id
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+            model.save_pretrained(new, state_dict=read.state_dict())
+            tokenizer.save_pretrained(new)
+        except Exception as error:  # Transformers raises anything
+            said = f"{file} cannot be read as a model: {first_line(error)}"
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk
+                said = f"{file} cannot be converted into {folder}: {error}"
+            raise InputError(said) from error
+        sync_tree(new)
+        try:
+            new.rename(folder)  # of several processes that convert it, one puts it in place
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
     return str(folder)
 
 
@@ -99,25 +119,3 @@ def _folder_of(file: Path) -> Path:
     if not cache:
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "turnwise")
     return Path(cache).expanduser().absolute() / "gguf" / f"{file.stem}-{digest}"
-
-
-def _write(file: Path, folder: Path) -> None:
-    import torch  # seconds to import
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # As Transformers reads it, the model counts as quantized and cannot be written, and its stops
-    # are those of its architecture.
-    shape = read.config
-    del shape.quantization_config
-    known, _ = read_gguf_metadata(str(file))
-    stops = {known[key] for key in _STOPS if key in known}
-    shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-    shape.eos_token_id = sorted(stops) if len(stops) > 1 else tokenizer.eos_token_id
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    model.save_pretrained(folder, state_dict=read.state_dict())
-    tokenizer.save_pretrained(folder)

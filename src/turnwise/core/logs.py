@@ -85,53 +85,43 @@ def open_logs(config: Config) -> Iterator[None]:
     register_stacks(str(path))
     handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
+    root, others = logging.getLogger(), [logging.getLogger(name) for name in _CHATTER]
     with _changing:
-        _add(handler, config.log_level)
+        if not _files:  # this is the first run
+            ours = (_OURS, *others)
+            _before[:] = [(one, [*one.handlers], one.propagate, one.level) for one in ours]
+            for logger in others:
+                logger.handlers = []
+            if not _on_terminal:
+                _to_program.append((_OURS, _ToProgram(config.log_level.upper())))
+                if not root.handlers:  # without any, Python prints warnings; ours would stop that
+                    _to_program.append((root, _terminal(config.log_level, others=True)))
+                for logger, printer in _to_program:
+                    logger.addHandler(printer)
+                _OURS.propagate = False
+        _files.append(handler)
+        for logger in (_OURS, root, *others):
+            logger.addHandler(handler)
+        _OURS.setLevel(min(logging.getLevelName(config.log_level.upper()), handler.level))
+        for name in _CHATTER:
+            quiet(name)
     try:
         yield
     finally:
         if not _on_terminal:  # otherwise the process ends, and libraries may still have lines
             with _changing:
-                _remove(handler)
+                _files.remove(handler)
+                for logger in (_OURS, root, *others):
+                    logger.removeHandler(handler)
+                if not _files:  # this was the last run
+                    for logger, printer in _to_program:
+                        logger.removeHandler(printer)
+                    _to_program.clear()
+                    for logger, handlers, propagate, level in _before:
+                        logger.handlers = list(dict.fromkeys([*handlers, *logger.handlers]))
+                        logger.propagate = propagate
+                        logger.setLevel(level)
             handler.close()
-
-
-def _add(file: logging.Handler, level: str) -> None:
-    """Add a run's file to all loggers."""
-    root, others = logging.getLogger(), [logging.getLogger(name) for name in _CHATTER]
-    if not _files:
-        _before[:] = [(one, [*one.handlers], one.propagate, one.level) for one in (_OURS, *others)]
-        for logger in others:
-            logger.handlers = []
-        if not _on_terminal:
-            _to_program.append((_OURS, _ToProgram(level.upper())))
-            if not root.handlers:  # without any, Python prints warnings; ours would stop that
-                _to_program.append((root, _terminal(level, others=True)))
-            for logger, handler in _to_program:
-                logger.addHandler(handler)
-            _OURS.propagate = False
-    _files.append(file)
-    for logger in (_OURS, root, *others):
-        logger.addHandler(file)
-    _OURS.setLevel(min(logging.getLevelName(level.upper()), file.level))
-    for name in _CHATTER:
-        quiet(name)
-
-
-def _remove(file: logging.Handler) -> None:
-    """Remove a run's file; after the last run, undo all other changes too."""
-    _files.remove(file)
-    for logger in map(logging.getLogger, (_OURS.name, None, *_CHATTER)):
-        logger.removeHandler(file)
-    if _files:
-        return
-    for logger, handler in _to_program:
-        logger.removeHandler(handler)
-    _to_program.clear()
-    for logger, handlers, propagate, level in _before:
-        logger.handlers = list(dict.fromkeys([*handlers, *logger.handlers]))
-        logger.propagate = propagate
-        logger.setLevel(level)
 
 
 class _ToProgram(logging.Handler):

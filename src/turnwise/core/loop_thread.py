@@ -81,7 +81,19 @@ class EventLoopThread(Generic[_Opened]):
         """Start the coroutine that `work` makes, and return its future."""
         _ = self.opened
         self._raise_if_ended()
-        coroutine = self._tracked(work)
+
+        async def tracked() -> _Result:
+            task = asyncio.current_task()
+            assert task is not None
+            if self._leaving:
+                raise asyncio.CancelledError
+            self._calls.add(task)
+            try:
+                return await work()
+            finally:
+                self._calls.discard(task)
+
+        coroutine = tracked()
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop has closed since
@@ -171,17 +183,6 @@ class EventLoopThread(Generic[_Opened]):
             self._ended.set_result(None)
         except BaseException as error:
             self._ended.set_exception(error)
-
-    async def _tracked(self, work: Work[_Result]) -> _Result:
-        task = asyncio.current_task()
-        assert task is not None
-        if self._leaving:
-            raise asyncio.CancelledError
-        self._calls.add(task)
-        try:
-            return await work()
-        finally:
-            self._calls.discard(task)
 
     def _result(self, future: "Future[_Result]", seconds: float, who: str) -> _Result:
         end = time.monotonic() + seconds

@@ -101,7 +101,17 @@ async def watching_ray(address: str | None) -> AsyncIterator[None]:
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
 
     async def watch() -> None:
-        await _until_silent(head, patience)
+        host, port = _host_and_port(head)
+        failures = 0  # in a row
+        while failures < patience:
+            await asyncio.sleep(_PROBE_SECONDS)
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+                failures = 0
+            except (OSError, TimeoutError):
+                failures += 1
         raise TurnwiseError(
             f"Ray's head process (gcs_server at {head}) is gone, which ends the run"
         )
@@ -110,18 +120,3 @@ async def watching_ray(address: str | None) -> AsyncIterator[None]:
         watching = tasks.create_task(watch())
         yield
         watching.cancel()
-
-
-async def _until_silent(address: str, patience: int) -> None:
-    """Return once `patience` connections in a row have failed."""
-    host, port = _host_and_port(address)
-    failures = 0
-    while failures < patience:
-        await asyncio.sleep(_PROBE_SECONDS)
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            failures = 0
-        except (OSError, TimeoutError):
-            failures += 1

@@ -165,7 +165,18 @@ async def _answer_of(
     has written to its file, whose size was `before`, or it has ended; None if both are late."""
     begun = since = time.monotonic()  # since when the file has its size
     grown = before
-    answer = asyncio.create_task(_receive(_address(process.pid, started)))
+
+    async def receive() -> bytes:
+        """Return what the thread answers; b"" if it is ending, or cannot be reached."""
+        with suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(_address(process.pid, started))
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+        return b""
+
+    answer = asyncio.create_task(receive())
     await asyncio.wait([answer], timeout=min(_THREAD_SECONDS, seconds / 2))
     if not (answer.done() and answer.result()):
         with suppress(psutil.Error):  # it ends at this moment
@@ -186,30 +197,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-async def _receive(address: str) -> bytes:
-    """Return what a process's thread answers; b"" if it is ending, or cannot be reached."""
-    with suppress(OSError):
-        reader, writer = await asyncio.open_unix_connection(address)
-        try:
-            return await reader.read()
-        finally:
-            writer.close()
-    return b""
-
-
-def _alike(text: str) -> list[str]:
-    """Return the stacks in a text, equal ones once, with their number."""
-    alike: Counter[str] = Counter()
-    for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
-        _, _, frames = block.strip().partition("\n")
-        if frames and not _LISTENER.search(frames):
-            alike[frames] += 1
-    return [
-        f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
-        for frames, count in alike.items()
-    ]
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
@@ -240,7 +227,16 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
         if not answer:
             with suppress(OSError):
                 text = path.read_bytes()[size:]
-        stacks = _alike(text.decode(errors="replace"))
+        alike: Counter[str] = Counter()
+        shown = text.decode(errors="replace").replace("Current thread", "\n\nCurrent thread")
+        for block in shown.split("\n\n"):
+            _, _, frames = block.strip().partition("\n")
+            if frames and not _LISTENER.search(frames):
+                alike[frames] += 1
+        stacks = [
+            f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"
+            for frames, count in alike.items()
+        ]
         if not stacks and _ended(process):
             path.unlink(missing_ok=True)
             continue

@@ -139,30 +139,28 @@ def choose(wanted: str, interpreter: str | None = None) -> Backend:
     names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
     with _choosing:
         for name in names:
-            if wanted in ("auto", name):
-                if not (reason := _unusable(name, interpreter)):
-                    return name
-                tried.append(f"{name}: {reason}")
+            if wanted not in ("auto", name):
+                continue
+            sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
+            if platform.machine() not in ARCHITECTURES:
+                reason = "not available on this architecture"
+            elif (sandlock if name == "sandlock" else bwrap) is None:
+                reason = "not installed"
+            else:
+                session = Session(name, CodeToolConfig(interpreter=interpreter))
+                try:
+                    answer = session.run("6 * 7")
+                    reason = "" if answer == "42" else f"answered {answer[:200]!r}"
+                except InputError as error:
+                    reason = str(error)
+                finally:
+                    session.close()
+            if not reason:
+                return name
+            tried.append(f"{name}: {reason}")
     if not tried:
         raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
     raise InputError(f"{MISSING} ({'; '.join(tried)})")
-
-
-def _unusable(backend: Backend, interpreter: str | None) -> str:
-    """Return why a backend cannot be used here; "" if it can."""
-    if platform.machine() not in ARCHITECTURES:
-        return "not available on this architecture"
-    sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
-    if (sandlock if backend == "sandlock" else bwrap) is None:
-        return "not installed"
-    session = Session(backend, CodeToolConfig(interpreter=interpreter))
-    try:
-        answer = session.run("6 * 7")
-    except InputError as error:
-        return str(error)
-    finally:
-        session.close()
-    return "" if answer == "42" else f"answered {answer[:200]!r}"
 
 
 class Session:

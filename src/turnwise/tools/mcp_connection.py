@@ -72,20 +72,21 @@ class Connection:
         self._leaving = asyncio.Event()
         self._scope = anyio.CancelScope()
         self._ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(), name=name)
+
+        async def own() -> None:
+            """Hold the SDK's contexts open, until `close` or until the connection fails."""
+            transport = self._stdio() if config.url is None else self._http(config.url)
+            with self._scope:
+                # The handshake by which servers of all versions keep a session.
+                async with Client(transport, mode="legacy", cache=None) as client:
+                    self._ready.set_result(client.session)
+                    await self._leaving.wait()
+
+        self._owner = asyncio.create_task(own(), name=name)
         self._owner.add_done_callback(lambda owner: owner.cancelled() or owner.exception())
         self._end = ""
         """Reason of the process's end; "" while it runs, and for a server with a URL."""
         self._failed = self._doubtful = False
-
-    async def _own(self) -> None:
-        """Hold the SDK's contexts open, until `close` or until the connection fails."""
-        transport = self._stdio() if self._config.url is None else self._http(self._config.url)
-        with self._scope:
-            # The handshake by which servers of all versions keep a session.
-            async with Client(transport, mode="legacy", cache=None) as client:
-                self._ready.set_result(client.session)
-                await self._leaving.wait()
 
     async def opened(self) -> None:
         """Wait until the server is started and greeted.

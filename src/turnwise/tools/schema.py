@@ -97,11 +97,19 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         for line in read.params
         for name in line.arg_name.split(",")
     }
-    fields: JsonObject = {  # as pydantic types them
-        # Not by their own names, which may be those of a model's attributes, such as `copy`.
-        f"argument_{number}": _field(parameter, hints[parameter.name], lines.get(parameter.name))
-        for number, parameter in enumerate(parameters)
-    }
+    fields: JsonObject = {}  # of a pydantic model: the type of each, or its type and default
+    annotated: Foreign = Annotated  # with metadata that a type checker cannot know
+    for number, parameter in enumerate(parameters):
+        hint, default = hints[parameter.name], parameter.default
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        texts = (extra for extra in extras if isinstance(extra, str))
+        line = next(texts, lines.get(parameter.name))
+        # First, so that a `Field` of the user's own counts more.
+        known = Field(alias=parameter.name, description=line or None)
+        field = annotated[(kind, known, *extras)]
+        # Not by its own name, which may be that of a model's attribute, such as `copy`.
+        name = f"argument_{number}"
+        fields[name] = field if default is Parameter.empty else (field, default)
     try:
         model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
         described = model.model_json_schema(schema_generator=_JsonSchema)
@@ -174,17 +182,6 @@ def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Foreign]) 
 
 def _first_sentence(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-
-
-def _field(parameter: Parameter, hint: object, line: str | None) -> object:
-    """Return an argument as a field of a pydantic model: its type, or its type and default."""
-    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    line = next((extra for extra in extras if isinstance(extra, str)), line)
-    # First, so that a `Field` of the user's own counts more.
-    known = Field(alias=parameter.name, description=line or None)
-    annotated: Foreign = Annotated  # with metadata that a type checker cannot know
-    annotation = annotated[(kind, known, *extras)]
-    return annotation if parameter.default is Parameter.empty else (annotation, parameter.default)
 
 
 def _one_line(text: str | None) -> str:

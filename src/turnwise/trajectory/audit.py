@@ -155,7 +155,16 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
             before = sum(path[: turn.prefix_length])
         totals.append(before + turn.sums[0])
-        for problem in _differences(turn, before, _last_version(turns, turn)):
+        version = 0  # that of the last token sampled before the turn on its branch, if any was
+        end, parent = turn.prefix_length, turn.parent
+        while parent is not None:
+            above = turns[parent]
+            sampled = end - above.prefix_length - len(above.added_token_ids)
+            if sampled > 0 and above.weight_versions:
+                version = above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
+                break
+            end, parent = min(end, above.prefix_length), above.parent
+        for problem in _differences(turn, before, version):
             yield f"turn {index}: {problem}"
 
 
@@ -192,18 +201,6 @@ def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
     if sampled != turn.record[2]:
         return ["its sampled tokens, log-probs or versions are not those recorded"]
     return []
-
-
-def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
-    """Return the version of the last token sampled before a turn on its branch; 0 if none was."""
-    end, parent = turn.prefix_length, turn.parent
-    while parent is not None:
-        above = turns[parent]
-        sampled = end - above.prefix_length - len(above.added_token_ids)
-        if sampled > 0 and above.weight_versions:
-            return above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
-        end, parent = min(end, above.prefix_length), above.parent
-    return 0
 
 
 def _continues(turns: Sequence[Turn], turn: Turn) -> bool:

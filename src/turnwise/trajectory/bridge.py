@@ -143,24 +143,20 @@ def bridge(
                 "end that turn before these messages",
             )
         if following is not None and following.startswith(seam.joint[:start]):
-            added = _encode_after(template, last, following[start:])
+            text, anchor = following[start:], last or "x"
+            if last is None and template.special_token_pattern.match(text):
+                added = template.encode(text)
+            else:
+                # Some tokenizers treat the beginning of a text specially, so words are encoded
+                # behind the special token, or behind ordinary text, and never alone.
+                head, whole = template.encode(anchor), template.encode(anchor + text)
+                begins = whole[: len(head)] == head
+                added = whole[len(head) :] if begins else template.encode(text)
             return Bridge(prompt_token_ids, completion_token_ids, added)
     return fork(
         "unlike_placeholder",
         "the template renders these messages differently depending on their contents",
     )
-
-
-def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[int]:
-    """Return the ids of `text` behind the special token `last`, or behind ordinary text.
-
-    Some tokenizers treat the beginning of a text specially, so words are never encoded alone.
-    """
-    if last is None and template.special_token_pattern.match(text):
-        return template.encode(text)
-    anchor = last or "x"
-    head, whole = template.encode(anchor), template.encode(anchor + text)
-    return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +306,21 @@ def _seam(
     """Return the seam behind a rendered turn; `plain` shows how a turn without calls ends."""
     turn_end, stop_tokens = None, frozenset[str]()
     if not isinstance(plain, Exception):
-        turn_end, stop_tokens = _turn_end(template, plain)
+        header, ending, joint, _ = plain
+        pattern = template.special_token_pattern
+        last, inner = pattern.search(ending), pattern.search(joint)
+        # Usually the same text ends a turn that other messages follow, and a conversation's last
+        # one. If not, the first special token ends it if both renderings agree up to that token.
+        if joint.startswith(ending):
+            turn_end = ending
+        elif last and inner and ending[: last.start()] == joint[: inner.start()]:
+            turn_end = joint[: inner.end()]
+        token = pattern.search(turn_end or "")
+        # If it is the next message's header, nothing may replace it.
+        if token is None or not header.endswith(token.group()):
+            stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
+            stops.add(last.group() if last else None)
+            stop_tokens = frozenset(text for text in stops if text is not None)
     call_end = None
     _, ending, joint, sentinels = rendering
     if turn_end:
@@ -333,29 +343,6 @@ def _seam(
         sampled_end=sampled_end,
         stop_tokens=stop_tokens,
     )
-
-
-def _turn_end(template: ChatTemplate, rendering: _Rendering) -> tuple[str | None, frozenset[str]]:
-    """Return the text that ends an assistant's turn when other messages follow, and the special
-    tokens with which the model may end it instead.
-
-    Usually the same text ends a conversation's last turn. If not, the first special token ends the
-    turn if both renderings agree up to it; else it is None.
-    """
-    header, ending, joint, _ = rendering
-    pattern = template.special_token_pattern
-    last, inner = pattern.search(ending), pattern.search(joint)
-    turn_end = None
-    if joint.startswith(ending):
-        turn_end = ending
-    elif last and inner and ending[: last.start()] == joint[: inner.start()]:
-        turn_end = joint[: inner.end()]
-    token = pattern.search(turn_end or "")
-    if token is not None and header.endswith(token.group()):
-        return turn_end, frozenset()  # it is the next message's header, which nothing may replace
-    stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
-    stops.add(last.group() if last else None)
-    return turn_end, frozenset(text for text in stops if text is not None)
 
 
 def _probe(

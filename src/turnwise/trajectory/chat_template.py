@@ -152,9 +152,24 @@ class ChatTemplate:
         """
         if self.missing:
             raise InputError(self.missing)
+        given = list(messages)
+        for index, message in enumerate(given):
+            if self._control is None or message["role"] == "assistant":
+                continue
+            content = message.get("content")
+            if isinstance(content, str):
+                given[index] = {**message, "content": self.escape(content)}
+            elif isinstance(content, list):
+                parts = [
+                    {**part, "text": self.escape(part["text"])}
+                    if isinstance(part, dict) and isinstance(part.get("text"), str)
+                    else part
+                    for part in content
+                ]
+                given[index] = {**message, "content": parts}
         return str(
             self.tokenizer.apply_chat_template(
-                [self._escaped(message) for message in messages],
+                given,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -181,22 +196,6 @@ class ChatTemplate:
             return text
         text = text.replace(_GUARD, "")
         return self._control.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
-
-    def _escaped(self, message: Message) -> Message:
-        if self._control is None or message["role"] == "assistant":
-            return message
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self.escape(content)}
-        if isinstance(content, list):
-            parts = [
-                {**part, "text": self.escape(part["text"])}
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-                else part
-                for part in content
-            ]
-            return {**message, "content": parts}
-        return message
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, special tokens included except for a final EOS."""

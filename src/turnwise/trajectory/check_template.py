@@ -111,10 +111,24 @@ def _try(
 ) -> Finding:
     try:
         opening = template.render_text(before, tools=tools)
-        sampled = str(turn["content"])
-        if not cut_off:
+        sampled = content = str(turn["content"])
+        if not cut_off:  # the model samples the turn up to the token that ends it
             ended = template.render_text([*before, turn], tools=tools, add_generation_prompt=False)
-            sampled = _sampled_text(template, turn, opening, ended)
+            text = ended[len(opening) :]
+            if not ended.startswith(opening):  # the template writes a finished turn differently
+                text = ended[ended.rfind(content or "weather") :]
+            ends = list(template.special_token_pattern.finditer(text))
+            if turn.get("tool_calls"):
+                sampled = text[: ends[-1].end()] if ends else text
+            else:
+                answer = content.rpartition(_THOUGHT_END)[2].strip()
+                said = text.rfind(answer) + len(answer)
+                ends = [end for end in ends if end.start() >= said][:1]
+                ending = text[said : ends[0].end()] if ends else text[said:]
+                sampled = text[:said] + ending
+                if _THOUGHT_END in content and (opened := overlap(opening, content)):
+                    # The generation prompt opens the block of reasoning; the model goes on in it.
+                    sampled = content[opened:] + ending
         whole = template.render_text([*before, turn, *after], tools=tools)
     except Exception as error:  # a template may raise anything
         return Finding(case, "refuses", f"{type(error).__name__}: {error}")
@@ -135,27 +149,6 @@ def _try(
     names = "as the template renders it", "as the model sees it"
     lines = difflib.unified_diff(rendered.splitlines(), text.splitlines(), *names, lineterm="", n=1)
     return Finding(case, "keeps", "\n".join(lines))
-
-
-def _sampled_text(template: ChatTemplate, turn: Message, opening: str, whole: str) -> str:
-    """Return the text that the model samples in a turn, up to the token that ends it, from the
-    renderings of the conversation before the turn and up to its end."""
-    content = str(turn["content"])
-    text = whole[len(opening) :]
-    if not whole.startswith(opening):  # the template writes a finished turn differently
-        start = whole.rfind(content) if content else whole.rfind("weather")
-        text = whole[start:]
-    ends = list(template.special_token_pattern.finditer(text))
-    if turn.get("tool_calls"):
-        return text[: ends[-1].end()] if ends else text
-    answer = content.rpartition(_THOUGHT_END)[2].strip()
-    said = text.rfind(answer) + len(answer)
-    ends = [end for end in ends if end.start() >= said][:1]
-    end = text[said : ends[0].end()] if ends else text[said:]
-    if _THOUGHT_END in content and (opened := overlap(opening, content)):
-        # The generation prompt opens the block of reasoning, and the model goes on in it.
-        return content[opened:] + end
-    return text[:said] + end
 
 
 def report(findings: Sequence[Finding], hidden: Sequence[str] = ()) -> str:

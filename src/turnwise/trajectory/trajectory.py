@@ -268,8 +268,16 @@ class Trajectory:
     def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
         """Build one branch; `trained` counts, by turn, the sampled tokens of earlier branches."""
         path = self._path(leaf)
-        experts = _rows_of_path((self.turns[index], length) for index, length in path)
-        branch = Branch(leaf, [], [], [], [], experts=experts)
+        rows: list[bytes] = []  # of experts, for each id but the last; none if a turn has none
+        for index, length in path:
+            turn = self.turns[index]
+            first = int(turn.prefix_length == 0)  # no row of an earlier path
+            count = turn.path_length - turn.prefix_length - first
+            if not turn.experts and count > 0:
+                rows.clear()
+                break
+            rows.append(turn.experts[: _row_size(turn.experts, count) * (length - first)])
+        branch = Branch(leaf, [], [], [], [], experts=b"".join(rows))
         for index, length in path:
             turn = self.turns[index]
             added = turn.added_token_ids[:length]
@@ -341,19 +349,6 @@ def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
 
 def _row_size(rows: bytes, count: int) -> int:
     return len(rows) // count if count else 0
-
-
-def _rows_of_path(turns: Iterable[tuple[Turn, int]]) -> bytes:
-    """Return a row for each id of a path but the last, from its turns, each with the number of its
-    own ids on the path; empty if a turn has none."""
-    parts = []
-    for turn, length in turns:
-        first = int(turn.prefix_length == 0)  # no row of an earlier path
-        count = turn.path_length - turn.prefix_length - first
-        if not turn.experts and count > 0:
-            return b""
-        parts.append(turn.experts[: _row_size(turn.experts, count) * (length - first)])
-    return b"".join(parts)
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

@@ -14,7 +14,7 @@ from turnwise.trajectory import Trajectory, audit
 
 PROMPT = [20, 21, 22, 23, 24]
 SCORES = [None, -0.021, -0.022, -0.023, -0.024]
-"""What the simulated engine gives."""
+"""Log-probs that the simulated engine gives."""
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 
 

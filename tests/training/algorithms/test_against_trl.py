@@ -89,7 +89,7 @@ Table = torch.Tensor
 
 @dataclass
 class Tables:
-    """Of all tokens, [12, LENGTH] in float64; `mask` is 1 on sampled ones."""
+    """Values of all tokens, [12, LENGTH] in float64; `mask` is 1 on sampled ones."""
 
     groups: list[Group]
     mask: Table

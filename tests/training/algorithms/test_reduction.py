@@ -16,7 +16,7 @@ lengths = st.lists(st.integers(0, 5), min_size=2, max_size=8).filter(any)
 
 
 def weights_of(reduction: Reduction, batch: Sequence[int], cut: int) -> list[torch.Tensor]:
-    """Of a batch of sequences of these lengths in two micro-batches, the first up to `cut`."""
+    """Loss of a batch of sequences of these lengths in two micro-batches, the first up to `cut`."""
     return [
         token_weights(
             reduction,
