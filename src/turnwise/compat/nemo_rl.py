@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from turnwise.config import SamplingConfig
+from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
@@ -179,6 +179,16 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def report_device_id_async(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         return await self._engine.device_ids()
+
+    def _server_config(self) -> Config:
+        """Let the server listen on the node's address, which other nodes reach, unless
+        `serving.host` is given."""
+        if "host" in self._config.serving.model_fields_set:
+            return self._config
+        from ray.util import get_node_ip_address  # reads the environment when it is imported
+
+        serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
+        return self._config.model_copy(update={"serving": serving})
 
     @cached_property
     def _template(self) -> "ChatTemplate":

@@ -7,7 +7,7 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -52,6 +52,7 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from turnwise.internals.vllm import AsyncLLM
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -77,6 +78,7 @@ class VllmEngine:
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
             transports. Without one, weights cannot be updated.
         name: Name of this engine in errors.
+        start: Starts vLLM, as `start_llm` does, whose arguments it gets.
 
     Raises:
         InputError: when vLLM refuses the model or an argument.
@@ -97,6 +99,7 @@ class VllmEngine:
         adapters: EngineAdapters = NO_ADAPTERS,
         worker_extension: str = "",
         name: str = "engine",
+        start: "Callable[[str, JsonObject, bool], AsyncLLM]" = start_llm,
     ) -> None:
         vllm = import_vllm()
         self.name = name
@@ -127,7 +130,7 @@ class VllmEngine:
             }
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
-        self._llm = start_llm(model.path, arguments, bool(engine.metrics))
+        self._llm = start(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
