@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         bridge,
         replace_prefix_tokens,
     )
+    from turnwise.weights.transport import make_sender
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ _PUBLIC = {
     "compat.verl": ("LLMServerManager",),
     "rollouts.sampler": ("RolloutSampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
+    "weights.transport": ("make_sender",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
@@ -140,6 +142,7 @@ __all__ = [
     "bridge",
     "evaluate",
     "load_config",
+    "make_sender",
     "replace_prefix_tokens",
     "rollout",
     "serve",

@@ -110,15 +110,17 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def generate_text_async(
         self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, JsonObject]]:
-        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS.
+        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS; no chat
+        template is used or needed.
 
         Args:
             data: `prompts`, the texts, and maybe `stop_strings`, as in `generate_async`.
             greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
-            The row's index, as soon as it is ready, and its completion: `text`, `token_ids`,
-            `logprobs` (nats), and `truncated` (cut by max_tokens or by the context).
+            The row's index, as soon as it is ready, and a batch of one completion: lists of
+            `texts`, `token_ids`, `logprobs` (nats), and `truncated` (cut by max_tokens or by the
+            context).
         """
         template, prompts = self._template, data["prompts"]
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
@@ -129,10 +131,10 @@ class VllmAsyncGenerationWorker(EngineWorker):
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
             token_ids = output["output_ids"][0, start:end].tolist()
             return {
-                "text": template.decode(token_ids),
-                "token_ids": token_ids,
-                "logprobs": output["logprobs"][0, start:end].tolist(),
-                "truncated": bool(output["truncated"]),
+                "texts": [template.decode(token_ids)],
+                "token_ids": [token_ids],
+                "logprobs": [output["logprobs"][0, start:end].tolist()],
+                "truncated": [bool(output["truncated"])],
             }
 
         async with aclosing(as_ready(one, len(prompts))) as ready:

@@ -125,6 +125,7 @@ class EngineWorker:
         self._seed = config.seed if seed is None else seed
         self._name = name
         self._share = fraction_of_gpus
+        self._metrics = False
         self._address: Address | None = None
         self._server: OpenAIServer | None = None
         self._bundle_indices = bundle_indices

@@ -237,6 +237,9 @@ class SenderOptions:
     """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
     """Seconds for an update; in the sender of a stream, for each answer of an engine."""
+    address: str | None = None
+    """Address at which `ipc` listens: "" is the device's own, where a worker looks that has no
+    manifest; None is one for this sender alone, or on GPUs the device's."""
 
 
 @dataclass(slots=True)
@@ -270,6 +273,8 @@ class WeightSender:
     """Name under which engines find the transport; `make_sender` sets it."""
     streamed = False
     """`Transport.streamed`; `make_sender` sets it."""
+    state_dict_info: StateDictInfo
+    """Tensors of every update, for `prepare_refit_info`; `make_sender` sets it."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
@@ -484,21 +489,34 @@ def make_sender(
     folder: str | os.PathLike[str] = "",
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
+    address: str | None = None,
 ) -> WeightSender:
     """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
+
+    Any trainer can send by one: see "Your trainer, our engines" in the documentation.
 
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
             processes.
-        tensors: The tensors of every update; DTensors have the shapes of the whole.
+        tensors: The tensors of every update, by the names of the model's files; DTensors have the
+            shapes of the whole.
+        dtype: Type that the engines load.
+
+    Raises:
+        InputError: when there is no such transport, or it cannot be used here.
+
+    Example:
+        sender = make_sender("ipc", model.named_parameters(), model.dtype, address="")
+        sender.send(1, ((name, p.detach()) for name, p in model.named_parameters()))
     """
     chosen = find_transport(transport)
     device = device or _CPU
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
-    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)
+    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
     sends = chosen.sends_from(rank, device)
     sender = chosen.make_sender(options) if sends else WeightSender()
     sender.transport, sender.streamed = transport, chosen.streamed
+    sender.state_dict_info = {name: (tuple(t.shape), dtype_name(dtype)) for name, t in shapes}
     return sender
