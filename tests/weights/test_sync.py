@@ -191,3 +191,14 @@ async def test_the_pages_loop_trains_our_engine(
         trained.logprobs(ids, start), abs=1e-4
     )
     assert set(row["weight_versions"][0, start:end].tolist()) == {2}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_ranks_of_fsdp_run_the_pages_loop(
+    ready: WorkerHandle, ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    """Each rank with its own rows; rank 0 alone sends."""
+    write_files("docs/how-to/your-trainer.md", tmp_path, {})
+    address = ("127.0.0.1", free_port())
+    await ranks.all("run_loop", str(tmp_path), ready.actor, transport, address)
+    await assert_serves(ready, ranks, 2)
