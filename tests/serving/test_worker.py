@@ -186,6 +186,12 @@ async def test_tensors_that_do_not_fit_are_refused(engine: WorkerHandle) -> None
             await collected(engine.actor.generate_async.remote({**batch(), **wrong}))
 
 
+async def test_prompts_that_are_no_list_are_refused(engine: WorkerHandle) -> None:
+    for data in ({}, {"prompts": "one"}):
+        with pytest.raises(ray.exceptions.RayTaskError, match="needs prompts, a list of texts"):
+            await collected(engine.actor.generate_text_async.remote(data))
+
+
 async def test_it_tells_where_it_is(engine: WorkerHandle) -> None:
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))

@@ -122,7 +122,9 @@ class VllmAsyncGenerationWorker(EngineWorker):
             `texts`, `token_ids`, `logprobs` (nats), and `truncated` (cut by max_tokens or by the
             context).
         """
-        template, prompts = self._template, data["prompts"]
+        template, prompts = self._template, data.get("prompts")
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+            raise InputError("generate_text_async needs prompts, a list of texts")
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
         async def one(index: int) -> JsonObject:
