@@ -25,7 +25,10 @@ _Stops = Sequence[Sequence[str] | None]
 
 
 class VllmAsyncGenerationWorker(EngineWorker):
-    """Hosts one `VllmEngine`; an actor's class.
+    """Hosts one `VllmEngine`; an actor's class, with the methods and hooks of NeMo-RL's.
+
+    Its own server (`serving.worker_servers`) listens on the address of its node, unless
+    `serving.host` is given. "Your trainer, our engines" in the documentation has a training loop.
 
     Example:
         worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
@@ -158,12 +161,14 @@ class VllmAsyncGenerationWorker(EngineWorker):
         await self._engine.init_collective(group)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load the weights that an `IpcSender` on this device sends; returns True."""
+        """Load the weights that a sender of `make_sender("ipc", ..., address="")` on this device
+        sends; returns True, and raises `WeightUpdateError` or `DeadlineError` when it fails."""
         await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load the weights that the trainer broadcasts; returns True."""
+        """Load the weights that a sender of `make_sender("collective", ...)` broadcasts; returns
+        and raises as `update_weights_via_ipc_zmq_async` does."""
         in_flight = self._config.weights.in_flight
         await self._engine.receive_weights("collective", in_flight=in_flight)
         return True
