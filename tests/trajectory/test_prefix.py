@@ -255,6 +255,7 @@ def test_a_call_that_was_edited_is_an_error(form: str) -> None:
         printed.replace("1000.0", "1001.0"),
         printed.replace("ü", "u"),
         printed.replace("add", "sub"),
+        SAMPLED.join(MARKS[form].split("{}")).replace("u00fc", " u00fc"),  # white space counts
         printed.replace(', "b": 1000.0', ""),
         f"{printed}{printed}",
         f"I add. {printed}",
@@ -262,6 +263,16 @@ def test_a_call_that_was_edited_is_an_error(form: str) -> None:
         assert not spliced(form, call, sent)
     assert not spliced(form, f"{call} Done.", f"{printed} Done!")
     assert not spliced(form, f"I add. {call}", printed)
+    tagged = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    for sent in (
+        tagged.replace("=f", "=g"),
+        tagged.replace("=a", "=b"),
+        tagged.replace("1", "2"),
+        "<function=f>\n</function>",
+    ):
+        assert not spliced(form, tagged, sent)
+    assert not spliced(form, f"{tagged}\n<function=g>\n</function>", tagged)
+    assert spliced(form, "<function=g>\n</function> Done.", "<function=g>\n</function>")
     for answer, sent in (
         ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}'),  # no call: the client has it as text
         ('{"a": 1} it is.', '{"a": 1}'),

@@ -11,7 +11,9 @@ import re
 
 from turnwise.core.optional import Foreign
 
-_BEGINS = re.compile(r"""\{\s*["'}]|\[\s*\{|<(?:\w+:)?parameter\b|<arg_key>""")
+_BEGINS = re.compile(
+    r"""\{\s*["'}]|\[\s*\{|<function=|<(?:\w+:)?(?:invoke|parameter)\b|<arg_key>"""
+)
 """Beginnings of what may be a call."""
 _MARK = re.compile(
     r"(?:<[^<>]*(?:tool|func|call|action|python)[^<>]*>|\[[A-Z_]*(?:TOOL|CALL|ARGS)[A-Z_]*\])"
@@ -20,6 +22,7 @@ _MARK = re.compile(
 )
 """End of a text after which a format puts the JSON of its calls: a tag, and maybe a name."""
 _MARK_CHARS = 200
+_FUNCTION = re.compile(r"""<(?:function=|(?:\w+:)?invoke\s+name=)["']?([^<>"']+)["']?>\s*""")
 _PARAMETER = re.compile(
     r"""<(?:\w+:)?parameter(?:=|\s+name=)["']?([^<>"']+)["']?>"""
     r"|<arg_key>([^<>]*)</arg_key>\s*<arg_value>"
@@ -63,10 +66,8 @@ def divide_at_calls(text: str) -> tuple[list[str], list[Foreign]]:
         start = found.start()
         if start < end:  # inside the call before
             continue
-        if found[0][0] == "<":
-            read = _parameters(text, start) if start < closed else None
-        else:
-            read = _json_call(text, start)
+        tagged = found[0][0] == "<"
+        read = _tagged_call(text, start, closed) if tagged else _json_call(text, start)
         if read is not None:
             texts.append(text[end:start])
             call, end = read
@@ -90,11 +91,13 @@ def _json_call(text: str, at: int) -> _Read | None:
     return read
 
 
-def _parameters(text: str, at: int) -> _Read | None:
-    """Read parameters between tags that follow each other."""
+def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
+    """Read a function's tag, if there is one, and the parameters after it, of which the last in the
+    text ends at `closed`."""
+    function = _FUNCTION.match(text, at)
     values: dict[str, Foreign] = {}
-    end = at
-    while (opening := _PARAMETER.match(text, at)) is not None:
+    end = at = at if function is None else function.end()
+    while at < closed and (opening := _PARAMETER.match(text, at)) is not None:
         closing = _PARAMETER_ENDS.search(text, opening.end())
         if closing is None:
             break
@@ -103,7 +106,9 @@ def _parameters(text: str, at: int) -> _Read | None:
         at = end = closing.end()
         while at < len(text) and text[at].isspace():
             at += 1
-    return (values, end) if values else None
+    if function is None and not values:
+        return None
+    return (function and function[1].strip(), values), end
 
 
 def _whole(text: str) -> Foreign:

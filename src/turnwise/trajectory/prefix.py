@@ -123,6 +123,7 @@ _REASONING = {
 _REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
+_BARE_TAG = re.compile(r"<[^<>=]*>|\[/?[A-Z_]+\]")  # without a value, such as a function's name
 _HEADER = re.compile(rf"(?:{_TAG.pattern}|\w)+")
 _ROLE = re.compile(rf"\s*({_TAG.pattern})(\w+)")
 _ANSWER_BEGINS = re.compile(r"\[/[A-Z_]+\]|<｜Assistant｜>|<｜tool▁outputs?▁end｜>")
@@ -157,11 +158,13 @@ def _difference(
         if _is_others(own, header) or _is_others(shown, header):
             others = own, shown
         elif said and said_sent:
-            others = _TAG.sub("", said[0]), _TAG.sub("", said_sent[0])
+            others = _BARE_TAG.sub("", said[0]), _BARE_TAG.sub("", said_sent[0])
         else:
             others = "", ""
         if "".join(others[0].split()) != "".join(others[1].split()):
             return others
+        if said and said_sent and _has_other_calls(said[1], said_sent[1]):
+            return said[1], said_sent[1]
         if whole and not _is_same(own, shown) and not _is_same_answer(own, shown, header):
             return whole
     return None
@@ -230,6 +233,12 @@ def _is_same_answer(sampled: str, sent: str, header: str) -> bool:
     )
 
 
+def _has_other_calls(sampled: str, sent: str) -> bool:
+    """Return whether a text has as many calls as the sampled one, and another one among them."""
+    (_, own), (_, shown) = (divide_at_calls(_reasoned(text)[1]) for text in (sampled, sent))
+    return len(own) == len(shown) and own != shown
+
+
 def _was_dropped(after: str, sent: str) -> bool:
     """Return whether of the text after a call only tags were sent; the text itself has no others,
     so that it is no turn of somebody else."""
@@ -275,7 +284,7 @@ def _continued(text: str, ends: set[int], part: str) -> set[int]:
 
 
 def _plain(text: str) -> str:
-    text = _TAG.sub("", _LITERAL.sub(lambda found: _LITERALS[found[0]], text))
+    text = _BARE_TAG.sub("", _LITERAL.sub(lambda found: _LITERALS[found[0]], text))
     return "".join(c for c in text if not c.isspace() and c not in "\"'`\\")
 
 
