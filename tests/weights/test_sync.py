@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import own_environment
 from tests.pages import write_files
 from tests.weights.links import free_port
 from tests.weights.ranks import Ranks
@@ -202,3 +204,23 @@ async def test_ranks_of_fsdp_run_the_pages_loop(
     address = ("127.0.0.1", free_port())
     await ranks.all("run_loop", str(tmp_path), ready.actor, transport, address)
     await assert_serves(ready, ranks, 2)
+
+
+@pytest.mark.slow
+def test_the_pages_program_runs(model_path: str, tmp_path: Path) -> None:
+    """From the actor's start on, with a Ray that the program starts itself."""
+    changes = {
+        "path: Qwen/Qwen3-0.6B": f"path: {model_path}, max_length: 512",
+        "bfloat16": "float32",
+        "steps=10": "steps=2",
+    }
+    write_files("docs/how-to/your-trainer.md", tmp_path, changes)
+    done = subprocess.run(
+        [sys.executable, "my_program.py"],
+        cwd=tmp_path,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
