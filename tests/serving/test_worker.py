@@ -229,11 +229,23 @@ class Asked(VllmAsyncGenerationWorker):
 async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
     make_config: Callable[..., Config], extra: dict[str, float]
 ) -> None:
+    """`post_init_async` gives it to the engine that it starts."""
     worker = Asked(make_config(engine={"vllm_args": extra}), fraction_of_gpus=0.25)
     with pytest.raises(LookupError) as asked:
         await worker.post_init_async()
     memory = asked.value.args[0]["gpu_memory_utilization"]
     assert memory == pytest.approx(0.25 * extra.get("gpu_memory_utilization", 0.9))
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(7, 7), (None, 3)])
+async def test_the_seed_is_the_engines(
+    make_config: Callable[..., Config], seed: int | None, expected: int
+) -> None:
+    """Of `VllmAsyncGenerationWorker(config, bundle_indices, fraction_of_gpus, seed)`."""
+    worker = Asked(make_config(seed=3), None, 1.0, seed)
+    with pytest.raises(LookupError) as asked:
+        await worker.post_init_async()
+    assert asked.value.args[0]["seed"] == expected
 
 
 class Ported(VllmAsyncGenerationWorker):
@@ -300,16 +312,18 @@ async def http(ported: WorkerHandle) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_create_engine_may_edit_vllms_arguments(ported: WorkerHandle) -> None:
+    """`_create_engine(llm_kwargs)` of the subclass."""
     assert await ported.actor.context.remote() == 128
 
 
-async def test_the_server_is_set_up_as_published(ported: WorkerHandle) -> None:
-    """A thread, the base URL, and uvicorn's server."""
+async def test_setup_vllm_server_returns_what_is_published(ported: WorkerHandle) -> None:
+    """`_setup_vllm_server`: a thread, the base URL, and uvicorn's server."""
     assert await ported.actor.server.remote() == (True, ported.base_url, True, True)
 
 
 async def test_a_subclass_adds_routes_and_middleware(http: httpx.AsyncClient) -> None:
-    """Middleware sees chats too, which do not pass through vLLM's application."""
+    """By `_setup_vllm_openai_api_server`. Middleware sees chats too, which do not pass through
+    vLLM's application."""
     root = str(http.base_url).removesuffix("/v1/")
     answer = await http.get(f"{root}/mine")
     assert answer.headers["x-path"] == "/mine"
@@ -344,7 +358,7 @@ async def test_other_nodes_reach_a_workers_server(
 
 
 async def test_a_worker_can_serve_by_itself(ported: WorkerHandle, http: httpx.AsyncClient) -> None:
-    """Until it is shut down, so this is the last of these tests."""
+    """As with `expose_http_server`; until it is shut down, so this is the last of these tests."""
     model = (await http.get("/models")).json()["data"][0]["id"]
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
     answer = (await http.post("/completions", json=body)).json()

@@ -43,7 +43,7 @@ def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
 
 
 def test_the_published_example() -> None:
-    """NeMo-RL's own."""
+    """NeMo-RL's own, of `_replace_prefix_tokens`."""
     assert splice([11, 220, 17], [11, 1001, EOS], [11, 1001, EOS, 21]) == [11, 220, 17, EOS, 21]
 
 

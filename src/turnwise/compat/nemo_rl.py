@@ -15,10 +15,12 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
+from turnwise.trajectory import replace_prefix_tokens
 
 if TYPE_CHECKING:
     from turnwise.trajectory import ChatTemplate
 
+_replace_prefix_tokens = replace_prefix_tokens  # under NeMo-RL's name
 _Row = TypeVar("_Row")
 _Stops = Sequence[Sequence[str] | None]
 """Stop strings of each prompt, in addition to the configuration's."""
