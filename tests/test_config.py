@@ -1,5 +1,6 @@
 import ast
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -152,6 +153,24 @@ def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:
     known = known_keys()
     assert [alias for alias, key in ALIASES.items() if key not in known] == []
     assert [alias for alias in ALIASES if alias in known] == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_prompts_per_step", "rollout.prompts_per_step"),
+        ("num_generations_per_prompt", "sampling.n"),
+        ("max_trajectory_age_steps", "training.max_staleness"),
+        ("reference_policy_kl_penalty", "algorithm.kl.coef"),
+        ("ratio_clip_min", "algorithm.loss.clip_low"),
+        ("ratio_clip_max", "algorithm.loss.clip_high"),
+        ("token_level_loss", "algorithm.reduction"),
+        ("expose_http_server", "serving.worker_servers"),
+    ],
+)
+def test_a_key_of_nemo_rl_leads_to_ours(file: Path, theirs: str, ours: str) -> None:
+    with pytest.raises(InputError, match=rf"no key {theirs}; did you mean {re.escape(ours)}\?"):
+        load_config(file, [f"{theirs}=1"])
 
 
 def test_a_key_that_resembles_nothing_gets_no_suggestion(file: Path) -> None:

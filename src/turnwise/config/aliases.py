@@ -59,10 +59,12 @@ ALIASES = {
     for key, names in {
         "algorithm.advantage.clip": "cliprange_value",
         "algorithm.advantage.name": "adv_estimator",
-        "algorithm.kl.coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef",
-        "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high",
-        "algorithm.loss.clip_low": "epsilon",
+        "algorithm.kl.coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef "
+        "reference_policy_kl_penalty",
+        "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high ratio_clip_max",
+        "algorithm.loss.clip_low": "epsilon ratio_clip_min",
         "algorithm.loss.name": "loss_type",
+        "algorithm.reduction": "token_level_loss",
         "data.eval_limit": "eval_data_num_limit",
         "data.eval_path": "eval_data_path eval_dataset val_file val_files",
         "data.limit": "training_data_num_limit",
@@ -89,14 +91,16 @@ ALIASES = {
         "model.tokenizer": "tokenizer_model tokenizer_path",
         "name": "exp_name run_name",
         "output_dir": "output",
-        "rollout.prompts_per_step": "batch_size sample_per_episode train_batch_size",
+        "rollout.prompts_per_step": "batch_size num_prompts_per_step sample_per_episode "
+        "train_batch_size",
         "rollout.rewards": "reward reward_fn reward_funcs",
         "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length "
         "new_token_limit response_length",
-        "sampling.n": "group_size num_generations num_inference_per_prompt num_rollouts "
-        "num_samples rollout_n",
+        "sampling.n": "group_size num_generations num_generations_per_prompt "
+        "num_inference_per_prompt num_rollouts num_samples rollout_n",
         "sampling.stop": "stop_token_list",
         "serving.known_sessions": "max_cache_size",
+        "serving.worker_servers": "expose_http_server",
         "serving.workers": "num_engines num_workers",
         "trackers": "logger logging report_to",
         "training.activation_checkpointing": "gradient_checkpointing",
@@ -106,6 +110,7 @@ ALIASES = {
         "training.learning_rate": "actor_lr lr",
         "training.lr_schedule": "lr_scheduler lr_scheduler_type",
         "training.max_grad_norm": "clip_grad grad_clip",
+        "training.max_staleness": "max_trajectory_age_steps",
         "training.micro_batch_tokens": "micro_batch_size per_device_train_batch_size "
         "train_micro_batch_size",
         "training.ranks": "num_gpus",
