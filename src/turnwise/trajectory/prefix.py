@@ -25,6 +25,9 @@ def replace_prefix_tokens(
 ) -> list[int]:
     """Return the whole conversation's ids, with the model's own up to the end of its last turn.
 
+    The rendered calls may have their keys in another order, and other spellings of numbers and
+    characters; text that the model wrote after a call, and reasoning, may be missing.
+
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
         model_prefix_token_ids: The last call's prompt and completion, with or without the final
@@ -32,9 +35,6 @@ def replace_prefix_tokens(
         template_prefix_token_ids: The conversation rendered up to and including the last
             assistant message, without generation prompt.
         template_token_ids: The whole conversation rendered, with generation prompt.
-
-    Calls may have their keys in another order, and other spellings of numbers and characters; text
-    that the model wrote after a call, and reasoning, may be missing.
 
     Raises:
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
@@ -63,7 +63,7 @@ def replace_prefix_tokens(
         raise _turn_lost("other turns differ too")
     opening = template[len(template) - template[::-1].index(eos) :]
     header = _header(str(decode(opening))) if opening else ""
-    if change := _difference(decode, finished, rendered, eos, header):
+    if finished != rendered and (change := _difference(decode, finished, rendered, eos, header)):
         own, sent = change
         at = common_prefix(own, sent)
         raise TrajectoryError(
