@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         bridge,
         replace_prefix_tokens,
     )
-    from turnwise.weights.transport import make_sender
+    from turnwise.weights.transport import refit_sender
 
 __version__ = "0.1.0"
 
@@ -91,7 +91,7 @@ _PUBLIC = {
     "compat.verl": ("LLMServerManager",),
     "rollouts.sampler": ("RolloutSampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
-    "weights.transport": ("make_sender",),
+    "weights.transport": ("refit_sender",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
@@ -142,7 +142,7 @@ __all__ = [
     "bridge",
     "evaluate",
     "load_config",
-    "make_sender",
+    "refit_sender",
     "replace_prefix_tokens",
     "rollout",
     "serve",

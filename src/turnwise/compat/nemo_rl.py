@@ -163,13 +163,13 @@ class VllmAsyncGenerationWorker(EngineWorker):
         await self._engine.init_collective(group)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load the weights that a sender of `make_sender("ipc", ..., address="")` on this device
+        """Load the weights that a sender of `refit_sender("ipc", ...)` on this device
         sends; returns True, and raises `WeightUpdateError` or `DeadlineError` when it fails."""
         await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load the weights that a sender of `make_sender("collective", ...)` broadcasts; returns
+        """Load the weights that a sender of `refit_sender("collective", ...)` broadcasts; returns
         and raises as `update_weights_via_ipc_zmq_async` does."""
         in_flight = self._config.weights.in_flight
         await self._engine.receive_weights("collective", in_flight=in_flight)

@@ -493,21 +493,10 @@ def make_sender(
 ) -> WeightSender:
     """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
-    Any trainer can send by one: see "Your trainer, our engines" in the documentation.
-
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
             processes.
-        tensors: The tensors of every update, by the names of the model's files; DTensors have the
-            shapes of the whole.
-        dtype: Type that the engines load.
-
-    Raises:
-        InputError: when there is no such transport, or it cannot be used here.
-
-    Example:
-        sender = make_sender("ipc", model.named_parameters(), model.dtype, address="")
-        sender.send(1, ((name, p.detach()) for name, p in model.named_parameters()))
+        tensors: The tensors of every update; DTensors have the shapes of the whole.
     """
     chosen = find_transport(transport)
     device = device or _CPU
@@ -520,3 +509,42 @@ def make_sender(
     sender.transport, sender.streamed = transport, chosen.streamed
     sender.state_dict_info = {name: (tuple(t.shape), dtype_name(dtype)) for name, t in shapes}
     return sender
+
+
+def refit_sender(
+    transport: str,
+    tensors: NamedTensors,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    rank: int = 0,
+    timeout: float = WAIT_SECONDS,
+) -> WeightSender:
+    """Make the sender of one rank of your own trainer, for an engine that is a
+    `VllmAsyncGenerationWorker`.
+
+    Its `state_dict_info` is for `prepare_refit_info_async`. `send` serves the engine's
+    `update_weights_via_ipc_zmq_async` or `update_weights_from_collective_async`, and with
+    `collective`, `join` meets its `init_collective_async` before.
+
+    Args:
+        transport: `ipc` or `collective`.
+        tensors: Names, as in the model's files, and shapes of the tensors of every update, in their
+            order; DTensors have the shapes of the whole.
+        dtype: Type that the engine loads.
+        device: Device of the tensors; None is the CPU.
+        rank: This rank of the trainer. All must send; on a CPU only those of rank 0 arrive.
+        timeout: Seconds for an update.
+
+    Raises:
+        InputError: when the transport is another one, or cannot be used here.
+
+    Example:
+        sender = refit_sender("ipc", model.named_parameters(), model.dtype)
+        sender.send(1, ((name, p.detach()) for name, p in model.named_parameters()))
+    """
+    if transport not in ("ipc", "collective"):
+        raise InputError(f"refit_sender sends by ipc or collective, not by {transport}")
+    return make_sender(
+        transport, tensors, dtype, device=device, rank=rank, timeout=timeout, address=""
+    )
