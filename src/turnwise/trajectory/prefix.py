@@ -22,6 +22,8 @@ def replace_prefix_tokens(
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
+    *,
+    drops_content: bool = False,
 ) -> list[int]:
     """Return the whole conversation's ids, with the model's own up to the end of its last turn.
 
@@ -35,6 +37,8 @@ def replace_prefix_tokens(
         template_prefix_token_ids: The conversation rendered up to and including the last
             assistant message, without generation prompt.
         template_token_ids: The whole conversation rendered, with generation prompt.
+        drops_content: Whether the template leaves out what is said before a call: then the caller
+            has to compare it.
 
     Raises:
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
@@ -63,7 +67,10 @@ def replace_prefix_tokens(
         raise _turn_lost("other turns differ too")
     opening = template[len(template) - template[::-1].index(eos) :]
     header = _header(str(decode(opening))) if opening else ""
-    if finished != rendered and (change := _difference(decode, finished, rendered, eos, header)):
+    change: tuple[str, str] | None = None
+    if finished != rendered:
+        change = _difference(decode, finished, rendered, eos, header, drops_content)
+    if change is not None:
         own, sent = change
         at = common_prefix(own, sent)
         raise TrajectoryError(
@@ -138,6 +145,7 @@ def _difference(
     template: list[int],
     eos: int,
     header: str,
+    drops_content: bool,
 ) -> tuple[str, str] | None:
     """Return texts of the sampled and of the rendered history that differ; None if these are the
     same conversation.
@@ -165,7 +173,10 @@ def _difference(
             return others
         if said and said_sent and _has_other_calls(said[1], said_sent[1]):
             return said[1], said_sent[1]
-        if whole and not _is_same(own, shown) and not _is_same_answer(own, shown, header):
+        if whole and not (
+            _is_same(own, shown)
+            or (said and said_sent and _is_same_answer(said[1], said_sent[1], drops_content))
+        ):
             return whole
     return None
 
@@ -212,20 +223,20 @@ def _is_same(sampled: str, sent: str) -> bool:
     return len(sent) in _continued(sent, ends, _plain(sampled[begun:]))
 
 
-def _is_same_answer(sampled: str, sent: str, header: str) -> bool:
-    """Return whether a turn of the model has the same calls, however they are written, and the same
-    text before them; the text after each is the same, or was dropped by the parser of calls."""
-    own, shown = _answer(sampled, header), _answer(sent, header)
-    if own is None or shown is None or own[0].split() != shown[0].split():
-        return False
-    (thought, said), (thought_sent, said_sent) = _reasoned(own[1]), _reasoned(shown[1])
+def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool:
+    """Return whether the model's part of a turn has the same calls, however they are written, and
+    the same text before them; the text after each is the same, or its parser dropped it."""
+    (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
     (first, *rest), calls = divide_at_calls(said)
     (first_sent, *rest_sent), calls_sent = divide_at_calls(said_sent)
     return (
         bool(calls)
         and calls == calls_sent
         and thought_sent in ("", thought)
-        and _plain(first) == _plain(first_sent)
+        and (
+            _plain(first) == _plain(first_sent)
+            or (drops_content and _was_dropped(first, first_sent))
+        )
         and all(
             _plain(after) == _plain(after_sent) or _was_dropped(after, after_sent)
             for after, after_sent in zip(rest, rest_sent, strict=True)
@@ -239,10 +250,10 @@ def _has_other_calls(sampled: str, sent: str) -> bool:
     return len(own) == len(shown) and own != shown
 
 
-def _was_dropped(after: str, sent: str) -> bool:
-    """Return whether of the text after a call only tags were sent; the text itself has no others,
+def _was_dropped(text: str, sent: str) -> bool:
+    """Return whether of the text beside a call only tags were sent; the text itself has no others,
     so that it is no turn of somebody else."""
-    tags = {tag for tag in _TAG.findall(after) if not tag.startswith("</")}
+    tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
     return not _plain(sent) and tags <= set(_TAG.findall(sent))
 
 
