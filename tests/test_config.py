@@ -289,6 +289,24 @@ def test_a_variable_that_the_run_sets_itself_is_refused(file: Path) -> None:
     assert masked(config)["ray_env"] == {"HF_TOKEN": "***"}
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_prompts_per_step", "rollout.prompts_per_step"),
+        ("num_generations_per_prompt", "sampling.n"),
+        ("max_trajectory_age_steps", "training.max_staleness"),
+        ("reference_policy_kl_penalty", "algorithm.kl.coef"),
+        ("ratio_clip_min", "algorithm.loss.clip_low"),
+        ("ratio_clip_max", "algorithm.loss.clip_high"),
+        ("token_level_loss", "algorithm.reduction"),
+        ("expose_http_server", "serving.worker_servers"),
+    ],
+)
+def test_a_key_of_nemo_rl_leads_to_ours(file: Path, theirs: str, ours: str) -> None:
+    with pytest.raises(InputError, match=rf"no key {theirs}; did you mean {re.escape(ours)}\?"):
+        load_config(file, [f"{theirs}=1"])
+
+
 def test_a_key_that_resembles_nothing_gets_no_suggestion(file: Path) -> None:
     with pytest.raises(InputError, match=r"no key xyzzy; `turnwise config` prints all keys$"):
         load_config(file, ["xyzzy=1"])

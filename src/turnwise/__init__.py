@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         bridge,
         replace_prefix_tokens,
     )
+    from turnwise.weights.transport import refit_sender
 
 __version__ = "0.1.0"
 
@@ -96,6 +97,7 @@ _PUBLIC = {
     "compat.verl": ("LLMServerManager",),
     "rollouts.sampler": ("TrajectorySampler",),
     "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
+    "weights.transport": ("refit_sender",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
@@ -149,6 +151,7 @@ __all__ = [
     "bridge",
     "evaluate",
     "load_config",
+    "refit_sender",
     "replace_prefix_tokens",
     "rollout",
     "serve",

@@ -2,20 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
+import fastapi
 import httpx
 import psutil
 import pytest
 import ray
 import torch
+import uvicorn
 
-from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker, as_ready
-from turnwise.config import Config, EngineConfig, SamplingConfig
+from tests.simulated import SimulatedEngine
+from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
+from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
+from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
 from turnwise.internals import vllm_server
+from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
 
@@ -59,18 +65,65 @@ async def test_greedy_repeats_itself(engine: WorkerHandle) -> None:
         assert torch.equal(first[index]["output_ids"], second[index]["output_ids"])
 
 
-async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
-    ready = [asyncio.Event() for _ in range(3)]
+class Held:
+    """An engine whose requests end when a test says so."""
 
-    async def one(index: int) -> dict[str, Any]:
-        await ready[index].wait()
-        return {"row": index}
+    def __init__(self, count: int = 1) -> None:
+        self.ready = [asyncio.Event() for _ in range(count)]
+        """An event for each request, in the order in which they come."""
+        self.asked: list[Request] = []
 
-    rows = as_ready(one, 3)
-    for index in (2, 0, 1):
-        ready[index].set()
-        assert await anext(rows) == (index, {"row": index})
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        ready = self.ready[len(self.asked)]
+        self.asked.append(request)
+        await ready.wait()
+        yield Chunk([7, 8], [-0.5, -0.5], [3, 3], "stop")
+
+
+def held(config: Config, engine: Held) -> VllmAsyncGenerationWorker:
+    worker = VllmAsyncGenerationWorker(config)
+    worker._engine = engine  # type: ignore[assignment]
+    return worker
+
+
+@pytest.mark.parametrize("texts", [False, True], ids=["ids", "texts"])
+async def test_rows_are_yielded_as_they_are_ready(
+    make_config: Callable[..., Config], texts: bool
+) -> None:
+    """The engine still samples the other rows."""
+    engine = Held(3)
+    worker = held(make_config(), engine)
+    rows: AsyncIterator[tuple[int, Any]] = (
+        worker.generate_text_async({"prompts": ["one", "two", "three"]})
+        if texts
+        else worker.generate_async(batch())
+    )
+    for expected in (2, 0, 1):
+        engine.ready[expected].set()
+        async with asyncio.timeout(60):
+            index, _ = await anext(rows)
+        assert index == expected
     assert await anext(rows, None) is None
+
+
+async def test_texts_begin_with_the_bos_and_need_no_template(
+    make_config: Callable[..., Config], model_path: str, bare: Any, bare_path: str
+) -> None:
+    engine = Held()
+    engine.ready[0].set()
+    model = {"path": model_path, "tokenizer": bare_path, "max_length": 512}
+    worker = held(make_config(model=model), engine)
+    rows = [row async for row in worker.generate_text_async({"prompts": ["2 + 2 ="]})]
+    assert bare.chat_template is None
+    assert engine.asked[0].prompt == bare("2 + 2 =")["input_ids"]
+    assert engine.asked[0].prompt[0] == bare.bos_token_id
+    row = {
+        "texts": [bare.decode([7, 8])],
+        "token_ids": [[7, 8]],
+        "logprobs": [[-0.5, -0.5]],
+        "truncated": [False],
+    }
+    assert rows == [(0, row)]
 
 
 async def test_a_row_that_fails_spoils_no_other(engine: WorkerHandle) -> None:
@@ -111,15 +164,16 @@ async def test_each_row_has_its_own_stop_strings(
     """Texts in, and of each row its text, ids and log-probs out."""
     prompts = ["What is 1 plus 2?"] * 2
     whole = await collected(engine.actor.generate_text_async.remote({"prompts": prompts[:1]}, True))
-    stop = whole[0]["text"][2:4]
+    (text,) = whole[0]["texts"]
+    stop = text[2:4]
     data = {"prompts": prompts, "stop_strings": [[stop], None]}
     texts = await collected(engine.actor.generate_text_async.remote(data, greedy=True))
-    assert texts[1]["text"] == whole[0]["text"]
-    assert texts[1]["text"].startswith(texts[0]["text"])
-    assert stop in texts[0]["text"]  # a stop string stays in the tokens
-    assert len(texts[0]["token_ids"]) < len(texts[1]["token_ids"])
+    assert texts[1]["texts"] == [text]
+    assert text.startswith(texts[0]["texts"][0])
+    assert stop in texts[0]["texts"][0]  # a stop string stays in the tokens
+    assert len(texts[0]["token_ids"][0]) < len(texts[1]["token_ids"][0])
     for output in texts.values():
-        assert len(output["logprobs"]) == len(output["token_ids"])
+        assert len(output["logprobs"][0]) == len(output["token_ids"][0])
 
 
 async def test_tensors_that_do_not_fit_are_refused(engine: WorkerHandle) -> None:
@@ -132,6 +186,12 @@ async def test_tensors_that_do_not_fit_are_refused(engine: WorkerHandle) -> None
     ):
         with pytest.raises(ray.exceptions.RayTaskError, match=words):
             await collected(engine.actor.generate_async.remote({**batch(), **wrong}))
+
+
+async def test_prompts_that_are_no_list_are_refused(engine: WorkerHandle) -> None:
+    for data in ({}, {"prompts": "one"}):
+        with pytest.raises(ray.exceptions.RayTaskError, match="needs prompts, a list of texts"):
+            await collected(engine.actor.generate_text_async.remote(data))
 
 
 async def test_it_tells_where_it_is(engine: WorkerHandle) -> None:
@@ -161,41 +221,154 @@ async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) ->
 
 
 class Asked(VllmAsyncGenerationWorker):
-    """Says which engine it was asked for instead of making it."""
+    """Says which arguments it was given instead of starting vLLM."""
 
-    def _create_engine(self, engine: EngineConfig) -> Any:
-        raise LookupError(engine)
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        raise LookupError(llm_kwargs)
 
 
 @pytest.mark.parametrize("extra", [{}, {"gpu_memory_utilization": 0.8}])
 async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
     make_config: Callable[..., Config], extra: dict[str, float]
 ) -> None:
-    """A subclass makes its own engine from what the worker is given."""
+    """`post_init_async` gives it to the engine that it starts."""
     worker = Asked(make_config(engine={"vllm_args": extra}), fraction_of_gpus=0.25)
     with pytest.raises(LookupError) as asked:
         await worker.post_init_async()
-    memory = asked.value.args[0].vllm_args["gpu_memory_utilization"]
+    memory = asked.value.args[0]["gpu_memory_utilization"]
     assert memory == pytest.approx(0.25 * extra.get("gpu_memory_utilization", 0.9))
 
 
-async def test_a_worker_can_serve_by_itself(
-    ray_started: None, make_config: Callable[..., Config]
+@pytest.mark.parametrize(("seed", "expected"), [(7, 7), (None, 3)])
+async def test_the_seed_is_the_engines(
+    make_config: Callable[..., Config], seed: int | None, expected: int
 ) -> None:
+    """Of `VllmAsyncGenerationWorker(config, bundle_indices, fraction_of_gpus, seed)`."""
+    worker = Asked(make_config(seed=3), None, 1.0, seed)
+    with pytest.raises(LookupError) as asked:
+        await worker.post_init_async()
+    assert asked.value.args[0]["seed"] == expected
+
+
+class Ported(VllmAsyncGenerationWorker):
+    """A subclass as somebody wrote it for NeMo-RL."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        llm_kwargs["max_model_len"] = 128
+        super()._create_engine(llm_kwargs)
+
+    def _setup_vllm_server(self) -> Any:
+        thread, base_url, server = super()._setup_vllm_server()
+        self.published = thread.is_alive(), base_url, server
+        return thread, base_url, server
+
+    def _setup_vllm_openai_api_server(self, app: fastapi.FastAPI) -> fastapi.FastAPI:
+        app = super()._setup_vllm_openai_api_server(app)
+
+        @app.get("/mine")
+        def mine() -> dict[str, str]:
+            return {"thread": threading.current_thread().name}
+
+        @app.middleware("http")
+        async def marked(request: fastapi.Request, call_next: Any) -> Any:
+            response = await call_next(request)
+            response.headers["x-path"] = request.url.path
+            return response
+
+        return app
+
+    async def context(self) -> int:
+        assert self.llm is not None
+        return int(self.llm.model_config.max_model_len)
+
+    async def server(self) -> tuple[bool, str, bool, bool]:
+        alive, base_url, server = self.published
+        return alive, base_url, isinstance(server, uvicorn.Server), server is self.http_server
+
+    async def has_ended(self) -> bool:
+        assert self.server_thread is not None
+        self.server_thread.join(30)
+        return not self.server_thread.is_alive()
+
+
+class PortedHandle(WorkerHandle):
+    worker_class = Ported
+
+
+@pytest.fixture(scope="module")
+async def ported(
+    ray_started: None, make_config: Callable[..., Config]
+) -> AsyncIterator[WorkerHandle]:
     config = make_config(serving={"worker_servers": True, "port": 0})
-    worker = await WorkerHandle.start(config, name="worker-9")
-    try:
-        assert worker.base_url is not None
-        async with httpx.AsyncClient(base_url=worker.base_url, timeout=120) as http:
-            model = (await http.get("/models")).json()["data"][0]["id"]
-            body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
-            answer = (await http.post("/completions", json=body)).json()
-            told = (await http.get(worker.base_url.removesuffix("/v1") + "/metrics")).text
-        assert "vllm:generation_tokens_total{" in told, "a server of its own keeps statistics"
-        assert answer["usage"]["prompt_tokens"] == 3
-        assert await worker.actor.shutdown.remote() is True
-    finally:
-        await worker.shutdown()
+    worker = await PortedHandle.start(config, name="worker-9")
+    yield worker
+    await worker.shutdown()
+
+
+@pytest.fixture
+async def http(ported: WorkerHandle) -> AsyncIterator[httpx.AsyncClient]:
+    assert ported.base_url is not None
+    # Without a proxy's settings: the address is not a loopback one.
+    async with httpx.AsyncClient(base_url=ported.base_url, timeout=120, trust_env=False) as client:
+        yield client
+
+
+async def test_create_engine_may_edit_vllms_arguments(ported: WorkerHandle) -> None:
+    """`_create_engine(llm_kwargs)` of the subclass."""
+    assert await ported.actor.context.remote() == 128
+
+
+async def test_setup_vllm_server_returns_what_is_published(ported: WorkerHandle) -> None:
+    """`_setup_vllm_server`: a thread, the base URL, and uvicorn's server."""
+    assert await ported.actor.server.remote() == (True, ported.base_url, True, True)
+
+
+async def test_a_subclass_adds_routes_and_middleware(http: httpx.AsyncClient) -> None:
+    """By `_setup_vllm_openai_api_server`. Middleware sees chats too, which do not pass through
+    vLLM's application."""
+    root = str(http.base_url).removesuffix("/v1/")
+    answer = await http.get(f"{root}/mine")
+    assert answer.headers["x-path"] == "/mine"
+    assert answer.json()["thread"].startswith("AnyIO"), "a plain function blocks nobody"
+    chat = {"model": "any", "messages": [{"role": "user", "content": "1"}], "max_tokens": 2}
+    answer = await http.post("/chat/completions", json=chat)
+    assert answer.status_code == 200
+    assert answer.headers["x-path"] == "/v1/chat/completions"
+    assert (await http.get("/nothing")).headers["x-path"] == "/v1/nothing"
+
+
+async def test_an_application_that_is_not_returned_is_an_error(
+    make_config: Callable[..., Config],
+) -> None:
+    def forgetful(app: fastapi.FastAPI) -> Any:
+        return None
+
+    server = OpenAIServer(make_config(), SimulatedEngine(), extend=forgetful)
+    with pytest.raises(InputError, match="must return the application, not NoneType"):
+        await server.application()
+
+
+async def test_other_nodes_reach_a_workers_server(
+    ported: WorkerHandle, http: httpx.AsyncClient, make_config: Callable[..., Config]
+) -> None:
+    """It listens on the address by which Ray's nodes reach its node, or on the given one."""
+    assert http.base_url.host == ray.util.get_node_ip_address()
+    assert (await http.get("/models")).status_code == 200
+    assert await ported.actor.report_dp_openai_server_base_url.remote() == ported.base_url
+    given = make_config(serving={"worker_servers": True, "host": "127.0.0.1"})
+    assert VllmAsyncGenerationWorker(given)._server_config().serving.host == "127.0.0.1"
+
+
+async def test_a_worker_can_serve_by_itself(ported: WorkerHandle, http: httpx.AsyncClient) -> None:
+    """As with `expose_http_server`; until it is shut down, so this is the last of these tests."""
+    model = (await http.get("/models")).json()["data"][0]["id"]
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
+    answer = (await http.post("/completions", json=body)).json()
+    told = (await http.get(str(http.base_url).removesuffix("/v1/") + "/metrics")).text
+    assert "vllm:generation_tokens_total{" in told, "a server of its own keeps statistics"
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert await ported.actor.shutdown.remote() is True
+    assert await ported.actor.has_ended.remote()
 
 
 async def test_chats_are_answered_by_the_workers_actor_with_a_status_and_data(

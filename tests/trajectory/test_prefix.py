@@ -43,7 +43,7 @@ def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
 
 
 def test_the_published_example() -> None:
-    """NeMo-RL's own."""
+    """NeMo-RL's own, of `_replace_prefix_tokens`."""
     assert splice([11, 220, 17], [11, 1001, EOS], [11, 1001, EOS, 21]) == [11, 220, 17, EOS, 21]
 
 
@@ -170,6 +170,136 @@ def test_rewritten_histories_are_right_or_an_error(
     assert result == [*model, *following]
 
 
+class Characters:
+    """A tokenizer of one id for each character, and one for the end of a turn."""
+
+    eos_token_id = 0x110000
+
+    def __init__(self, eos: str) -> None:
+        self.eos = eos
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in text.split(self.eos):
+            ids += [*map(ord, part), self.eos_token_id]
+        return ids[:-1]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.eos if i == self.eos_token_id else chr(i) for i in ids)
+
+
+CHATML = (
+    "<|im_end|>",
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n<think>\n",
+)
+MISTRAL = ("</s>", "<s>[INST] {}[/INST]", "[INST] And more of it?[/INST]")
+FORMATS = {"chatml": CHATML, "mistral": MISTRAL}
+"""The end of a turn, a question, and what follows the answer."""
+
+
+def spliced(form: str, said: str, sent: str, asked: str = "2?", again: str | None = None) -> bool:
+    """Whether the model's ids stand in the result, which is right, and not an error."""
+    eos, question, more = FORMATS[form]
+    tokenizer = Characters(eos)
+    model = question.format(asked) + said + eos
+    prefix = question.format(again or asked) + sent + eos
+    texts = (model, prefix, prefix + more)
+    try:
+        result = replace_prefix_tokens(tokenizer, *map(tokenizer.encode, texts))
+    except TrajectoryError as error:
+        if error.reason != "history_changed":
+            raise
+        return False
+    assert tokenizer.decode(result) == model + more
+    return True
+
+
+SAMPLED = '{"name": "add", "arguments": {"b": 1e3, "a": "\\u00fc"}}'
+PRINTED = '{"name": "add", "arguments": {"a": "ü", "b": 1000.0}}'
+MARKS = {"chatml": "<tool_call>\n{}\n</tool_call>", "mistral": "[TOOL_CALLS]{}"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("sampled", "printed"),
+    [
+        (SAMPLED, PRINTED),
+        (
+            '{"arguments": {"a": [1, 2,],}, "name": "f",}',
+            '{"name": "f", "arguments": {"a": [1, 2]}}',
+        ),
+        ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": "{\\"a\\": 1.0}"}'),
+        ("{'name': 'f', 'arguments': {'a': True}}", '{"arguments": {"a": true}, "name": "f"}'),
+        (
+            "<function=f>\n<parameter=b>\n1e3\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>",
+            "<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1000.0\n</parameter>\n</function>",
+        ),
+    ],
+)
+def test_a_call_that_is_written_otherwise_keeps_the_models_ids(
+    form: str, sampled: str, printed: str
+) -> None:
+    """Keys in another order, other spellings of numbers and characters, trailing commas, and text
+    after the call, which its parser drops: the published rule is right, and so is the result."""
+    said, sent = (MARKS[form].format(call) for call in (sampled, printed))
+    assert spliced(form, said, sent)
+    assert spliced(form, f"I add. {said}\nDone.", f"I add. {sent}")
+    assert spliced(form, f"<think>\nAs {sampled}?\n</think>\n\n{said}{said}", f"{sent}{sent}")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_that_was_edited_is_an_error(form: str) -> None:
+    call, printed = (MARKS[form].format(call) for call in (SAMPLED, PRINTED))
+    for sent in (
+        printed.replace("1000.0", "1001.0"),
+        printed.replace("ü", "u"),
+        printed.replace("add", "sub"),
+        SAMPLED.join(MARKS[form].split("{}")).replace("u00fc", " u00fc"),  # white space counts
+        printed.replace(', "b": 1000.0', ""),
+        f"{printed}{printed}",
+        f"I add. {printed}",
+    ):
+        assert not spliced(form, call, sent)
+    assert not spliced(form, f"{call} Done.", f"{printed} Done!")
+    assert not spliced(form, f"I add. {call}", printed)
+    tagged = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    for sent in (
+        tagged.replace("=f", "=g"),
+        tagged.replace("=a", "=b"),
+        tagged.replace("1", "2"),
+        "<function=f>\n</function>",
+    ):
+        assert not spliced(form, tagged, sent)
+    assert not spliced(form, f"{tagged}\n<function=g>\n</function>", tagged)
+    assert spliced(form, "<function=g>\n</function> Done.", "<function=g>\n</function>")
+    for answer, sent in (
+        ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}'),  # no call: the client has it as text
+        ('{"a": 1} it is.', '{"a": 1}'),
+        ("Yes", "yes"),
+    ):
+        assert not spliced(form, answer, sent)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_others_said_may_not_be_written_otherwise(form: str) -> None:
+    call, printed = (MARKS[form].format(call) for call in (SAMPLED, PRINTED))
+    for asked, again in (
+        (call, printed),
+        (f"{call} it", call),
+        ("It's 2?", "Its 2?"),
+        ("Is it True?", "Is it true?"),
+    ):
+        assert not spliced(form, "It is 4.", "It is 4.", asked, again)
+        assert not spliced(form, call, printed, asked, again)
+
+
+def test_a_result_of_a_tool_is_no_text_after_a_call() -> None:
+    """Of a template whose turns of tools have no end of their own."""
+    call, printed = (MARKS["chatml"].format(call) for call in (SAMPLED, PRINTED))
+    assert not spliced("chatml", f"{call}<|eom_id|><|role|>tool<|/role|>5", printed)
+
+
 contents = st.lists(st.sampled_from([7, 8, 9, EOS]), max_size=4)
 sampled = st.lists(st.integers(30, 39), min_size=1, max_size=4)
 
@@ -235,6 +365,9 @@ def test_what_a_client_sends_is_compared_in_time() -> None:
         prefix = [*USER, 7, EOS, *ASSISTANT, 31, EOS]
         with pytest.raises(TrajectoryError):
             replace_prefix_tokens(tokenizer, model, prefix, [*prefix, *USER, 8, EOS, *ASSISTANT])
+    for begun in ("[{", '{"a":', '{"', "<parameter=a>", '[{"name":"\\"'):
+        said = begun * (60_000 // len(begun))
+        assert not spliced("chatml", f"{said}x", f"{said}y")
     assert time.thread_time() - began < 20  # a hundredth of a quadratic one's
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template, eos_of
 from tests.trajectory.test_bridge import NEWS, Case, family, message
+from turnwise.chat.messages import Conversation
+from turnwise.chat.prompts import RefusedParameter, spliced_prompt
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory import replace_prefix_tokens
 
@@ -98,6 +100,24 @@ class Compared(Case):
         return answer + end
 
 
+WRITTEN = {
+    '"a": "ü", "b": 1000.0': '"b": 1e3, "a": "\\u00fc",',
+    "\n1000.0\n</parameter>": "\n1e3\n</parameter>",
+}
+"""How the model writes what a template prints."""
+
+
+class Otherwise(Compared):
+    """A call that the model writes otherwise than the template, and text after it."""
+
+    def sampled(self, opening: str, end: str) -> str | None:
+        said = super().sampled(opening, end)
+        for printed, written in WRITTEN.items():
+            if said is not None and printed in said:
+                return f"{said.removesuffix(end).replace(printed, written)} Done.{end}"
+        return None
+
+
 def call(number: int, deepseek: bool) -> dict[str, Any]:
     arguments: Any = {"a": f"{number} + 2"}
     function = {"name": "calculate", "arguments": json.dumps(arguments) if deepseek else arguments}
@@ -146,6 +166,59 @@ def test_the_result_is_the_rules_wherever_that_is_right(name: str) -> None:
     assert {key: o for key, o in outcomes.items() if o.startswith("wrong")} == {}
     served = [o for o in outcomes.values() if o.startswith(("the same", "right"))]
     assert bool(served) == (family(name) not in OTHER_ENDS)
+
+
+def otherwise(name: str) -> str:
+    """The outcome of a call that a template prints otherwise than the model wrote it."""
+    deepseek = name.startswith("deepseek")
+    turn, arguments = call(2, deepseek), {"a": "ü", "b": 1000.0}
+    text = json.dumps(arguments, ensure_ascii=False)
+    turn["tool_calls"][0]["function"]["arguments"] = text if deepseek else arguments
+    asked, more = [message(name, "user", "What is 2 + 2?")], [result(2, f"{NEWS} 4")]
+    return Otherwise(name, chat_template(name, "bpe"), asked, turn, more, TOOLS, "Two.").outcome()
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_call_that_is_printed_otherwise_gives_the_rules_result(name: str) -> None:
+    assert not otherwise(name).startswith("wrong")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1"])
+def test_known_templates_print_calls_otherwise(name: str) -> None:
+    assert otherwise(name) == "the same ids as the rule"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "llama3_1"])
+def test_a_server_splices_calls_whose_arguments_are_text(name: str) -> None:
+    """As clients send them; some templates take objects alone."""
+    template, turn = chat_template(name, "bpe"), call(2, False)
+    asked, more = [message(name, "user", "2 + 2?")], [result(2, f"{NEWS} 4")]
+    case = Compared(name, template, asked, turn, more, TOOLS, "Two.")
+    said = case.sampled(template.render_text(asked, tools=TOOLS), eos_of(name))
+    assert said is not None
+    required = [*template.render(asked, tools=TOOLS), *template.encode(said)]
+    function = turn["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])
+    ids = spliced_prompt(template, Conversation([*asked, turn, *more], TOOLS), required)
+    assert ids[: len(required)] == required
+    assert template.decode_all(ids[len(required) :]).count(NEWS) == 1
+
+
+def test_what_is_said_before_a_call_may_be_left_out_by_the_template() -> None:
+    """Llama's prints the call alone; what the client sends is compared nevertheless."""
+    template, turn = chat_template("llama3_1", "bpe"), call(2, False)
+    asked, more = [message("llama3_1", "user", "2 + 2?")], [result(2, "4")]
+    printed = '{"name": "calculate", "parameters": {"a": "2 + 2"}}'
+    said = template.encode(f"I add. {printed}{eos_of('llama3_1')}")
+    required = [*template.render(asked, tools=TOOLS), *said]
+    sent = [*asked, {**turn, "content": "I add."}, *more]
+    assert template.render(sent) == template.render([*asked, turn, *more]), "as it is published"
+    ids = spliced_prompt(template, Conversation(sent, TOOLS), required)
+    assert ids[: len(required)] == required
+    for content in ("I subtract.", ""):
+        sent[1]["content"] = content
+        with pytest.raises(RefusedParameter, match=r"required_prefix_token_ids: .*was sent with"):
+            spliced_prompt(template, Conversation(sent, TOOLS), required)
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

@@ -1,7 +1,9 @@
 """A trainer of several ranks, each a Ray actor with its shards of a model."""
 
 import asyncio
+import importlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,17 @@ class Rank:
             logprobs_TV = self.model(ids_1T).logits[0, :-1].log_softmax(-1)
         self.model.reshard()  # FSDP leaves the root's own parameters whole
         return prompt, logprobs_TV.gather(-1, ids_1T.T[1:]).squeeze(-1).tolist()
+
+    def run_loop(self, folder: str, worker: Any, transport: str, address: tuple[str, int]) -> None:
+        """Train by the loop of docs/how-to/your-trainer.md, which is in a folder."""
+        sys.path.insert(0, folder)
+        page = importlib.import_module("my_trainer")
+        batch = {"input_ids": torch.tensor([[5, 6, 7 + self.rank]] * 2)}
+        batch["input_lengths"] = torch.full((2,), 3)
+        training = page.train(
+            *(self.model, worker, batch, lambda row: 1.0, 2, transport, address, self.rank)
+        )
+        asyncio.run(training)
 
     def growth(self, method: str, *args: Any) -> float:
         """Bytes by which a method raised this process's memory at its peak."""

@@ -1,13 +1,18 @@
 """From a trainer of two ranks, each with its shards of the model, to the real engine."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import importlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import own_environment
+from tests.pages import write_files
 from tests.weights.links import free_port
 from tests.weights.ranks import Ranks
 from tests.weights.trainer import PROMPT, Model, open_collective
@@ -144,3 +149,78 @@ async def test_refit_by_the_actors_methods_alone(
         )
         assert set(output["weight_versions"][0, start:end].tolist()) == {version}
     sender.close()
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module `my_trainer` of docs/how-to/your-trainer.md."""
+    write_files("docs/how-to/your-trainer.md", tmp_path, {})
+    lines = (tmp_path / "my_trainer.py").read_text().splitlines()
+    assert sum(bool(line) for line in lines) <= 48, "the page promises a short loop"
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("my_trainer")
+    sys.modules.pop("my_trainer")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_the_pages_loop_trains_our_engine(
+    ready: WorkerHandle, model_path: str, page: Any, transport: str
+) -> None:
+    """After each step the engine samples from the trainer's weights."""
+    trained = Model(model_path)
+    before = trained.state()
+    length = torch.full((4,), len(PROMPT))
+    batch = {"input_ids": torch.tensor([PROMPT] * 4), "input_lengths": length}
+    versions = []
+
+    def reward(row: dict[str, torch.Tensor]) -> float:
+        versions.append(int(row["weight_versions"].max()))
+        return float(row["output_ids"][0, len(PROMPT)] % 2)
+
+    address = ("127.0.0.1", free_port())
+    await page.train(trained.model, ready.actor, batch, reward, 2, transport, address)
+    assert versions == [0] * 4 + [1] * 4
+    assert any(not torch.equal(before[name], tensor) for name, tensor in trained.tensors)
+    ((_, row),) = [
+        await reply
+        async for reply in ready.actor.generate_async.remote(
+            {name: values[:1] for name, values in batch.items()}
+        )
+    ]
+    end, start = int(row["unpadded_sequence_lengths"]), len(PROMPT)
+    ids = row["output_ids"][0, :end].tolist()
+    assert row["logprobs"][0, start:end].tolist() == pytest.approx(
+        trained.logprobs(ids, start), abs=1e-4
+    )
+    assert set(row["weight_versions"][0, start:end].tolist()) == {2}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_ranks_of_fsdp_run_the_pages_loop(
+    ready: WorkerHandle, ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    """Each rank with its own rows; rank 0 alone sends."""
+    write_files("docs/how-to/your-trainer.md", tmp_path, {})
+    address = ("127.0.0.1", free_port())
+    await ranks.all("run_loop", str(tmp_path), ready.actor, transport, address)
+    await assert_serves(ready, ranks, 2)
+
+
+@pytest.mark.slow
+def test_the_pages_program_runs(model_path: str, tmp_path: Path) -> None:
+    """From the actor's start on, with a Ray that the program starts itself."""
+    changes = {
+        "path: Qwen/Qwen3-0.6B": f"path: {model_path}, max_length: 512",
+        "bfloat16": "float32",
+        "steps=10": "steps=2",
+    }
+    write_files("docs/how-to/your-trainer.md", tmp_path, changes)
+    done = subprocess.run(
+        [sys.executable, "my_program.py"],
+        cwd=tmp_path,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -28,6 +28,7 @@ from turnwise.weights.transport import (
     ReceiverOptions,
     find_transport,
     make_sender,
+    refit_sender,
 )
 
 LAYERS, WIDTH = 15, 2000
@@ -50,6 +51,8 @@ def test_a_manifest_tells_its_transport_and_every_tensor(transport: str, tmp_pat
 def test_a_transport_that_cannot_be_done_here_is_a_sentence() -> None:
     with pytest.raises(InputError, match="pigeon is none of shm, ipc"):
         make_sender("pigeon", some_tensors())
+    with pytest.raises(InputError, match="refit_sender sends by ipc or collective, not by shm"):
+        refit_sender("shm", some_tensors(), torch.float32)
     for transport in ("ipc", "collective"):
         with pytest.raises(InputError, match=f"{transport} works between CPUs or GPUs, not mps"):
             make_sender(transport, some_tensors(), device=torch.device("mps"))

@@ -6,7 +6,9 @@ conversations that continue no turn. Where no bridge is exact, the whole convers
 and begins a branch; a template that raises or drops a message is refused.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -134,15 +136,55 @@ def spliced_prompt(
     RefusedParameter when they do not fit the messages."""
     messages, tools = [plain(message) for message in asked.messages], asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
-    before: list[int] = []
-    if end:
-        before = template.render(messages[:end], tools=tools, add_generation_prompt=False)
+
+    def rendered(shown: Sequence[Message]) -> tuple[list[int], list[int]]:
+        before: list[int] = []
+        if end:
+            before = template.render(shown[:end], tools=tools, add_generation_prompt=False)
+        return before, template.render(shown, tools=tools)
+
     try:
-        whole = template.render(messages, tools=tools)
-        return replace_prefix_tokens(template.tokenizer, required, before, whole)
+        shown: Sequence[Message] = [_with_objects(message) for message in messages]
+        ids = rendered(shown)
+    except Exception:  # of a template that takes arguments as text alone
+        shown, ids = messages, rendered(messages)
+    try:
+        try:
+            return replace_prefix_tokens(template.tokenizer, required, *ids)
+        except TrajectoryError:
+            if not _leaves_out_content(template, shown, required, lambda m: rendered(m) == ids):
+                raise
+            return replace_prefix_tokens(template.tokenizer, required, *ids, drops_content=True)
     except TrajectoryError as error:
         name = "required_prefix_token_ids"
         raise RefusedParameter(name, f"{name}: {error}") from error
+
+
+def _with_objects(message: Message) -> Message:
+    """Return a message with the arguments of its calls as objects, which most templates take;
+    clients send them as text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        with suppress(ValueError, TypeError, KeyError):  # no JSON, an object already, or none
+            if isinstance(read := json.loads(function["arguments"]), dict):
+                function["arguments"] = read
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _leaves_out_content(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    required: Sequence[int],
+    has_same_ids: Callable[[Sequence[Message]], bool],
+) -> bool:
+    """Return whether the template leaves out what the model said before its calls, and the
+    `required` ids have it as the messages do."""
+    said = [m["content"].strip() for m in messages if m.get("tool_calls")]
+    bare = [{**m, "content": ""} if m.get("tool_calls") else m for m in messages]
+    text = template.decode_all(required) if any(said) else ""
+    return any(said) and all(content in text for content in said) and has_same_ids(bare)
 
 
 def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:

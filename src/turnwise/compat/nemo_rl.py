@@ -9,23 +9,28 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from turnwise.config import SamplingConfig
+from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
+from turnwise.trajectory import replace_prefix_tokens
 
 if TYPE_CHECKING:
     from turnwise.trajectory import ChatTemplate
 
+_replace_prefix_tokens = replace_prefix_tokens  # under NeMo-RL's name
 _Row = TypeVar("_Row")
 _Stops = Sequence[Sequence[str] | None]
 """Stop strings of each prompt, in addition to the configuration's."""
 
 
 class VllmAsyncGenerationWorker(EngineWorker):
-    """Hosts one `VllmEngine`; an actor's class.
+    """Hosts one `VllmEngine`; an actor's class, with the methods and hooks of NeMo-RL's.
+
+    Its own server (`serving.worker_servers`) listens on the address of its node, unless
+    `serving.host` is given. "Your trainer, our engines" in the documentation has a training loop.
 
     Example:
         worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
@@ -110,17 +115,21 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def generate_text_async(
         self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, JsonObject]]:
-        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS.
+        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS; no chat
+        template is used or needed.
 
         Args:
             data: `prompts`, the texts, and maybe `stop_strings`, as in `generate_async`.
             greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
-            The row's index, as soon as it is ready, and its completion: `text`, `token_ids`,
-            `logprobs` (nats), and `truncated` (cut by max_tokens or by the context).
+            The row's index, as soon as it is ready, and a batch of one completion: lists of
+            `texts`, `token_ids`, `logprobs` (nats), and `truncated` (cut by max_tokens or by the
+            context).
         """
-        template, prompts = self._template, data["prompts"]
+        template, prompts = self._template, data.get("prompts")
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+            raise InputError("generate_text_async needs prompts, a list of texts")
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
         async def one(index: int) -> JsonObject:
@@ -129,10 +138,10 @@ class VllmAsyncGenerationWorker(EngineWorker):
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
             token_ids = output["output_ids"][0, start:end].tolist()
             return {
-                "text": template.decode(token_ids),
-                "token_ids": token_ids,
-                "logprobs": output["logprobs"][0, start:end].tolist(),
-                "truncated": bool(output["truncated"]),
+                "texts": [template.decode(token_ids)],
+                "token_ids": [token_ids],
+                "logprobs": [output["logprobs"][0, start:end].tolist()],
+                "truncated": [bool(output["truncated"])],
             }
 
         async with aclosing(as_ready(one, len(prompts))) as ready:
@@ -154,12 +163,14 @@ class VllmAsyncGenerationWorker(EngineWorker):
         await self._engine.init_collective(group)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load the weights that an `IpcSender` on this device sends; returns True."""
+        """Load the weights that a sender of `refit_sender("ipc", ...)` on this device
+        sends; returns True, and raises `WeightUpdateError` or `DeadlineError` when it fails."""
         await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load the weights that the trainer broadcasts; returns True."""
+        """Load the weights that a sender of `refit_sender("collective", ...)` broadcasts; returns
+        and raises as `update_weights_via_ipc_zmq_async` does."""
         in_flight = self._config.weights.in_flight
         await self._engine.receive_weights("collective", in_flight=in_flight)
         return True
@@ -179,6 +190,16 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def report_device_id_async(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         return await self._engine.device_ids()
+
+    def _server_config(self) -> Config:
+        """Let the server listen on the node's address, which other nodes reach, unless
+        `serving.host` is given."""
+        if "host" in self._config.serving.model_fields_set:
+            return self._config
+        from ray.util import get_node_ip_address  # reads the environment when it is imported
+
+        serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
+        return self._config.model_copy(update={"serving": serving})
 
     @cached_property
     def _template(self) -> "ChatTemplate":

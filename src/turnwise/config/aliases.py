@@ -82,14 +82,15 @@ ALIASES = {
         "algorithm.entropy.coef_min": "entropy_coef_min",
         "algorithm.entropy.target": "entropy_target",
         "algorithm.entropy.top_quantile": "top_entropy_quantile",
-        "algorithm.kl.coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef",
+        "algorithm.kl.coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef "
+        "reference_policy_kl_penalty",
         "algorithm.kl.mixup_alpha": "ref_model_mixup_alpha",
         "algorithm.kl.sync_steps": "ref_model_sync_steps",
-        "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high",
-        "algorithm.loss.clip_low": "epsilon",
+        "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high ratio_clip_max",
+        "algorithm.loss.clip_low": "epsilon ratio_clip_min",
         "algorithm.loss.name": "loss_type",
         "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
-        "algorithm.reduction": "loss_agg_mode",
+        "algorithm.reduction": "loss_agg_mode token_level_loss",
         "data.eval_limit": "eval_data_num_limit",
         "data.eval_path": "eval_data_path eval_dataset val_file val_files",
         "data.limit": "training_data_num_limit",
@@ -120,14 +121,17 @@ ALIASES = {
         "name": "exp_name run_name",
         "output_dir": "output",
         "rollout.max_response_tokens": "max_response_length response_length",
-        "rollout.prompts_per_step": "batch_size sample_per_episode train_batch_size",
+        "rollout.prompts_per_step": "batch_size num_prompts_per_step sample_per_episode "
+        "train_batch_size",
         "rollout.rewards": "reward reward_fn reward_funcs",
         "rollout.sampler": "rollout_sampler",
         "sampling.max_tokens": "max_completion_length max_new_tokens new_token_limit",
-        "sampling.n": "group_size num_generations num_inference_per_prompt num_rollouts "
+        "sampling.n": "group_size num_generations num_generations_per_prompt "
+        "num_inference_per_prompt num_rollouts "
         "num_samples rollout_n",
         "sampling.stop": "stop_token_list",
         "serving.known_sessions": "max_cache_size",
+        "serving.worker_servers": "expose_http_server",
         "serving.workers": "num_engines num_workers",
         "trackers": "logger logging report_to",
         "training.activation_checkpointing": "gradient_checkpointing",
@@ -138,6 +142,7 @@ ALIASES = {
         "training.learning_rate": "actor_lr lr",
         "training.lr_schedule": "lr_scheduler lr_scheduler_type",
         "training.max_grad_norm": "clip_grad grad_clip",
+        "training.max_staleness": "max_trajectory_age_steps",
         "training.micro_batch_tokens": "micro_batch_size per_device_train_batch_size "
         "train_micro_batch_size",
         "training.ranks": "num_gpus",

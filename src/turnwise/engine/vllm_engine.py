@@ -7,7 +7,7 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from turnwise.internals.vllm import AsyncLLM
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -122,6 +123,7 @@ class VllmEngine:
             transports, beside that of `engine.vllm_args.worker_extension_cls`. Without one, weights
             cannot be updated, and tokens that a logits processor forces count as sampled.
         name: Name of this engine in errors.
+        start: Starts vLLM, as `start_llm` does, whose arguments it gets.
 
     Raises:
         InputError: when vLLM refuses the model or an argument.
@@ -142,6 +144,7 @@ class VllmEngine:
         adapters: EngineAdapters = NO_ADAPTERS,
         worker_extension: str = "",
         name: str = "engine",
+        start: "Callable[[str, JsonObject, bool], AsyncLLM]" = start_llm,
     ) -> None:
         vllm = import_vllm()
         self.name = name
@@ -175,7 +178,7 @@ class VllmEngine:
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
         self._processes = self._adapted and bool(arguments["additional_config"][SETTINGS]["always"])
         """Whether callables process the logits of every request."""
-        self._llm = start_llm(model.path, arguments, bool(engine.metrics))
+        self._llm = start(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -8,6 +8,7 @@ The fork server imports this module, without Ray.
 import asyncio
 import os
 import pickle
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -17,15 +18,20 @@ from turnwise import errors
 from turnwise.config import Config, EngineConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
+from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, Request
-from turnwise.errors import EngineError, TurnwiseError
+from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.openai import import_server
 from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
     from turnwise.core.optional import Foreign
     from turnwise.engine.vllm_engine import VllmEngine
+    from turnwise.internals.vllm import AsyncLLM
     from turnwise.serving.chat_scheduler import ChatBackend
     from turnwise.serving.openai import OpenAIServer
 
@@ -92,6 +98,9 @@ class Mailbox:
 class EngineWorker:
     """An actor's class: one `VllmEngine`, with its own OpenAI server if the configuration says so.
 
+    A subclass may override `_create_engine`, `_setup_vllm_server` and
+    `_setup_vllm_openai_api_server`, which run once, before the worker serves anything.
+
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
             engine, each of which runs in its own actor; None runs them in child processes.
@@ -108,10 +117,17 @@ class EngineWorker:
         seed: int | None = None,
         name: str = "worker-0",
     ) -> None:
+        self.llm: AsyncLLM | None = None
+        """vLLM's engine, once it has started."""
+        self.server_thread: threading.Thread | None = None
+        self.base_url: str | None = None
+        """Base URL of this worker's own OpenAI server; None without one."""
+        self.http_server: uvicorn.Server | None = None
         self._config = config
         self._seed = config.seed if seed is None else seed
         self._name = name
         self._share = fraction_of_gpus
+        self._metrics = False
         self._address: Address | None = None
         self._server: OpenAIServer | None = None
         self._chats: asyncio.Task[ChatBackend] | None = None
@@ -135,20 +151,27 @@ class EngineWorker:
         served = config.serving.worker_servers or config.metrics.port is not None
         if engine.metrics is None and served:
             changes["metrics"] = True
-        self._engine = self._create_engine(engine.model_copy(update=changes))
+        self._engine = self._make_engine(engine.model_copy(update=changes))
         await self._engine.load_adapters()
         if config.serving.worker_servers:
-            make = await import_server()
-            self._server = make(config, self._engine, port=0)
-            await self._server.start()
+            await import_server()
+            self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
+            if self._server is not None:
+                await self._server.serve()
         freeze_gc()
         return os.getpid()
 
-    def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
-        """Make the engine; a hook for subclasses that change its arguments."""
+    def _make_engine(self, engine: EngineConfig) -> "VllmEngine":
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
         from turnwise.internals import vllm
+
+        def start(_: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
+            self._metrics = metrics
+            self._create_engine(llm_kwargs)
+            if self.llm is None:
+                raise InputError("_create_engine must set self.llm, as the one it overrides does")
+            return self.llm
 
         made = VllmEngine(
             self._config.model,
@@ -158,13 +181,52 @@ class EngineWorker:
             adapters=EngineAdapters.of(self._config),
             worker_extension=WORKER_EXTENSION,
             name=self._name,
+            start=start,
         )
         vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
         return made
 
+    def _create_engine(self, llm_kwargs: JsonObject) -> None:
+        """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
+        vLLM's AsyncEngineArgs, or start it themselves."""
+        from turnwise.engine.vllm_start import start_llm
+
+        self.llm = start_llm(self._config.model.path, llm_kwargs, self._metrics)
+
+    def _setup_vllm_server(self) -> tuple[threading.Thread, str, "uvicorn.Server"]:
+        """Open this worker's OpenAI server, which answers once this has returned; a hook.
+
+        Returns:
+            A thread that ends when the server does, the server's base URL, and uvicorn's server,
+            which ends when its `should_exit` is set. The server runs on the engine's event loop,
+            because vLLM's sockets are not safe across threads: join the thread in another one only.
+        """
+        from turnwise.serving.openai.server import OpenAIServer
+
+        extend = self._setup_vllm_openai_api_server
+        self._server = OpenAIServer(self._server_config(), self._engine, port=0, extend=extend)
+        server = self._server.listen()
+        name = f"{self._name}-server"
+        thread = threading.Thread(target=self._server.ended.wait, name=name, daemon=True)
+        thread.start()
+        return thread, self._server.base_url, server
+
+    def _setup_vllm_openai_api_server(self, app: "FastAPI") -> "FastAPI":
+        """Return the server's application, which has all routes; a hook for subclasses that add
+        routes and middleware.
+
+        Middleware runs around all requests that have the server's key. Like routes that are
+        coroutines, it runs on the engine's event loop, and must not block it; other routes run in
+        threads.
+        """
+        return app
+
+    def _server_config(self) -> Config:
+        return self._config
+
     async def report_dp_openai_server_base_url(self) -> str | None:
         """Return the base URL of this worker's own OpenAI server; None without one."""
-        return None if self._server is None else str(self._server.base_url)
+        return self.base_url
 
     async def chat_completion_generator(self, request: "Foreign") -> AsyncIterator[tuple[int, str]]:
         """Answer a chat request without HTTP, as verl's server actor does.
@@ -198,6 +260,8 @@ class EngineWorker:
             asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
         if self._server is not None:
             await self._server.stop()
+        elif self.http_server is not None:  # a subclass's own
+            self.http_server.should_exit = True
         await self._engine.shutdown()
         return True
 

@@ -4,13 +4,16 @@ A caller that keeps messages as text renders and tokenises the whole conversatio
 sampled text comes back as other ids. There are two differences from NeMo-RL's function of that
 name: the end of the last turn is found by the ids around it, because a template that drops
 reasoning moves it; and a result that would lose a message, or keep an edited turn, is an error.
+What the model said may be written otherwise than it sampled it, as long as it means the same; what
+others said may not.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
+from turnwise.trajectory.calls import divide_at_calls
 from turnwise.trajectory.trajectory import common_prefix
 
 
@@ -19,8 +22,13 @@ def replace_prefix_tokens(
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
+    *,
+    drops_content: bool = False,
 ) -> list[int]:
     """Return the whole conversation's ids, with the model's own up to the end of its last turn.
+
+    The rendered calls may have their keys in another order, and other spellings of numbers and
+    characters; text that the model wrote after a call, and reasoning, may be missing.
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
@@ -29,6 +37,8 @@ def replace_prefix_tokens(
         template_prefix_token_ids: The conversation rendered up to and including the last
             assistant message, without generation prompt.
         template_token_ids: The whole conversation rendered, with generation prompt.
+        drops_content: Whether the template leaves out what is said before a call: then the caller
+            has to compare it.
 
     Raises:
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
@@ -52,12 +62,21 @@ def replace_prefix_tokens(
     seam = _find_turn_end(prefix, end, template, eos)
     rendered, again = prefix[: end + 1], template[: seam + 1]
     # A template may have changed more than one turn: these must be the same turns.
-    if again != rendered and _changes(tokenizer.decode, rendered, again):
+    decode = tokenizer.decode
+    if again != rendered and not _is_same(str(decode(rendered)), str(decode(again))):
         raise _turn_lost("other turns differ too")
-    if change := _changes(tokenizer.decode, finished, rendered):
+    opening = template[len(template) - template[::-1].index(eos) :]
+    header = _header(str(decode(opening))) if opening else ""
+    change: tuple[str, str] | None = None
+    if finished != rendered:
+        change = _difference(decode, finished, rendered, eos, header, drops_content)
+    if change is not None:
+        own, sent = change
+        at = common_prefix(own, sent)
         raise TrajectoryError(
             "history_changed",
-            f"the conversation was sent with {change}; start a new one for an edited history",
+            f"the conversation was sent with {_short(sent[at:])} where the model's continues with "
+            f"{_short(own[at:])}; start a new one for an edited history",
         )
     return [*finished[:-1], *template[seam:]]
 
@@ -111,32 +130,163 @@ _REASONING = {
 _REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
+_BARE_TAG = re.compile(r"<[^<>=]*>|\[/?[A-Z_]+\]")  # without a value, such as a function's name
+_HEADER = re.compile(rf"(?:{_TAG.pattern}|\w)+")
+_ROLE = re.compile(rf"\s*({_TAG.pattern})(\w+)")
+_ANSWER_BEGINS = re.compile(r"\[/[A-Z_]+\]|<｜Assistant｜>|<｜tool▁outputs?▁end｜>")
+"""Tags before what the model says, of templates in which only its turns end with EOS."""
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_LITERAL = re.compile(r"\b(?:True|False|None)\b")
 
 
-def _changes(decode: Callable[[list[int]], object], model: list[int], template: list[int]) -> str:
-    """Describe how a rendered history differs from the sampled one; "" if it does not.
+def _difference(
+    decode: Callable[[list[int]], object],
+    model: list[int],
+    template: list[int],
+    eos: int,
+    header: str,
+    drops_content: bool,
+) -> tuple[str, str] | None:
+    """Return texts of the sampled and of the rendered history that differ; None if these are the
+    same conversation.
 
-    White space, quotes, letter case and tags may differ, as in JSON that was parsed and printed
-    again. Reasoning between its tags may be missing, and an empty one may be added.
+    What another role said, as far as the template shows it, must have the same text but for white
+    space; `header` is what each turn of the model begins with.
     """
-    sampled, sent = str(decode(model)), _plain(str(decode(template)))
+    sampled, sent = str(decode(model)), str(decode(template))
+    whole = None if _is_same(sampled, sent) else (_plain(sampled), _plain(sent))
+    ours, theirs = _turns(model, eos), _turns(template, eos)
+    if len(ours) != len(theirs):
+        return whole
+    for our_ids, their_ids in zip(ours, theirs, strict=True):
+        if our_ids == their_ids:
+            continue
+        own, shown = str(decode(our_ids)), str(decode(their_ids))
+        said, said_sent = _answer(own, header), _answer(shown, header)
+        if _is_others(own, header) or _is_others(shown, header):
+            others = own, shown
+        elif said and said_sent:
+            others = _BARE_TAG.sub("", said[0]), _BARE_TAG.sub("", said_sent[0])
+        else:
+            others = "", ""
+        if "".join(others[0].split()) != "".join(others[1].split()):
+            return others
+        if said and said_sent and _has_other_calls(said[1], said_sent[1]):
+            return said[1], said_sent[1]
+        if whole and not (
+            _is_same(own, shown)
+            or (said and said_sent and _is_same_answer(said[1], said_sent[1], drops_content))
+        ):
+            return whole
+    return None
+
+
+def _turns(ids: list[int], eos: int) -> list[list[int]]:
+    """Divide ids at each EOS, which ends a turn, or stands in what somebody said."""
+    turns: list[list[int]] = [[]]
+    for token in ids:
+        if token == eos:
+            turns.append([])
+        else:
+            turns[-1].append(token)
+    return turns
+
+
+def _header(opening: str) -> str:
+    """Return the text with which each turn of the model begins, from the ids after the last EOS of
+    a prompt; "" where these hold more than that."""
+    marks = (*_REASONING, *_REASONING.values())
+    header = opening.strip()
+    while mark := next((mark for mark in marks if header.endswith(mark)), ""):
+        header = header.removesuffix(mark).rstrip()
+    return header if _HEADER.fullmatch(header) else ""
+
+
+def _is_others(turn: str, header: str) -> bool:
+    """Return whether a turn begins as the model's do, but with the name of another role."""
+    role, own = _ROLE.match(turn), _ROLE.match(header)
+    return role is not None and own is not None and role[1] == own[1] and role[2] != own[2]
+
+
+def _is_same(sampled: str, sent: str) -> bool:
+    """Return whether a text is a sampled one, printed again.
+
+    White space, quotes, tags and Python's spelling of literals may differ, as in JSON that was
+    parsed and printed again. Reasoning between its tags may be missing, and an empty one added.
+    """
+    sent = _plain(sent)
     begun, ends = 0, {0}
+    for start, end in _reasoning(sampled):
+        ends = _continued(sent, ends, _plain(sampled[begun:start]))
+        ends |= _continued(sent, ends, _plain(sampled[start:end]))
+        ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), end
+    return len(sent) in _continued(sent, ends, _plain(sampled[begun:]))
+
+
+def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool:
+    """Return whether the model's part of a turn has the same calls, however they are written, and
+    the same text before them; the text after each is the same, or its parser dropped it."""
+    (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
+    (first, *rest), calls = divide_at_calls(said)
+    (first_sent, *rest_sent), calls_sent = divide_at_calls(said_sent)
+    return (
+        bool(calls)
+        and calls == calls_sent
+        and thought_sent in ("", thought)
+        and (
+            _plain(first) == _plain(first_sent)
+            or (drops_content and _was_dropped(first, first_sent))
+        )
+        and all(
+            _plain(after) == _plain(after_sent) or _was_dropped(after, after_sent)
+            for after, after_sent in zip(rest, rest_sent, strict=True)
+        )
+    )
+
+
+def _has_other_calls(sampled: str, sent: str) -> bool:
+    """Return whether a text has as many calls as the sampled one, and another one among them."""
+    (_, own), (_, shown) = (divide_at_calls(_reasoned(text)[1]) for text in (sampled, sent))
+    return len(own) == len(shown) and own != shown
+
+
+def _was_dropped(text: str, sent: str) -> bool:
+    """Return whether of the text beside a call only tags were sent; the text itself has no others,
+    so that it is no turn of somebody else."""
+    tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
+    return not _plain(sent) and tags <= set(_TAG.findall(sent))
+
+
+def _answer(turn: str, header: str) -> tuple[str, str] | None:
+    """Divide a turn where the model's part begins; None where that is not known."""
+    if header:
+        turn = turn.lstrip()
+        return ("", turn.removeprefix(header)) if turn.startswith(header) else None
+    tags = list(_ANSWER_BEGINS.finditer(turn))
+    return (turn[: tags[-1].start()], turn[tags[-1].end() :]) if tags else None
+
+
+def _reasoned(text: str) -> tuple[str, str]:
+    """Return the reasoning in a text, plain, and the text without it."""
+    thoughts, said, begun = [], [], 0
+    for start, end in _reasoning(text):
+        said.append(text[begun:start])
+        thoughts.append(text[start:end])
+        begun = end
+    return _plain("".join(thoughts)), "".join([*said, text[begun:]])
+
+
+def _reasoning(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each closed block of reasoning."""
     position, unclosed = 0, set()
-    while (begin := _REASONING_BEGINS.search(sampled, position)) is not None:
+    while (begin := _REASONING_BEGINS.search(text, position)) is not None:
         closing, position = _REASONING[begin[0]], begin.end()
-        end = -1 if closing in unclosed else sampled.find(closing, position)
+        end = -1 if closing in unclosed else text.find(closing, position)
         if end < 0:
             unclosed.add(closing)
-            continue
-        position = end + len(closing)  # the end of a block of reasoning
-        ends = _continued(sent, ends, _plain(sampled[begun : begin.start()]))
-        ends |= _continued(sent, ends, _plain(sampled[begin.start() : position]))
-        ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), position
-    if len(sent) in _continued(sent, ends, _plain(sampled[begun:])):
-        return ""
-    ours = _plain(sampled)
-    at = common_prefix(sent, ours)
-    return f"{_short(sent[at:])} where the model's continues with {_short(ours[at:])}"
+        else:
+            position = end + len(closing)
+            yield begin.start(), position
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:
@@ -145,8 +295,8 @@ def _continued(text: str, ends: set[int], part: str) -> set[int]:
 
 
 def _plain(text: str) -> str:
-    text = _TAG.sub("", text)
-    return "".join(c for c in text if not c.isspace() and c not in "\"'`\\").casefold()
+    text = _BARE_TAG.sub("", _LITERAL.sub(lambda found: _LITERALS[found[0]], text))
+    return "".join(c for c in text if not c.isspace() and c not in "\"'`\\")
 
 
 def _short(text: str) -> str:

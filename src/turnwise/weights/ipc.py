@@ -66,7 +66,9 @@ class IpcTransport(Transport):
         return rank == 0 or device.type == "cuda"
 
     def make_sender(self, options: SenderOptions) -> "IpcSender":
-        address = private_address() if options.device.type == "cpu" else ""
+        address = options.address
+        if address is None:
+            address = private_address() if options.device.type == "cpu" else ""
         return IpcSender(options, address)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:

@@ -236,6 +236,9 @@ class SenderOptions:
     """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
     """Seconds for an update; in the sender of a stream, for each answer of an engine."""
+    address: str | None = None
+    """Address at which `ipc` listens: "" is the device's own, where a worker looks that has no
+    manifest; None is one for this sender alone, or on GPUs the device's."""
 
 
 @dataclass(slots=True)
@@ -269,6 +272,8 @@ class WeightSender:
     """Name under which engines find the transport; `make_sender` sets it."""
     streamed = False
     """`Transport.streamed`; `make_sender` sets it."""
+    state_dict_info: StateDictInfo
+    """Tensors of every update, for `prepare_refit_info`; `make_sender` sets it."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
@@ -475,6 +480,7 @@ def make_sender(
     folder: str | os.PathLike[str] = "",
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
+    address: str | None = None,
 ) -> WeightSender:
     """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
@@ -488,8 +494,48 @@ def make_sender(
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
-    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)
+    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
     sends = chosen.sends_from(rank, device)
     sender = chosen.make_sender(options) if sends else WeightSender()
     sender.transport, sender.streamed = transport, chosen.streamed
+    sender.state_dict_info = {name: (tuple(t.shape), dtype_name(dtype)) for name, t in shapes}
     return sender
+
+
+def refit_sender(
+    transport: str,
+    tensors: NamedTensors,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    rank: int = 0,
+    timeout: float = WAIT_SECONDS,
+) -> WeightSender:
+    """Make the sender of one rank of your own trainer, for an engine that is a
+    `VllmAsyncGenerationWorker`.
+
+    Its `state_dict_info` is for `prepare_refit_info_async`. `send` serves the engine's
+    `update_weights_via_ipc_zmq_async` or `update_weights_from_collective_async`, and with
+    `collective`, `join` meets its `init_collective_async` before.
+
+    Args:
+        transport: `ipc` or `collective`.
+        tensors: Names, as in the model's files, and shapes of the tensors of every update, in their
+            order; DTensors have the shapes of the whole.
+        dtype: Type that the engine loads.
+        device: Device of the tensors; None is the CPU.
+        rank: This rank of the trainer. All must send; on a CPU only those of rank 0 arrive.
+        timeout: Seconds for an update.
+
+    Raises:
+        InputError: when the transport is another one, or cannot be used here.
+
+    Example:
+        sender = refit_sender("ipc", model.named_parameters(), model.dtype)
+        sender.send(1, ((name, p.detach()) for name, p in model.named_parameters()))
+    """
+    if transport not in ("ipc", "collective"):
+        raise InputError(f"refit_sender sends by ipc or collective, not by {transport}")
+    return make_sender(
+        transport, tensors, dtype, device=device, rank=rank, timeout=timeout, address=""
+    )

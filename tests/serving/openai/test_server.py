@@ -171,6 +171,36 @@ async def test_a_prompt_begins_with_the_ids_before_it_without_a_sessions_name(
     assert added.endswith("<|im_start|>assistant\n")
 
 
+async def test_a_call_that_a_client_prints_otherwise_keeps_the_ids_before_it(
+    client: AsyncOpenAI, model: str, script: dict[str, Any], template: ChatTemplate
+) -> None:
+    """Its keys in another order, and whole numbers as other languages print them."""
+    body = {**script, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": model, "tools": [TOOL_SCHEMA]}
+    first = await client.chat.completions.create(messages=[QUESTION], extra_body=body, **asked)
+    message = first.choices[0].message
+    extra: Any = message.model_extra
+    body["required_prefix_token_ids"] = [
+        *extra["prompt_token_ids"],
+        *extra["generation_token_ids"],
+    ]
+    sent = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+    (call,) = sent["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+    for number, fits in ((12.0, True), (13.0, False)):
+        printed = {"a": number, "b": 30.0, "operation": "+"}
+        call["function"]["arguments"] = json.dumps(printed)
+        messages: Any = [QUESTION, sent, result]
+        asking = client.chat.completions.create(messages=messages, extra_body=body, **asked)
+        if not fits:
+            with pytest.raises(openai.BadRequestError, match="where the model's continues with"):
+                await asking
+            continue
+        again: Any = (await asking).choices[0].message.model_extra
+        held = body["required_prefix_token_ids"]
+        assert again["prompt_token_ids"][: len(held)] == held
+
+
 async def test_ids_that_do_not_fit_the_messages_are_refused(
     client: AsyncOpenAI, model: str, template: ChatTemplate
 ) -> None:

@@ -8,6 +8,8 @@ here answer it. The server runs on the event loop of the engine that it serves.
 import asyncio
 import ipaddress
 import logging
+import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,6 +29,7 @@ from turnwise.config import Config
 from turnwise.core.aio import freeze_gc
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.core.user_code import call_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
@@ -52,7 +55,8 @@ class OpenAIServer:
     """Serves a generator over HTTP: one engine, or the scheduler of several.
 
     The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
-    that clients open; they are started and stopped with the server.
+    that clients open; they are started and stopped with the server. `extend` gets the application,
+    may add routes and middleware to it, and returns it.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class OpenAIServer:
         generator: Generator,
         port: int | None = None,
         processes: "FrontProcesses | None" = None,
+        extend: Callable[[FastAPI], FastAPI] | None = None,
     ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config) if processes is None else processes.store
@@ -73,18 +78,29 @@ class OpenAIServer:
         self.requests: Counter[str] = Counter() if processes is None else processes.requests
         """HTTP requests, by status or event; with those of `processes`."""
         self.processes = processes
+        self.ended = threading.Event()
+        """Set once the server serves no more."""
         self._config = config
         self._generator = generator
+        self._extend = extend
         self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
+        self._listening: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Listen, and return the base URL; InputError when the address cannot be used, or vLLM
         refuses the model."""
+        self.listen()
+        await self.serve()
+        return self.base_url
+
+    def listen(self) -> uvicorn.Server:
+        """Listen, so that the base URL is known, and return uvicorn's server; requests wait for
+        `serve`. InputError when the address cannot be used."""
         serving = self._config.serving
-        listening = listen(serving.host, self._port, serving.ports)
+        self._listening = listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
         if api_key(self._config) is None and not ipaddress.ip_address(host).is_loopback:
             logger.warning(
@@ -92,25 +108,35 @@ class OpenAIServer:
                 "serving.api_key, or leave serving.host at 127.0.0.1",
                 *(host, port),
             )
+        address = reachable(host)
+        self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
         Connection.most = most_connections()
+        options = uvicorn.Config(
+            "",  # `serve` makes the application
+            http=Connection,
+            ws="none",
+            log_level="error",  # invalid requests would fill the log with warnings
+            access_log=False,
+            proxy_headers=False,  # nothing asks for the client's address
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            backlog=Connection.most // 2,  # connections that asyncio accepts at once
+        )
+        self._server = uvicorn.Server(options)
+        return self._server
+
+    async def serve(self) -> None:
+        """Answer requests from now on; InputError when vLLM refuses the model."""
+        server, listening = self._server, self._listening
+        assert server is not None
+        assert listening is not None
+        options = server.config
         try:
-            app = await self.application()
+            options.app = await self.application()
             if self.processes is not None:
                 await self.processes.start()
-            options = uvicorn.Config(
-                app,
-                http=Connection,
-                ws="none",
-                log_level="error",  # invalid requests would fill the log with warnings
-                access_log=False,
-                proxy_headers=False,  # nothing asks for the client's address
-                lifespan="off",
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                backlog=Connection.most // 2,  # connections that asyncio accepts at once
-            )
             options.load()
             # In steps, because `uvicorn.Server.serve` would handle signals.
-            self._server = server = uvicorn.Server(options)
             server.lifespan = options.lifespan_class(options)
             await server.startup(sockets=[listening])
         except BaseException:
@@ -118,15 +144,15 @@ class OpenAIServer:
             raise
         listening.listen(QUEUE)  # asyncio sets a shorter queue
 
-        async def serve() -> None:
-            await server.main_loop()
-            await server.shutdown(sockets=[listening])
+        async def run() -> None:
+            try:
+                await server.main_loop()
+                await server.shutdown(sockets=[listening])
+            finally:
+                self.ended.set()
 
-        self._serving = asyncio.create_task(serve())
+        self._serving = asyncio.create_task(run())
         freeze_gc()
-        address = reachable(host)
-        self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
-        return self.base_url
 
     def session_url(self, session_id: str) -> str:
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
@@ -150,9 +176,31 @@ class OpenAIServer:
         app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
         # vLLM's middleware handles scaling, browsers and its own metrics.
         app.user_middleware.clear()
+        extended = app if self._extend is None else await self._extended(self._extend, app)
+        # Around the sessions: the chat service answers most chats before the application.
+        added = list(extended.user_middleware)
+        extended.user_middleware.clear()
         app.middleware_stack = FastAPI.build_middleware_stack(app)
-        sessions = SessionMiddleware(app, app.state.chats, self.requests, self.processes, key)
-        return guarded(sessions, serving, key, self.sessions)
+        chats = app.state.chats
+        layers: ASGIApp = SessionMiddleware(extended, chats, self.requests, self.processes, key)
+        for kind, arguments, options in reversed(added):
+            layers = kind(layers, *arguments, **options)
+        return guarded(layers, serving, key, self.sessions)
+
+    async def _extended(self, extend: Callable[[FastAPI], FastAPI], app: FastAPI) -> FastAPI:
+        extended = await call_user_code(
+            extend,
+            app,
+            name="_setup_vllm_openai_api_server",
+            seconds=self._config.engine.start_timeout,
+            key="engine.start_timeout",
+        )
+        if not isinstance(extended, FastAPI):
+            raise InputError(
+                "_setup_vllm_openai_api_server must return the application, not "
+                f"{type(extended).__name__}"
+            )
+        return extended
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""

@@ -1,0 +1,175 @@
+"""Tool calls in an assistant's text, in one form for all spellings of the same call.
+
+A server parses the calls that a model writes, and the chat template prints them again: with their
+keys in another order, `1000.0` for `1e3`, `ü` for `\\u00fc`, and without a trailing comma. A call
+is JSON, after a mark or with a name and arguments, or parameters between tags. All else is text.
+"""
+
+import json
+import math
+import re
+
+from turnwise.core.optional import Foreign
+
+_BEGINS = re.compile(
+    r"""\{\s*["'}]|\[\s*\{|<function=|<(?:\w+:)?(?:invoke|parameter)\b|<arg_key>"""
+)
+"""Beginnings of what may be a call."""
+_MARK = re.compile(
+    r"(?:<[^<>]*(?:tool|func|call|action|python)[^<>]*>|\[[A-Z_]*(?:TOOL|CALL|ARGS)[A-Z_]*\])"
+    r"\s*[\w.:-]*\s*(?:```(?:json)?\s*)?$",
+    re.IGNORECASE,
+)
+"""End of a text after which a format puts the JSON of its calls: a tag, and maybe a name."""
+_MARK_CHARS = 200
+_FUNCTION = re.compile(r"""<(?:function=|(?:\w+:)?invoke\s+name=)["']?([^<>"']+)["']?>\s*""")
+_PARAMETER = re.compile(
+    r"""<(?:\w+:)?parameter(?:=|\s+name=)["']?([^<>"']+)["']?>"""
+    r"|<arg_key>([^<>]*)</arg_key>\s*<arg_value>"
+)
+_PARAMETER_ENDS = re.compile(r"</(?:\w+:)?parameter>|</arg_value>")
+_TOKEN = re.compile(
+    r"""\s*+(?:([{}\[\]:,])|("[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+')|([\w.+-]++))""",
+    re.DOTALL,
+)
+"""Part of JSON: punctuation, a string, or another value."""
+_CONSTANTS = {
+    "true": True,
+    "True": True,
+    "false": False,
+    "False": False,
+    "null": None,
+    "None": None,
+}
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_EXACT = 2**53  # from here on, not every whole number is a double
+_MAX_DEPTH = 16  # so that text with many brackets costs no more than other text
+
+_Read = tuple[Foreign, int]
+"""A value, and the position after it."""
+
+
+def divide_at_calls(text: str) -> tuple[list[str], list[Foreign]]:
+    """Return the texts around the calls of an assistant's text, and the calls.
+
+    Two calls are equal if parsers read the same from them. There is one text more than calls.
+
+    Example:
+        >>> divide_at_calls('Adding. <tool_call>{"b": 1e3, "a": 2,}</tool_call>')[0]
+        ['Adding. <tool_call>', '</tool_call>']
+    """
+    texts: list[str] = []
+    calls: list[Foreign] = []
+    end = 0
+    closed = max((found.end() for found in _PARAMETER_ENDS.finditer(text)), default=0)
+    for found in _BEGINS.finditer(text):
+        start = found.start()
+        if start < end:  # inside the call before
+            continue
+        tagged = found[0][0] == "<"
+        read = _tagged_call(text, start, closed) if tagged else _json_call(text, start)
+        if read is not None:
+            texts.append(text[end:start])
+            call, end = read
+            calls.append(call)
+    return [*texts, text[end:]], calls
+
+
+def _json_call(text: str, at: int) -> _Read | None:
+    if (read := _value(text, at)) is None:
+        return None
+    calls = read[0] if isinstance(read[0], list) else [read[0]]
+    if not all(isinstance(call, dict) for call in calls):
+        return None
+    named = all("name" in call and call.keys() & {"arguments", "parameters"} for call in calls)
+    if not named and not _MARK.search(text, max(0, at - _MARK_CHARS), at):
+        return None
+    for call in calls:
+        for key in ("arguments", "parameters"):  # as a text, in some formats
+            if isinstance(given := call.get(key), str):
+                call[key] = _whole(given)
+    return read
+
+
+def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
+    """Read a function's tag, if there is one, and the parameters after it, of which the last in the
+    text ends at `closed`."""
+    function = _FUNCTION.match(text, at)
+    values: dict[str, Foreign] = {}
+    end = at = at if function is None else function.end()
+    while at < closed and (opening := _PARAMETER.match(text, at)) is not None:
+        closing = _PARAMETER_ENDS.search(text, opening.end())
+        if closing is None:
+            break
+        name = opening[1] if opening[1] is not None else opening[2]
+        values[name.strip()] = _whole(text[opening.end() : closing.start()].strip())
+        at = end = closing.end()
+        while at < len(text) and text[at].isspace():
+            at += 1
+    if function is None and not values:
+        return None
+    return (function and function[1].strip(), values), end
+
+
+def _whole(text: str) -> Foreign:
+    """Return the value that a text is, or the text where it is none."""
+    read = _value(text, 0)
+    return text if read is None or text[read[1] :].strip() else read[0]
+
+
+def _value(text: str, at: int, depth: int = 0) -> _Read | None:
+    """Read JSON, or Python's spelling of it, maybe with trailing commas; None where it is not."""
+    found = _TOKEN.match(text, at)
+    if found is None or depth > _MAX_DEPTH:
+        return None
+    mark, quoted, word = found.groups()
+    if quoted:
+        return _unquoted(quoted), found.end()
+    if word:
+        if word in _CONSTANTS:
+            return _CONSTANTS[word], found.end()
+        return (_number(word), found.end()) if _NUMBER.fullmatch(word) else None
+    return _members(text, found.end(), mark == "{", depth + 1) if mark in "{[" else None
+
+
+def _members(text: str, at: int, named: bool, depth: int) -> _Read | None:
+    """Read the rest of an object, `named`, or of a list."""
+    names: list[str] = []
+    values: list[Foreign] = []
+    closing = "}" if named else "]"
+    while (token := _TOKEN.match(text, at)) is not None:
+        if token[1] == closing:
+            made = dict(zip(names, values, strict=True)) if named else values
+            return made, token.end()
+        if named:
+            colon = _TOKEN.match(text, token.end())
+            if not token[2] or colon is None or colon[1] != ":":
+                return None
+            names.append(_unquoted(token[2]))
+            at = colon.end()
+        if (read := _value(text, at, depth)) is None:
+            return None
+        values.append(read[0])
+        following = _TOKEN.match(text, read[1])
+        if following is None or following[1] not in (",", closing):
+            return None
+        at = following.end() if following[1] == "," else read[1]
+    return None
+
+
+def _unquoted(quoted: str) -> str:
+    body = quoted[1:-1]
+    if quoted[0] == "'":
+        body = body.replace("\\'", "'").replace('"', '\\"')
+    try:
+        return str(json.loads(f'"{body}"', strict=False))
+    except ValueError:
+        return body
+
+
+def _number(word: str) -> tuple[str, str]:
+    """Return a number in a form that no other value has: `1e3`, `1000` and `1000.0` are one."""
+    number = float(word)
+    if math.isinf(number) or (abs(number) >= _EXACT and word.lstrip("+-").isdecimal()):
+        return "number", word
+    return "number", str(int(number)) if number.is_integer() else repr(number)
