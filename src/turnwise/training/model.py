@@ -307,12 +307,10 @@ def score_hidden(
     compute: Callable[..., Scores] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
+    parts = [slice(start, start + rows) for start in range(0, max(1, len(targets_N)), rows)]
     chunks = [
-        compute(
-            *(model, hidden_NH[start : start + rows], targets_N[start : start + rows]),
-            *(sampling, entropy_gradient),
-        )
-        for start in range(0, max(1, len(targets_N)), rows)
+        compute(model, hidden_NH[part], targets_N[part], sampling, entropy_gradient)
+        for part in parts
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
