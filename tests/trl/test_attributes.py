@@ -290,14 +290,15 @@ def test_a_reference_that_was_moved_is_that_of_the_checkpoint(
     scorer = torch.nn.Module()
     scorer.model = moved
     (tmp_path / "step-0001" / "state").mkdir(parents=True)
-    checkpoint_state.save_state(tmp_path / "step-0001", 0, {}, {}, {"reference": scorer})
+    checkpoint_state.save_state(tmp_path / "step-0001", 0, {}, {}, scorer)
     reference = Policy(model_path, model_path, None, "float32", reference=True)
     before = values_of(reference.model)
     reference.refresh(tmp_path / "step-0001")
     for name, value in before.items():
         assert not torch.equal(reference.model.get_parameter(name), value)
         assert torch.equal(reference.model.get_parameter(name), moved.get_parameter(name))
-    checkpoint_state.save_state(tmp_path / "step-0001", 0, {}, {}, {"another": scorer})
+    state = tmp_path / "step-0001" / "state"
+    checkpoint_state.save({"another": scorer.state_dict()}, checkpoint_id=state, no_dist=True)
     reference.refresh(tmp_path / "step-0001")  # of a run that moves none
 
 

@@ -41,9 +41,8 @@ class RankBatches:
 
     micro_batches: list[list[Sample]]
     trajectory_tokens: dict[int, int]
-    """Trained tokens of each trajectory, on all ranks, including those that are only counted."""
-    left_out: int = 0
-    """Trajectories that count in the batch's mean without any trained token."""
+    """Trained tokens of each trajectory, on all ranks, including those that are only counted; 0 of
+    one that is left out."""
 
     @property
     def total_tokens(self) -> int:
@@ -51,8 +50,7 @@ class RankBatches:
 
     @property
     def total_trajectories(self) -> int:
-        """Trajectories with trained tokens, and those that are left out."""
-        return self.left_out + sum(tokens > 0 for tokens in self.trajectory_tokens.values())
+        return len(self.trajectory_tokens)
 
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
@@ -93,7 +91,6 @@ def plan_micro_batches(
         units: dict[int, list[Sample]] = {}
         for sample in (*own, *others):
             tokens[sample.trajectory] += sample.trained
-        left_out = len({sample.trajectory for sample in others if not sample.trained})
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
         buckets = _buckets(list(units.values()), max_tokens, ranks, layout)
@@ -107,7 +104,7 @@ def plan_micro_batches(
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(RankBatches(micro_batches, dict(tokens), left_out))
+            share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
 
 

@@ -8,7 +8,7 @@ what its configuration says. Loading never runs code stored in a checkpoint.
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 
@@ -30,6 +30,7 @@ from turnwise.training.checkpoint import causes, translate_disk_full
 from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
+_REFERENCE = "reference"
 _ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
@@ -42,14 +43,14 @@ def save_state(
     rank: int,
     learners: Mapping[str, TrainableModule],
     extra: JsonObject,
-    moved: Mapping[str, nn.Module] | None = None,
+    reference: nn.Module | None = None,
 ) -> None:
-    """Write this rank's part of the weights and optimizers, of modules that are `moved` without an
-    optimizer, and `extra`; called on all ranks."""
+    """Write this rank's part of the weights and optimizers, of a reference model that moves, and
+    `extra`; called on all ranks."""
     state = folder / "state"
-    states = {
+    states: dict[str, object] = {
         name: _state(
-            learner,
+            learner.module,
             {
                 own: {key: learner.optimizer.state[parameter][key] for key in _MOMENTS}
                 for own, parameter in learner.module.named_parameters()
@@ -57,7 +58,9 @@ def save_state(
             },
         )
         for name, learner in learners.items()
-    } | _plain_states(moved or {})
+    }
+    if reference is not None:
+        states[_REFERENCE] = _state(reference)
     with translate_disk_full(state):
         try:
             with warnings.catch_warnings():
@@ -78,10 +81,10 @@ def load_state(
     folder: Path,
     rank: int,
     learners: Mapping[str, TrainableModule],
-    moved: Mapping[str, nn.Module] | None = None,
+    reference: nn.Module | None = None,
 ) -> JsonObject:
-    """Load what `save_state` wrote, with any number of ranks; return `extra`. Modules that are
-    `moved` keep their weights if the checkpoint has none."""
+    """Load what `save_state` wrote, with any number of ranks; return `extra`. The reference model
+    keeps its weights if the checkpoint has none."""
     state = folder / "state"
     try:
         reader = _Reader(state)
@@ -89,7 +92,7 @@ def load_state(
         step, *means = _MOMENTS
         moments: dict[str, _Moments] = {}
         for name, learner in learners.items():
-            if not any(key.startswith(f"{name}.") for key in saved):
+            if not _has(saved, name):
                 raise ValueError(
                     f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
                     "with a value model when a run is resumed"
@@ -99,17 +102,12 @@ def load_state(
                 for own, parameter in learner.module.named_parameters()
                 if f"{name}.optimizer.state.{own}.{step}" in saved
             }
-        states = {name: _state(learner, moments[name]) for name, learner in learners.items()}
-        states |= {
-            name: weights
-            for name, weights in _plain_states(moved or {}).items()
-            if any(key.startswith(f"{name}.") for key in saved)
+        states: dict[str, object] = {
+            name: _state(learner.module, moments[name]) for name, learner in learners.items()
         }
-        alone = not dist.is_initialized()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            # Into the parameters themselves, and into these moments.
-            load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
+        if reference is not None and _has(saved, _REFERENCE):
+            states[_REFERENCE] = _state(reference)
+        _load(states, reader)  # into the parameters themselves, and into these moments
         own = state / f"rank-{rank}.pt"
         extra: JsonObject = torch.load(own if own.exists() else state / "rank-0.pt")
         if "schedules" in extra:  # written by Turnwise 0.1.0
@@ -124,26 +122,35 @@ def load_state(
     return extra
 
 
-def load_moved(folder: Path, name: str, module: nn.Module) -> None:
-    """Load the weights of a module that `save_state` wrote as `moved`, in a process of its own;
-    without any, the module keeps its own."""
-    reader = _Reader(folder / "state")
+def load_reference(folder: Path, model: nn.Module) -> None:
+    """Load the reference model that `save_state` wrote, in a process of its own; it keeps its
+    weights if the checkpoint has none."""
     try:
-        saved = reader.read_metadata().state_dict_metadata
-        if any(key.startswith(f"{name}.") for key in saved):
-            states = _plain_states({name: module})
-            load(states, storage_reader=reader, planner=_Planner(), no_dist=True)
+        reader = _Reader(folder / "state")
+        if _has(reader.read_metadata().state_dict_metadata, _REFERENCE):
+            scorer = nn.Module()  # as the trainer holds it
+            scorer.model = model
+            _load({_REFERENCE: _state(scorer)}, reader)
     except _UNREADABLE as error:
-        raise InputError(f"the {name} of {folder} cannot be loaded: {first_line(error)}") from error
+        message = f"the reference model of {folder} cannot be loaded: {first_line(error)}"
+        raise InputError(message) from error
 
 
-def _state(learner: TrainableModule, moments: _Moments) -> dict[str, object]:
+def _has(saved: Iterable[str], name: str) -> bool:
+    return any(key.startswith(f"{name}.") for key in saved)
+
+
+def _load(states: dict[str, object], reader: "_Reader") -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        alone = not dist.is_initialized()
+        load(states, storage_reader=reader, planner=_Planner(), no_dist=alone)
+
+
+def _state(module: nn.Module, moments: _Moments | None = None) -> dict[str, object]:
     # The optimizer's own state_dict would take a step, to have something to describe.
-    return {"model": get_model_state_dict(learner.module), "optimizer": {"state": moments}}
-
-
-def _plain_states(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, object]]:
-    return {name: {"model": get_model_state_dict(module)} for name, module in modules.items()}
+    optimizer = {} if moments is None else {"optimizer": {"state": moments}}
+    return {"model": get_model_state_dict(module), **optimizer}
 
 
 class _Reader(filesystem.FileSystemReader):

@@ -189,10 +189,11 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
         frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
-        if config.algorithm.kl.sync_steps and _shapes(reference) != _shapes(policy):
+        own, new = ([(n, p.shape) for n, p in m.named_parameters()] for m in (reference, policy))
+        if config.algorithm.kl.sync_steps and own != new:
             raise InputError(
                 f"algorithm.kl.sync_steps: {path_of(config, other)} has other parameters than the "
-                "policy and cannot be moved towards it: set it to 0, or remove algorithm.kl.model"
+                "policy and cannot move towards it: set it to 0, or remove algorithm.kl.model"
             )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
@@ -200,10 +201,6 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         value = distribute(critic, config, device, other)
     give_back()
     return Models(policy, reference, value, device, group)
-
-
-def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(name, parameter.shape) for name, parameter in module.named_parameters()]
 
 
 def distribute(

@@ -247,12 +247,13 @@ class Models:
             pi_ref = alpha * pi + (1 - alpha) * pi_ref        of the weights
 
         Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment" (TR-DPO, arXiv
-        2404.09656): soft update, and for alpha 1 hard update. Each rank moves its own shards.
+        2404.09656). Each rank moves its own shards.
         """
         assert self.reference is not None, "there is no reference model"
-        pairs = zip(self.reference.parameters(), self.policy.parameters(), strict=True)
-        for own, new in ((_local(own), _local(new)) for own, new in pairs):
-            own.mul_(1 - alpha).add_(new.to(own.dtype), alpha=alpha)
+        parameters = zip(self.reference.parameters(), self.policy.parameters(), strict=True)
+        for pair in parameters:
+            own, new = (p.to_local() if isinstance(p, DTensor) else p for p in pair)
+            own.lerp_(new.to(own.dtype), alpha)
 
     def modules(self) -> list[Scorer | Critic]:
         """Return the modules that play these roles, each once."""
@@ -263,11 +264,6 @@ class Models:
         for module in self.modules():
             yield from module.parameters()
             yield from module.buffers()
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the part of a parameter that this rank holds."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -285,10 +281,8 @@ def score_columns(
     """Score the targets of all columns, of which this rank computes some."""
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns)
-    logprobs_N, entropy_N = score_hidden(
-        model, hidden_NH, columns.targets_N, sampling, entropy_gradient
-    )
-    return columns.whole(logprobs_N), columns.whole(entropy_N)
+    scores = score_hidden(model, hidden_NH, columns.targets_N, sampling, entropy_gradient)
+    return columns.whole(scores[0]), columns.whole(scores[1])
 
 
 def score_hidden(
@@ -381,14 +375,11 @@ def _score(
     logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
     total_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
-    if entropy_gradient:
-        probabilities_NV = (logits_NV - total_N[:, None]).exp()
-        mean_N = (probabilities_NV * logits_NV.clamp(min=-1e9)).sum(dim=-1)
-        return logprobs_N, total_N - mean_N
-    with torch.no_grad():  # in place: one tensor of this size less
-        probabilities_NV = (logits_NV - total_N[:, None]).exp_()
-        mean_N = probabilities_NV.mul_(logits_NV.clamp(min=-1e9)).sum(dim=-1)
-        return logprobs_N, total_N - mean_N
+    with torch.set_grad_enabled(entropy_gradient):
+        share_NV, known_NV = (logits_NV - total_N[:, None]).exp_(), logits_NV.clamp(min=-1e9)
+        # In place where no gradient needs it: one tensor of this size less.
+        parts_NV = share_NV * known_NV if entropy_gradient else share_NV.mul_(known_NV)
+        return logprobs_N, total_N - parts_NV.sum(dim=-1)
 
 
 def _processed(
@@ -404,10 +395,8 @@ def _processed(
         return logits_NV
     dropped_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
     if sampling.min_p:
-        with torch.no_grad():
-            probabilities_NV = logits_NV.softmax(dim=-1)
-            lowest_N1 = probabilities_NV.amax(dim=-1, keepdim=True) * sampling.min_p
-            dropped_NV |= probabilities_NV < lowest_N1
+        probabilities_NV = logits_NV.detach().softmax(dim=-1)
+        dropped_NV |= probabilities_NV < probabilities_NV.amax(-1, keepdim=True) * sampling.min_p
     if few:
         lowest_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
         dropped_NV |= logits_NV < lowest_N1

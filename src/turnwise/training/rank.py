@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ from turnwise.training.shards import full_tensors, tensor_shapes
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
 
+_T = TypeVar("_T")
 _PLAIN = SamplingConfig()
 _ALL = ("params", "optimizer")
 
@@ -196,9 +198,9 @@ class TrainerRank:
             report.skipped = not finite
             self.version += finite
             self._check_skips("policy", finite)
+            if self._algorithm.entropy.adaptive and finite:
+                self._entropy.adapt(sum(self._of_all_ranks(report.mean_entropy)))
             if self._algorithm.entropy.has_bonus:
-                if finite:
-                    self._entropy.adapt(self._summed(report.entropy_sum) / max(1, counted))
                 report.entropy_coef = self._entropy.coef
             if finite and (every := self._algorithm.kl.sync_steps) and self.version % every == 0:
                 self._models.move_reference(self._algorithm.kl.mixup_alpha)
@@ -253,32 +255,19 @@ class TrainerRank:
         if quantile >= 1:
             return share.total_tokens
         with torch.no_grad():
-            found = [self._models.score("policy", b.columns)[1].float() for b in batches]
-        own_N = torch.cat(found)
-        if self._rank % self._training.context_parallel:
-            own_N = own_N[:0]  # the first rank of its context group has the same
-        everywhere_N = self._gathered(own_N) if self._ranks > 1 else own_N
-        floor = entropy_floor(everywhere_N, quantile)
+            found = [self._models.score("policy", batch.columns)[1] for batch in batches]
+        entropies = torch.cat(self._of_all_ranks(torch.cat(found).cpu()))
+        floor = entropy_floor(entropies, quantile)
         for batch, entropy_N in zip(batches, found, strict=True):
             batch.low_entropy_N = entropy_N < floor
-        return int((everywhere_N >= floor).sum())
+        return int((entropies >= floor).sum())
 
-    def _gathered(self, own_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ranks, of which each has its own number."""
-        numbers = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self._ranks)]
-        dist.all_gather(numbers, torch.full_like(numbers[0], len(own_N)))
-        counts = [int(number) for number in numbers]
-        padded = [own_N.new_zeros(max(counts)) for _ in counts]
-        dist.all_gather(padded, torch.cat([own_N, own_N.new_zeros(max(counts) - len(own_N))]))
-        return torch.cat([each[:count] for each, count in zip(padded, counts, strict=True)])
-
-    def _summed(self, value: float) -> float:
-        """Return the sum of the ranks' values, of which those of a context group have the same."""
-        if self._ranks == 1:
-            return value
-        sum_1 = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(sum_1)
-        return float(sum_1) / self._training.context_parallel
+    def _of_all_ranks(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, one for each group that shares its sequences."""
+        values = [value] * self._ranks
+        if self._ranks > 1:
+            dist.all_gather_object(values, value)
+        return values[:: self._training.context_parallel]
 
     def _add_policy_gradient(
         self,
@@ -304,7 +293,8 @@ class TrainerRank:
         entropy = None
         if self._algorithm.entropy.has_bonus or batch.low_entropy_N is not None:
             entropy = UpdateEntropy(entropy_N, batch.low_entropy_N, self._entropy.applied, counted)
-            report.entropy_sum += float(entropy.sum().detach())
+            if self._algorithm.entropy.adaptive:
+                report.mean_entropy += float(entropy.mean_part().detach())
         made = objective(
             self._algorithm,
             self._loss,
@@ -321,7 +311,7 @@ class TrainerRank:
             logprobs_N,
             entropy_N,
             tokens.advantages_N,
-            made.weights_N * made.correction_N * made.kept_N,
+            made.factors_N,
             made.result.ratio_N,
             made.result.clipped_N,
         )
@@ -426,21 +416,21 @@ class TrainerRank:
             "rng": torch.get_rng_state(),
         }
         with self._offload.brought_back(_ALL):
-            checkpoint_state.save_state(folder, rank, self._learners, state, self._moved())
+            checkpoint_state.save_state(folder, rank, self._learners, state, self._moving)
             if lora:
                 export_adapter(folder, rank, self._config, self._model)
             else:
                 export_model(folder, rank, self._config, self._model)
 
-    def _moved(self) -> dict[str, torch.nn.Module]:
-        """Return the modules without an optimizer whose weights change."""
-        reference = self._models.reference if self._algorithm.kl.sync_steps else None
-        return {} if reference is None else {"reference": reference}
+    @property
+    def _moving(self) -> torch.nn.Module | None:
+        """The reference model, if its weights change."""
+        return self._models.reference if self._algorithm.kl.sync_steps else None
 
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
-        state = checkpoint_state.load_state(folder, self._rank, self._learners, self._moved())
+        state = checkpoint_state.load_state(folder, self._rank, self._learners, self._moving)
         self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         self._entropy.resume(state.get("entropy", {}))

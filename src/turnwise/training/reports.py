@@ -47,7 +47,7 @@ class UpdateReport:
     """Largest difference between the engine's log-prob of a token and the trainer's."""
     loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
     bonus: float = 0.0  # this rank's part of the entropy bonus in it
-    entropy_sum: float = 0.0  # entropies of the tokens that the bonus is about
+    mean_entropy: float = 0.0  # this rank's part of what an adaptive bonus is adapted to
     entropy_coef: float | None = None
     """Weight of the entropy bonus after the update; None without one."""
     grad_norm: float = 0.0  # norm of the gradient over all ranks

@@ -62,7 +62,7 @@ def test_tokens_of_low_entropy_are_left_out_of_the_loss_and_of_the_bonus() -> No
     assert torch.equal(gradient_N(filtered.loss, tokens), expected)
     assert filtered.weights_N.tolist() == weights
     assert filtered.left_out_N["low_entropy_masked"].tolist() == low_N.tolist()
-    assert filtered.kept_N.tolist() == (~low_N).tolist()
+    assert filtered.factors_N.tolist() == (0.25 * ~low_N).tolist()
     both = of(UpdateEntropy(entropy_N, low_N, 0.1, 2))
     assert both.bonus == pytest.approx(0.1 * (1.0 + 4.0) / 2)
 

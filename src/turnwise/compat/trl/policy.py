@@ -84,13 +84,9 @@ class Policy:
         if folder is None:
             return
         if self._reference:
-            from torch import nn
+            from turnwise.training.checkpoint_state import load_reference  # imports torch
 
-            from turnwise.training.checkpoint_state import load_moved
-
-            scorer = nn.Module()  # as the trainer holds it
-            scorer.model = self._model
-            load_moved(folder, "reference", scorer)
+            load_reference(folder, self._model)
         elif (folder / ADAPTER_CONFIG).is_file():
             from safetensors.torch import load_file
 

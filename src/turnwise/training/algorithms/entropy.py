@@ -25,16 +25,13 @@ class UpdateEntropy:
     total_tokens: int
     """Tokens of the whole update that are not left out."""
 
-    def sum(self) -> torch.Tensor:
-        """Return the sum over the tokens that are not left out."""
-        if self.low_N is None:
-            return self.entropy_N.sum()
-        return self.entropy_N.masked_fill(self.low_N, 0.0).sum()
-
     def mean_part(self) -> torch.Tensor:
         """Return this micro-batch's part of the update's mean entropy: those of all micro-batches
         and ranks add up to it."""
-        return self.sum() / max(1, self.total_tokens)
+        entropy_N = self.entropy_N
+        if self.low_N is not None:
+            entropy_N = entropy_N.masked_fill(self.low_N, 0.0)
+        return entropy_N.sum() / max(1, self.total_tokens)
 
 
 class EntropyControl:

@@ -243,12 +243,12 @@ class Objective:
     """The entropy bonus's part of the loss: positive where it lowers it."""
 
     @property
-    def kept_N(self) -> torch.Tensor:
-        """True where no reason leaves a token's loss out."""
-        kept_N = torch.ones_like(self.weights_N, dtype=torch.bool)
+    def factors_N(self) -> torch.Tensor:
+        """Factor of each token's loss in the batch's; 0 where it is left out."""
+        factors_N = self.weights_N * self.correction_N
         for left_out_N in self.left_out_N.values():
-            kept_N = kept_N & ~left_out_N
-        return kept_N
+            factors_N = factors_N.masked_fill(left_out_N, 0.0)
+        return factors_N
 
 
 def objective(
@@ -277,8 +277,7 @@ def objective(
     result = loss.corrected(tokens, correction_N)
     left_out_N: dict[LeftOut, torch.Tensor] = {}
     if config.off_policy_mask_threshold is not None:
-        far_N = far_off_policy(tokens, config.off_policy_mask_threshold)
-        left_out_N["off_policy_masked"] = far_N
+        left_out_N["off_policy_masked"] = far_off_policy(tokens, config.off_policy_mask_threshold)
     if entropy is not None and entropy.low_N is not None:
         left_out_N["low_entropy_masked"] = entropy.low_N
     loss_N, divergence_N = result.loss_N, None
