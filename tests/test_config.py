@@ -418,7 +418,6 @@ def test_an_override_reaches_the_options_of_a_bare_name(file: Path) -> None:
         {"eval": {"target": 0.9, "every": 0}, "data": {"path": "d", "eval_path": "e"}},
         {"algorithm": {"kl": {"coef": 0.1, "estimator": "k1"}}},
         {"algorithm": {"kl": {"where": "reward", "importance_weight": True}}},
-        {"algorithm": {"kl": {"sync_steps": 8}}},
         {
             "algorithm": {"kl": {"coef": 0.1, "sync_steps": 8}},
             "model": {"path": "m", "lora": {"rank": 8}},

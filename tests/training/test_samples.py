@@ -136,6 +136,16 @@ def test_pairs_need_all_of_their_tokens(algorithm: dict[str, Any], key: str) -> 
         make_algorithm(settings.algorithm)
 
 
+def test_a_reference_model_that_nothing_uses_cannot_move() -> None:
+    own = "tests.training.test_own_algorithm:Reinforce"
+    for loss in ("ppo_clip", own):
+        settings = config(algorithm={"kl": {"sync_steps": 8}, "loss": loss})
+        with pytest.raises(InputError, match=r"sync_steps .*nothing uses"):
+            make_algorithm(settings.algorithm)
+    used = config(algorithm={"kl": {"sync_steps": 8}, "loss": "dpo"})
+    assert make_algorithm(used.algorithm).loss.needs_reference
+
+
 def rewarded(*parts: dict[str, float]) -> Group:
     made = group(*(sum(each.values()) for each in parts))
     for each, own in zip(made.trajectories, parts, strict=True):

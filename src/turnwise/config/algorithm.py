@@ -338,9 +338,6 @@ class AlgorithmConfig(Section):
         return self.kl.coef > 0 or self.entropy.has_bonus
 
     def mistakes(self) -> Iterator[str]:
-        needs_reference = isinstance(self.loss, Dpo | OwnLoss)
-        if self.kl.sync_steps and not self.kl.coef and not needs_reference:
-            yield "kl.sync_steps moves a reference model that nothing uses: set kl.coef above 0"
         if isinstance(self.loss, Vespo) and self.correction.name.startswith("sequence"):
             yield (
                 "loss vespo multiplies the weights of a sequence's tokens: set correction.name to "

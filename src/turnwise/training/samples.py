@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from turnwise.config import Config
+from turnwise.config import Config, RewardConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Algorithm, make_algorithm
@@ -19,8 +19,6 @@ from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
-CUT_OFF = ("length", "context_full")
-"""Statuses of trajectories that end at their maximum length."""
 _Advantages = Mapping[int, Sequence[float]]
 """Advantage of each turn of a trajectory, by the trajectory's index in its group."""
 
@@ -30,9 +28,9 @@ class SampleBatch:
     """The samples that a step trains on, and an account of the rest."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Samples, each with trained tokens; empty if there is nothing to train on."""
+    """Samples, each with trained tokens or `truncated`; empty if there is nothing to train on."""
     origins: dict[int, Trajectory] = field(default_factory=dict)
-    """The trajectory that each sample is a branch of, by `id(sample)`."""
+    """The trajectory that each sample with tokens is a branch of, by `id(sample)`."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
     """Audit of every sampled token."""
     groups_without_signal: int = 0
@@ -136,8 +134,11 @@ def _add_group(
     needed = parts.has_penalties or parts.entropy.top_quantile < 1
     for index, advantage in advantages.items():
         trajectory = group.trajectories[index]
-        if parts.mask_truncated and trajectory.status in CUT_OFF:
-            _leave_out(batch, trajectory)
+        if parts.mask_truncated and trajectory.status in ("length", "context_full"):
+            batch.truncated += 1
+            batch.drop([trajectory], "truncated")
+            number = len(batch.samples)  # without tokens, it counts in the batch's mean
+            batch.samples.append(Sample.of([], [], [], [], 0.0, number, counted_only=True))
             continue
         _add(
             batch,
@@ -148,18 +149,6 @@ def _add_group(
             counted_only=silent and not needed,
             as_reward=algorithm.advantage.needs_values,
         )
-
-
-def _leave_out(batch: SampleBatch, trajectory: Trajectory) -> None:
-    """Account for a trajectory that ends at its maximum length; it counts in the batch's mean."""
-    batch.truncated += 1
-    batch.drop([trajectory], "truncated")
-    for branch in trajectory.samples()[:1]:
-        none = [0] * len(branch.token_ids)
-        number = len(batch.samples)
-        sample = Sample.of(branch.token_ids, none, none, none, 0.0, number, counted_only=True)
-        batch.samples.append(sample)
-        batch.origins[id(sample)] = trajectory
 
 
 def _add(
@@ -241,13 +230,12 @@ class _Side:
     turns: list[int]  # indices of its turns
     reward: float
     turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
-    parts: dict[str, float]  # of the reward, by name, before their weights
+    parts: dict[str, float]  # for `Advantage.of_objectives`
     advantages: list[float] | None = None  # of each turn; None if it is not trained
 
 
 def _sides(group: Group, config: Config, *, by_part: bool) -> list[list[_Side]]:
-    """Return the sides that are compared with each other, a list for each player; with the parts of
-    their rewards if asked for."""
+    """Return the sides that are compared with each other, a list for each player."""
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
         penalty = _overlong(trajectory, config)
@@ -271,11 +259,10 @@ def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, 
             f"algorithm.advantage {config.algorithm.advantage.name} compares the parts of a "
             "trajectory's reward, and players of a game have one reward each: choose another"
         )
-    entries, given = _weights(config), trajectory.reward_parts
-    if len(entries) > 1:
-        parts = {name: value for name, value in given.items() if name in entries}
-    else:  # those that the only entry names, and the rest of it
-        (label, weight), *_ = [*entries.items(), ("environment", 1.0)]
+    weights, given = _weights(config), trajectory.reward_parts
+    parts = {name: value for name, value in given.items() if name in weights}
+    if len(weights) == 1:  # the parts that the only entry names, and the rest of it
+        ((label, weight),) = weights.items()
         total = given.get(label, trajectory.reward or 0.0)
         parts = {name: weight * value for name, value in given.items() if name != label}
         parts[label] = round(weight * total - sum(parts.values()), 9)
@@ -284,7 +271,7 @@ def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, 
 
 def _weights(config: Config) -> dict[str, float]:
     """Return the weights of the entries of `rollout.rewards`, by name."""
-    return {entry.label: entry.weight for entry in config.rollout.rewards}
+    return {entry.label: entry.weight for entry in config.rollout.rewards or [RewardConfig()]}
 
 
 def _of_groups(

@@ -75,36 +75,34 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Build the advantage estimator and the loss selected in the configuration.
 
     Raises:
-        InputError: when a user-defined class cannot be imported or built, or the two parts and
-            `algorithm.correction` are incompatible.
+        InputError: when a user-defined class cannot be imported or built, or the parts of the
+            algorithm are incompatible.
     """
     advantage, loss = make_advantage(config.advantage), make_loss(config.loss)
-    conflict = ""
-    if loss.needs_pairs and advantage.needs_values:
-        conflict = f"cannot use the value model of algorithm.advantage {config.advantage.name}"
-    elif loss.needs_pairs and advantage.per_turn:
-        conflict = (
-            f"cannot use the turns' advantages of algorithm.advantage {config.advantage.name}"
+    if config.kl.sync_steps and not (config.kl.coef or loss.needs_reference):
+        raise InputError(
+            "algorithm.kl.sync_steps moves a reference model that nothing uses: set "
+            "algorithm.kl.coef above 0"
         )
-    elif loss.needs_pairs and config.correction.name != "none":
-        conflict = (
-            "has no importance ratio that algorithm.correction could correct: set its name to none"
-        )
-    elif loss.needs_pairs and (key := _leaves_out(config)):
-        conflict = f"needs all of their tokens: remove {key}"
-    if conflict:
-        raise InputError(f"algorithm.loss {config.loss.name} compares trajectories and {conflict}")
-    return Algorithm(advantage, loss)
-
-
-def _leaves_out(config: AlgorithmConfig) -> str:
-    """Return the first key by which tokens are left out of the loss; "" if none is set."""
-    keys = {
-        "algorithm.mask_truncated": config.mask_truncated,
-        "algorithm.off_policy_mask_threshold": config.off_policy_mask_threshold is not None,
-        "algorithm.entropy.top_quantile": config.entropy.top_quantile < 1,
+    estimator = f"algorithm.advantage {config.advantage.name}"
+    leaves_out = {
+        "mask_truncated": config.mask_truncated,
+        "off_policy_mask_threshold": config.off_policy_mask_threshold is not None,
+        "entropy.top_quantile": config.entropy.top_quantile < 1,
     }
-    return next((key for key, leaves_out in keys.items() if leaves_out), "")
+    conflicts = {
+        f"cannot use the value model of {estimator}": advantage.needs_values,
+        f"cannot use the turns' advantages of {estimator}": advantage.per_turn,
+        "has no importance ratio that algorithm.correction could correct: set its name to none": (
+            config.correction.name != "none"
+        ),
+        **{f"needs all of their tokens: remove algorithm.{k}": v for k, v in leaves_out.items()},
+    }
+    for conflict, found in conflicts.items():
+        if found and loss.needs_pairs:
+            name = config.loss.name
+            raise InputError(f"algorithm.loss {name} compares trajectories and {conflict}")
+    return Algorithm(advantage, loss)
 
 
 def make_advantage(config: _Section) -> Advantage:
