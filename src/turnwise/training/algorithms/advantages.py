@@ -53,7 +53,7 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
 
 
 def _std(values: Sequence[float], mean: float) -> float:
-    return (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    return (sum((value - mean) ** 2 for value in values) / max(1, len(values))) ** 0.5
 
 
 class WithinGroup(Advantage):
@@ -88,16 +88,15 @@ class BatchScaled(Advantage):
         A_i = (r_i - mean(r of its group)) / (std(r over the batch) + 1e-6)
 
     Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (arXiv 2508.08221,
-    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: those
-    of `grpo`; groups of one trajectory, which are not trained, are not in the batch.
+    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: those of `grpo`;
+    groups of one trajectory, which are not trained, are not in the batch.
     """
 
     def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
-        """Return all 0 for a group whose rewards are equal, None for one of fewer than two."""
         batch = [reward for group in rewards if len(group) > 1 for reward in group]
-        std = _std(batch, sum(batch) / len(batch)) if batch else 0.0
+        scale = 1 / (_std(batch, sum(batch) / max(1, len(batch))) + _EPSILON)
         return [
-            None if len(group) < 2 else [a / (std + _EPSILON) for a in _centred(group, scale=False)]
+            None if len(group) < 2 else [scale * a for a in _centred(group, scale=False)]
             for group in rewards
         ]
 
@@ -152,9 +151,16 @@ class ReinforcePPAdvantage(Advantage):
         if self._config.baseline == "group":
             shifted = [None if len(r) < 2 else _centred(r, scale=False) for r in rewards]
             mean = 0.0  # of differences from group means, except for rounding
-        batch = [a for group in shifted if group is not None for a in group]
-        scores = iter(_centred(batch, scale=True, mean=mean))
-        return [None if group is None else [next(scores) for _ in group] for group in shifted]
+        return _normalised(shifted, mean)
+
+
+def _normalised(
+    groups: Sequence[list[float] | None], mean: float | None
+) -> list[list[float] | None]:
+    """Return values normalised over all groups; their mean is given if it is known exactly."""
+    batch = [value for group in groups if group is not None for value in group]
+    scores = iter(_centred(batch, scale=True, mean=mean))
+    return [None if group is None else [next(scores) for _ in group] for group in groups]
 
 
 class GdpoAdvantage(Advantage):
@@ -164,10 +170,10 @@ class GdpoAdvantage(Advantage):
         A_i = a_i / (std(a over the batch) + 1e-6)
 
     Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-    Optimization" (arXiv 2601.05242). The mean of a over the batch, which the paper
-    subtracts, is 0, as it is over each group. Differences: standard deviations are those of the
-    population, as in `grpo`; mean and deviation of a part are over the trajectories that have it,
-    and it adds nothing to the others; the overlong penalty is a part of its own, of weight 1.
+    Optimization" (arXiv 2601.05242). The mean of a over the batch, which the paper subtracts, is 0,
+    as it is over each group. Differences: standard deviations are those of the population; mean and
+    deviation of a part are over the trajectories that have it, and it adds nothing to the others;
+    the overlong penalty is a part of its own, of weight 1.
     """
 
     multi_objective = True
@@ -178,11 +184,8 @@ class GdpoAdvantage(Advantage):
     def of_objectives(
         self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
     ) -> list[list[float] | None]:
-        """Return all 0 for a group all of whose parts are equal, None for one of fewer than two."""
         sums = [None if len(group) < 2 else _weighted(group, weights) for group in rewards]
-        batch = [a for group in sums if group is not None for a in group]
-        scores = iter(_centred(batch, scale=True, mean=0.0))
-        return [None if group is None else [next(scores) for _ in group] for group in sums]
+        return _normalised(sums, mean=0.0)
 
 
 def _weighted(group: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> list[float]:

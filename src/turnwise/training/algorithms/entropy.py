@@ -46,9 +46,8 @@ class EntropyControl:
     The bonus: Williams and Peng, "Function Optimization Using Connectionist Reinforcement Learning
     Algorithms" (1991), and PPO (arXiv 1707.06347), eq. 9. Adaptive: He et al., "Skywork Open
     Reasoner 1" (arXiv 2505.22312). The entropy is exact, over the whole vocabulary as it is sampled
-    from (temperature, min-p, top-k and top-p included), and its mean is over the tokens of the
-    update, whatever `algorithm.reduction` is; over those that `top_quantile` keeps, if set.
-    Difference: an update that is skipped does not adapt the weight.
+    from, and its mean is over the tokens of the update that `top_quantile` keeps, whatever
+    `algorithm.reduction` is. Difference: an update that is skipped does not adapt the weight.
     """
 
     def __init__(self, entropy: EntropyConfig) -> None:
@@ -73,11 +72,10 @@ class EntropyControl:
 
     @property
     def state(self) -> dict[str, float]:
-        """The values from which a resumed run goes on, for `resume`."""
         return {"coef": self.coef, "last": self._last}
 
     def resume(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint's values, if the weight is adaptive."""
+        """Go on from a checkpoint's `state`, if the weight is adaptive."""
         if self._entropy.adaptive and state:
             self.coef, self._last = state["coef"], state["last"]
 
@@ -86,11 +84,10 @@ def entropy_floor(entropies: torch.Tensor, top_quantile: float) -> float:
     """Return the smallest entropy that trains: the 1 - top_quantile quantile of all of an update's.
 
     Tokens of high entropy are the forks of an argument, and suffice to learn from: Wang et al.,
-    "Beyond the 80/20 Rule" (arXiv 2506.01939); 0.2 is the paper's value, 0 keeps only the highest.
-    Linear interpolation between two entropies, as in TRL. Difference: the quantile is over all
-    trained tokens of an optimizer step, under the weights before it, so that it depends neither on
-    micro-batches nor on ranks; TRL's is over one micro-batch of all ranks. Tokens below it still
-    count in the totals that a reduction divides by, and have the KL penalty.
+    "Beyond the 80/20 Rule" (arXiv 2506.01939), with the value 0.2. Linear interpolation between two
+    entropies, as in TRL. Difference: the quantile is over all trained tokens of an optimizer step,
+    under the weights before it; TRL's is over one micro-batch. Tokens below it count in the totals
+    that a reduction divides by, and have the KL penalty.
     """
     if not len(entropies):
         return math.inf

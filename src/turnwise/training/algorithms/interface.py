@@ -137,10 +137,10 @@ class Advantage:
     """Base class of advantage estimators.
 
     Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
-    with `per_turn`, `of_turns`; or, with `multi_objective`, `of_objectives`; with a value model,
-    also `of_tokens` and `value_loss`. Select it in
-    the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
-    are passed to its constructor.
+    with `per_turn`, `of_turns`, or with `multi_objective`, `of_objectives`; with a value model, also
+    `of_tokens` and `value_loss`. Select it in the configuration with
+    `algorithm.advantage.name: package.module:Class`; all keys except `name` are passed to its
+    constructor.
 
     Example:
         class Best(Advantage):
@@ -183,12 +183,11 @@ class Advantage:
     def of_objectives(
         self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
     ) -> list[list[float] | None]:
-        """Return the advantages of each group of one step as `of_groups` does, from the parts of
-        each trajectory's reward by name, before their weights.
+        """Return what `of_groups` does, from the parts of each trajectory's reward by name.
 
-        The parts are the entries of `rollout.rewards`; if there is one entry, the named parts that
-        it gives and the rest. A part that does not apply to a trajectory is missing, and a weight
-        that is missing is 1.
+        The parts are the entries of `rollout.rewards` before their weights; if there is one entry,
+        the named parts that it gives and the rest. A part that does not apply to a trajectory is
+        missing, and a weight that is missing is 1.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_objectives")
 

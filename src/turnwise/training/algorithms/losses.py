@@ -18,16 +18,8 @@ from typing import Literal
 
 import torch
 
-from turnwise.config.algorithm import (
-    AlgorithmConfig,
-    Cispo,
-    CorrectionConfig,
-    Dpo,
-    Gspo,
-    PpoClip,
-    Sapo,
-    Vespo,
-)
+from turnwise.config import algorithm as sections
+from turnwise.config.algorithm import AlgorithmConfig, CorrectionConfig
 from turnwise.training.algorithms.advantages import has_signal
 from turnwise.training.algorithms.entropy import UpdateEntropy
 from turnwise.training.algorithms.interface import (
@@ -37,8 +29,6 @@ from turnwise.training.algorithms.interface import (
     Tokens,
     importance_ratio,
 )
-
-_LEAST_LOG_WEIGHT = math.log(1e-8)  # bound of VESPO's authors
 
 
 class Formula(Loss):
@@ -51,7 +41,7 @@ class Formula(Loss):
         return self._formula(tokens)
 
 
-def ppo_clip(config: PpoClip, tokens: Tokens) -> TokenLoss:
+def ppo_clip(config: sections.PpoClip, tokens: Tokens) -> TokenLoss:
     """The clipped policy-gradient loss of PPO and GRPO, with DAPO's two bounds and the dual clip.
 
         loss_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
@@ -75,7 +65,7 @@ def _ratios(tokens: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor
 
 
 def _clipped(
-    config: PpoClip | Gspo, ratio_N: torch.Tensor, advantages_N: torch.Tensor
+    config: sections.PpoClip | sections.Gspo, ratio_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> TokenLoss:
     """Return -min(r A, clip(r, 1 - low, 1 + high) A), with the dual clip, for given ratios r."""
     plain_N = ratio_N * advantages_N
@@ -88,7 +78,7 @@ def _clipped(
     return TokenLoss(loss_N, ratio_N.detach(), clipped_N)
 
 
-def gspo(config: Gspo, tokens: Tokens) -> TokenLoss:
+def gspo(config: sections.Gspo, tokens: Tokens) -> TokenLoss:
     """GSPO: one clipped ratio for a whole sequence.
 
         s_i    = exp(mean over the sequence's tokens of (log pi(t) - log pi_old(t)))
@@ -109,7 +99,7 @@ def gspo(config: Gspo, tokens: Tokens) -> TokenLoss:
     return _clipped(config, _ratios(tokens, "sequence"), tokens.advantages_N)
 
 
-def cispo(config: Cispo, tokens: Tokens) -> TokenLoss:
+def cispo(config: sections.Cispo, tokens: Tokens) -> TokenLoss:
     """CISPO: the clip bounds the weight of a token's gradient and never removes the gradient.
 
         loss_t = -sg(clip(r_t, 1 - low, 1 + high)) * A_t * log pi(t)
@@ -126,21 +116,19 @@ def cispo(config: Cispo, tokens: Tokens) -> TokenLoss:
     )
 
 
-def sapo(config: Sapo, tokens: Tokens) -> TokenLoss:
+def sapo(config: sections.Sapo, tokens: Tokens) -> TokenLoss:
     """SAPO: a smooth gate lowers a token's gradient the more, the further its ratio is from 1.
 
         loss_t = -(4 / tau_t) * sigmoid(tau_t * (r_t - 1)) * A_t
         tau_t  = temperature_pos where A_t > 0, else temperature_neg
 
     On-policy, the gradient is that of -r_t A_t. Gao et al., "Soft Adaptive Policy Optimization"
-    (arXiv 2511.20347). The paper's ratio is the token's, and its reduction
-    `sequence_mean`.
+    (arXiv 2511.20347). The paper's ratio is the token's, and its reduction `sequence_mean`.
     """
-    ratio_N, advantages_N = _ratios(tokens, config.level), tokens.advantages_N
-    tau_N = _by_sign(advantages_N > 0, config.temperature_pos, config.temperature_neg, ratio_N)
+    ratio_N, good_N = _ratios(tokens, config.level), tokens.advantages_N > 0
+    tau_N = _by_sign(good_N, config.temperature_pos, config.temperature_neg, ratio_N)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
-    none_N = torch.zeros_like(tokens.sequence_N, dtype=torch.bool)
-    return TokenLoss(-gate_N * advantages_N, ratio_N.detach(), none_N)
+    return TokenLoss(-gate_N * tokens.advantages_N, ratio_N.detach(), torch.zeros_like(good_N))
 
 
 def _by_sign(positive_N: torch.Tensor, yes: float, no: float, like_N: torch.Tensor) -> torch.Tensor:
@@ -161,14 +149,14 @@ class VespoLoss(Loss):
     Difference: each branch of a trajectory is a sequence of its own, of its trained tokens.
     """
 
-    def __init__(self, config: Vespo) -> None:
+    def __init__(self, config: sections.Vespo) -> None:
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         return self.corrected(tokens, torch.ones_like(tokens.advantages_N))
 
     def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
-        config, least = self._config, _LEAST_LOG_WEIGHT
+        config, least = self._config, math.log(1e-8)
         log_ratio_N = (tokens.logprobs_N - tokens.old_logprobs_N).detach()
         log_ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         log_w_S = tokens.sums_S(log_ratio_N + correction_N.log().clamp(least, MAX_LOG_RATIO))
@@ -197,7 +185,7 @@ class DpoLoss(Loss):
     needs_reference = True
     needs_pairs = True
 
-    def __init__(self, config: Dpo) -> None:
+    def __init__(self, config: sections.Dpo) -> None:
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
@@ -229,7 +217,7 @@ class Objective:
     loss: torch.Tensor
     """Scalar with gradient; the sum over all micro-batches and ranks is the batch's loss."""
     result: TokenLoss
-    """Per-token losses before penalty and reduction, of all tokens, also those left out."""
+    """Per-token losses before penalty and reduction, also of tokens that are left out."""
     weights_N: torch.Tensor
     """Weight of each token in the batch's loss, from `algorithm.reduction`."""
     correction_N: torch.Tensor
@@ -281,8 +269,8 @@ def objective(
     if entropy is not None and entropy.low_N is not None:
         left_out_N["low_entropy_masked"] = entropy.low_N
     loss_N, divergence_N = result.loss_N, None
-    for masked_N in left_out_N.values():
-        loss_N = loss_N.masked_fill(masked_N, 0.0)
+    for out_N in left_out_N.values():
+        loss_N = loss_N.masked_fill(out_N, 0.0)
     if config.kl.coef:
         assert tokens.reference_logprobs_N is not None, "a KL penalty needs a reference model"
         divergence_N = kl_N(tokens.logprobs_N, tokens.reference_logprobs_N, config.kl.estimator)
@@ -312,11 +300,10 @@ def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
         A_t < 0 and mean over the sequence's tokens of (log pi_engine - log pi) > threshold
 
     Off-policy sequence masking: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), eq. 9: what the
-    policy would hardly sample any more is not worth unlearning. Without gradient; the mean is an
-    estimate of the KL divergence and contains both the drift since the tokens were sampled and the
-    mismatch between engine and trainer. Differences: each branch of a trajectory is a sequence of
-    its own, of its trained tokens; tokens may have advantages of their own. Left-out tokens still
-    count in the totals that a reduction divides by.
+    policy would hardly sample any more is not worth unlearning. The mean contains both the drift
+    since the tokens were sampled and the mismatch between engine and trainer. Differences: each
+    branch of a trajectory is a sequence of its own, of its trained tokens; tokens may have
+    advantages of their own. Left-out tokens count in the totals that a reduction divides by.
     """
     drift_S = tokens.means_S(tokens.engine_logprobs_N - tokens.logprobs_N.detach())
     return (tokens.advantages_N < 0) & (drift_S > threshold)[tokens.sequence_N]
