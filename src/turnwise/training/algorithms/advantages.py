@@ -151,10 +151,10 @@ class ReinforcePPAdvantage(Advantage):
         if self._config.baseline == "group":
             shifted = [None if len(r) < 2 else _centred(r, scale=False) for r in rewards]
             mean = 0.0  # of differences from group means, except for rounding
-        return _normalised(shifted, mean)
+        return _over_batch(shifted, mean)
 
 
-def _normalised(
+def _over_batch(
     groups: Sequence[list[float] | None], mean: float | None
 ) -> list[list[float] | None]:
     """Return values normalised over all groups; their mean is given if it is known exactly."""
@@ -185,7 +185,7 @@ class GdpoAdvantage(Advantage):
         self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
     ) -> list[list[float] | None]:
         sums = [None if len(group) < 2 else _weighted(group, weights) for group in rewards]
-        return _normalised(sums, mean=0.0)
+        return _over_batch(sums, mean=0.0)
 
 
 def _weighted(group: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> list[float]:

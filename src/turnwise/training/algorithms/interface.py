@@ -137,7 +137,7 @@ class Advantage:
     """Base class of advantage estimators.
 
     Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
-    with `per_turn`, `of_turns`, or with `multi_objective`, `of_objectives`; with a value model, also
+    with `per_turn`, `of_turns`; with `multi_objective`, `of_objectives`; with a value model, also
     `of_tokens` and `value_loss`. Select it in the configuration with
     `algorithm.advantage.name: package.module:Class`; all keys except `name` are passed to its
     constructor.
