@@ -145,8 +145,7 @@ class Vespo(Section):
     k_pos: NonNegativeFloat = 2.0
     """Power of the ratio where the advantage is not negative: lowers weights of ratios below 1."""
     lambda_pos: PositiveFloat = 3.0
-    """Decay with the ratio where the advantage is not negative: lowers weights of ratios above
-    1."""
+    """Decay with the ratio where the advantage is not negative: lowers weights of ratios over 1."""
     k_neg: NonNegativeFloat = 3.0
     """The same as k_pos where the advantage is negative."""
     lambda_neg: PositiveFloat = 2.0
@@ -201,12 +200,10 @@ class KlConfig(Section):
     """Multiply a token's divergence in the loss by its importance ratio, which makes k3 and its
     gradient unbiased for off-policy tokens."""
     sync_steps: NonNegativeInt = 0
-    """Number of optimizer steps between moves of the reference model towards the policy (TR-DPO); 0
-    never moves it. Not with model.lora, whose reference model is the policy without its
-    adapter."""
+    """Number of optimizer steps between moves of the reference model towards the policy (TR-DPO),
+    without model.lora; 0 never moves it."""
     mixup_alpha: Fraction = 0.6
-    """Share of the policy in each move: ref = alpha * policy + (1 - alpha) * ref; 1 copies the
-    policy."""
+    """Share of the policy in each move: ref = alpha * policy + (1 - alpha) * ref."""
 
     def mistakes(self) -> Iterator[str]:
         if self.importance_weight and self.where != "loss":

@@ -179,10 +179,8 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
     if roles:
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
-    scorer = Scorer(
-        *(model, config.sampling, dtype_of(config), roles, replay),
-        entropy_gradient=config.algorithm.entropy.has_bonus,
-    )
+    bonus = config.algorithm.entropy.has_bonus
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus)
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:

@@ -133,7 +133,6 @@ class Scorer(nn.Module):
         dtype: torch.dtype,
         roles: Sequence[ModelName] = (),
         replay: RoutingReplay | None = None,
-        *,
         entropy_gradient: bool = False,
     ) -> None:
         super().__init__()

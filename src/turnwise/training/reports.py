@@ -20,17 +20,8 @@ if TYPE_CHECKING:
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
-SumName = Literal[
-    "ratio",
-    "clip_fraction",
-    "entropy",
-    "correction",
-    "kl",
-    "logprob_diff_mean",
-    "value_loss",
-    "off_policy_masked",
-    "low_entropy_masked",
-]
+_Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
+SumName = Literal[_Always, "kl", "value_loss", "off_policy_masked", "low_entropy_masked"]
 """Metrics that are means over trained tokens; ranks report sums."""
 
 
