@@ -22,7 +22,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
-from turnwise.training.algorithms.entropy import EntropyControl, UpdateEntropy, entropy_floor
+from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import (
     Columns,
@@ -290,19 +290,23 @@ class TrainerRank:
         else:
             old_N = logprobs_N.detach()  # the only update of its step
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
-        entropy = None
-        if self._algorithm.entropy.has_bonus or batch.low_entropy_N is not None:
-            entropy = UpdateEntropy(entropy_N, batch.low_entropy_N, self._entropy.applied, counted)
-            if self._algorithm.entropy.adaptive:
-                report.mean_entropy += float(entropy.mean_part().detach())
+        rollout, bonus = self._config.rollout, None
+        turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
+        if self._algorithm.entropy.has_bonus:
+            mean = mean_part(entropy_N, batch.low_entropy_N, counted)
+            report.mean_entropy += float(mean.detach())
+            if self._entropy.applied:
+                bonus = self._entropy.applied * mean
+                report.bonus += float(bonus.detach())
         made = objective(
             self._algorithm,
             self._loss,
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
-            constant=self._longest_response,
-            entropy=entropy,
+            constant=rollout.max_response_tokens or self._config.sampling.max_tokens * turns,
+            low_entropy_N=batch.low_entropy_N,
+            bonus=bonus,
         )
         # The factor compensates for FSDP, which averages gradients over ranks.
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
@@ -316,13 +320,6 @@ class TrainerRank:
             made.result.clipped_N,
         )
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
-
-    @property
-    def _longest_response(self) -> int:
-        """The largest number of tokens of a response, which `reduction: constant` divides by."""
-        rollout = self._config.rollout
-        turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
-        return rollout.max_response_tokens or self._config.sampling.max_tokens * turns
 
     def _check_skips(self, name: str, finite: bool) -> None:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1

@@ -38,7 +38,7 @@ class UpdateReport:
     """Largest difference between the engine's log-prob of a token and the trainer's."""
     loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
     bonus: float = 0.0  # this rank's part of the entropy bonus in it
-    mean_entropy: float = 0.0  # this rank's part of what an adaptive bonus is adapted to
+    mean_entropy: float = 0.0  # this rank's part of the mean that an adaptive bonus follows
     entropy_coef: float | None = None
     """Weight of the entropy bonus after the update; None without one."""
     grad_norm: float = 0.0  # norm of the gradient over all ranks
@@ -49,7 +49,6 @@ class UpdateReport:
         """Add one micro-batch."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
-        self.bonus += made.bonus
         for reason, left_out_N in made.left_out_N.items():
             self.sums[reason] += float(left_out_N.sum())
         self.sums["ratio"] += float(made.result.ratio_N.sum())

@@ -24,7 +24,7 @@ from turnwise.config.algorithm import AlgorithmConfig, Gae
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
-from turnwise.training.algorithms.entropy import UpdateEntropy, entropy_floor
+from turnwise.training.algorithms.entropy import entropy_floor, mean_part
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
@@ -272,12 +272,8 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
             picked(tables.reference, own),
         )
         entropy_N = picked(tables.entropies, own)
-        entropy = UpdateEntropy(
-            entropy_N,
-            entropy_N.detach() < floor,
-            config.algorithm.entropy.coef,
-            int((everywhere_N >= floor).sum()),
-        )
+        low_N = entropy_N.detach() < floor
+        mean = mean_part(entropy_N, low_N, int((everywhere_N >= floor).sum()))
         total = (
             total
             + objective(
@@ -287,7 +283,8 @@ def ours(tables: Tables, config: Config) -> torch.Tensor:
                 total_tokens=share.total_tokens,
                 total_trajectories=share.total_trajectories,
                 constant=config.sampling.max_tokens * config.rollout.max_turns,
-                entropy=entropy,
+                low_entropy_N=low_N,
+                bonus=config.algorithm.entropy.coef * mean,
             ).loss
         )
     return total

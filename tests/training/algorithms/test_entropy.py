@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens
 from turnwise.config.algorithm import AlgorithmConfig, EntropyConfig, PpoClip
 from turnwise.training.algorithms import make_loss
-from turnwise.training.algorithms.entropy import EntropyControl, UpdateEntropy, entropy_floor
+from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
 from turnwise.training.algorithms.losses import Objective, objective
 
 
-def made(lengths: list[int], entropy: UpdateEntropy | None, **algorithm: Any) -> Objective:
+def made(lengths: list[int], bonus: torch.Tensor | None, **algorithm: Any) -> Objective:
     tokens = some_tokens(lengths)
     return objective(
         AlgorithmConfig(**algorithm),
@@ -24,7 +24,7 @@ def made(lengths: list[int], entropy: UpdateEntropy | None, **algorithm: Any) ->
         total_tokens=sum(lengths),
         total_trajectories=len(lengths),
         constant=10,
-        entropy=entropy,
+        bonus=bonus,
     )
 
 
@@ -32,21 +32,17 @@ def made(lengths: list[int], entropy: UpdateEntropy | None, **algorithm: Any) ->
 def test_the_bonus_is_the_mean_entropy_whatever_the_reduction_is(reduction: Any) -> None:
     entropy_N = torch.tensor([0.5, 1.0, 2.0, 4.0], requires_grad=True)
     plain = made([3, 1], None, reduction=reduction)
-    bonus = made([3, 1], UpdateEntropy(entropy_N, None, 0.1, 4), reduction=reduction)
-    mean = 7.5 / 4
-    assert float(plain.loss - bonus.loss) == pytest.approx(0.1 * mean, rel=1e-5)
-    assert bonus.bonus == pytest.approx(0.1 * mean)
-    (gradient,) = torch.autograd.grad(bonus.loss, entropy_N)
+    lower = made([3, 1], 0.1 * mean_part(entropy_N, None, 4), reduction=reduction)
+    assert float((plain.loss - lower.loss).detach()) == pytest.approx(0.1 * 7.5 / 4, rel=1e-5)
+    (gradient,) = torch.autograd.grad(lower.loss, entropy_N)
     assert gradient.tolist() == pytest.approx([-0.1 / 4] * 4)
 
 
 def test_tokens_of_low_entropy_are_left_out_of_the_loss_and_of_the_bonus() -> None:
-    entropy_N = torch.tensor([0.5, 1.0, 2.0, 4.0], requires_grad=True)
     low_N = torch.tensor([True, False, True, False])
     tokens = some_tokens([3, 1])
-    weights = [1 / 4] * 4
 
-    def of(entropy: UpdateEntropy | None) -> Objective:
+    def of(low_entropy_N: torch.Tensor | None) -> Objective:
         return objective(
             AlgorithmConfig(),
             make_loss(PpoClip()),
@@ -54,17 +50,17 @@ def test_tokens_of_low_entropy_are_left_out_of_the_loss_and_of_the_bonus() -> No
             total_tokens=4,
             total_trajectories=2,
             constant=1,
-            entropy=entropy,
+            low_entropy_N=low_entropy_N,
         )
 
-    filtered, plain = of(UpdateEntropy(entropy_N, low_N, 0.0, 2)), of(None)
+    filtered, plain = of(low_N), of(None)
     expected = gradient_N(plain.loss, tokens) * ~low_N
     assert torch.equal(gradient_N(filtered.loss, tokens), expected)
-    assert filtered.weights_N.tolist() == weights
+    assert filtered.weights_N.tolist() == [1 / 4] * 4
     assert filtered.left_out_N["low_entropy_masked"].tolist() == low_N.tolist()
     assert filtered.factors_N.tolist() == (0.25 * ~low_N).tolist()
-    both = of(UpdateEntropy(entropy_N, low_N, 0.1, 2))
-    assert both.bonus == pytest.approx(0.1 * (1.0 + 4.0) / 2)
+    mean = mean_part(torch.tensor([0.5, 1.0, 2.0, 4.0]), low_N, 2)
+    assert float(mean) == pytest.approx((1.0 + 4.0) / 2)
 
 
 @given(st.lists(st.floats(0, 5, width=32), min_size=1, max_size=50), st.floats(0, 1))

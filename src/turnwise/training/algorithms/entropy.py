@@ -4,7 +4,6 @@ Independent of models and ranks.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,26 +11,14 @@ import torch
 from turnwise.config.algorithm import EntropyConfig
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateEntropy:
-    """The entropies of a micro-batch's `N` tokens, and what an update makes of them."""
-
-    entropy_N: torch.Tensor
-    """In nats; with gradient if there is a bonus."""
-    low_N: torch.Tensor | None
-    """True at tokens that `EntropyConfig.top_quantile` leaves out; None if it leaves none out."""
-    coef: float
-    """Weight of the bonus in this update."""
-    total_tokens: int
-    """Tokens of the whole update that are not left out."""
-
-    def mean_part(self) -> torch.Tensor:
-        """Return this micro-batch's part of the update's mean entropy: those of all micro-batches
-        and ranks add up to it."""
-        entropy_N = self.entropy_N
-        if self.low_N is not None:
-            entropy_N = entropy_N.masked_fill(self.low_N, 0.0)
-        return entropy_N.sum() / max(1, self.total_tokens)
+def mean_part(
+    entropy_N: torch.Tensor, low_N: torch.Tensor | None, total_tokens: int
+) -> torch.Tensor:
+    """Return a micro-batch's part of an update's mean entropy in nats: those of all micro-batches
+    and ranks add up to it. `total_tokens` of the update are not left out, as those of `low_N`."""
+    if low_N is not None:
+        entropy_N = entropy_N.masked_fill(low_N, 0.0)
+    return entropy_N.sum() / max(1, total_tokens)
 
 
 class EntropyControl:

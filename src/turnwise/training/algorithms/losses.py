@@ -21,7 +21,6 @@ import torch
 from turnwise.config import algorithm as sections
 from turnwise.config.algorithm import AlgorithmConfig, CorrectionConfig
 from turnwise.training.algorithms.advantages import has_signal
-from turnwise.training.algorithms.entropy import UpdateEntropy
 from turnwise.training.algorithms.interface import (
     MAX_LOG_RATIO,
     Loss,
@@ -126,13 +125,9 @@ def sapo(config: sections.Sapo, tokens: Tokens) -> TokenLoss:
     (arXiv 2511.20347). The paper's ratio is the token's, and its reduction `sequence_mean`.
     """
     ratio_N, good_N = _ratios(tokens, config.level), tokens.advantages_N > 0
-    tau_N = _by_sign(good_N, config.temperature_pos, config.temperature_neg, ratio_N)
+    tau_N = torch.where(good_N, config.temperature_pos, config.temperature_neg)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
     return TokenLoss(-gate_N * tokens.advantages_N, ratio_N.detach(), torch.zeros_like(good_N))
-
-
-def _by_sign(positive_N: torch.Tensor, yes: float, no: float, like_N: torch.Tensor) -> torch.Tensor:
-    return torch.where(positive_N, torch.full_like(like_N, yes), torch.full_like(like_N, no))
 
 
 class VespoLoss(Loss):
@@ -144,9 +139,9 @@ class VespoLoss(Loss):
 
     k and lambda are k_pos and lambda_pos where A_t >= 0, else k_neg and lambda_neg. As the weight
     contains the correction, tokens are not multiplied by it. Shen et al., "VESPO: Variational
-    Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4. log w is bounded to
-    [log 1e-8, 20], and so is each token's correction, as in its authors' implementation.
-    Difference: each branch of a trajectory is a sequence of its own, of its trained tokens.
+    Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4. log w and each token's
+    correction are bounded to [log 1e-8, 20], as in its authors' implementation. Difference: each
+    branch of a trajectory is a sequence of its own, of its trained tokens.
     """
 
     def __init__(self, config: sections.Vespo) -> None:
@@ -162,8 +157,8 @@ class VespoLoss(Loss):
         log_w_S = tokens.sums_S(log_ratio_N + correction_N.log().clamp(least, MAX_LOG_RATIO))
         log_w_N = log_w_S.clamp(least, MAX_LOG_RATIO)[tokens.sequence_N]
         good_N = tokens.advantages_N >= 0
-        k_N = _by_sign(good_N, config.k_pos, config.k_neg, log_w_N)
-        lambda_N = _by_sign(good_N, config.lambda_pos, config.lambda_neg, log_w_N)
+        k_N = torch.where(good_N, config.k_pos, config.k_neg)
+        lambda_N = torch.where(good_N, config.lambda_pos, config.lambda_neg)
         phi_N = (lambda_N + k_N * log_w_N - lambda_N * log_w_N.exp()).exp()
         loss_N = -phi_N * tokens.advantages_N * tokens.logprobs_N
         return self.unclipped(tokens, loss_N, phi_seq_mean=phi_N)
@@ -227,8 +222,6 @@ class Objective:
     left_out_N: Mapping[LeftOut, torch.Tensor]
     """True where a token's loss is left out, but not its KL penalty, by the metric of the reason;
     only of the reasons that are configured."""
-    bonus: float = 0.0
-    """The entropy bonus's part of the loss: positive where it lowers it."""
 
     @property
     def factors_N(self) -> torch.Tensor:
@@ -247,7 +240,8 @@ def objective(
     total_tokens: int,
     total_trajectories: int,
     constant: int,
-    entropy: UpdateEntropy | None = None,
+    low_entropy_N: torch.Tensor | None = None,
+    bonus: torch.Tensor | None = None,
 ) -> Objective:
     """Return the loss of a micro-batch.
 
@@ -259,15 +253,16 @@ def objective(
         total_tokens: Trained tokens of the whole batch.
         total_trajectories: Trajectories of the whole batch.
         constant: Length that `reduction: constant` divides by.
-        entropy: What `config.entropy` needs; None if it is not set.
+        low_entropy_N: True at tokens that `config.entropy.top_quantile` leaves out.
+        bonus: This micro-batch's part of the entropy bonus, by which the loss is lowered.
     """
     correction_N = correction_weights(tokens, config.correction)
     result = loss.corrected(tokens, correction_N)
     left_out_N: dict[LeftOut, torch.Tensor] = {}
     if config.off_policy_mask_threshold is not None:
         left_out_N["off_policy_masked"] = far_off_policy(tokens, config.off_policy_mask_threshold)
-    if entropy is not None and entropy.low_N is not None:
-        left_out_N["low_entropy_masked"] = entropy.low_N
+    if low_entropy_N is not None:
+        left_out_N["low_entropy_masked"] = low_entropy_N
     loss_N, divergence_N = result.loss_N, None
     for out_N in left_out_N.values():
         loss_N = loss_N.masked_fill(out_N, 0.0)
@@ -287,11 +282,10 @@ def objective(
         total_trajectories=total_trajectories,
         constant=constant,
     )
-    total, bonus = (weights_N * loss_N).sum(), 0.0
-    if entropy is not None and entropy.coef:
-        part = entropy.coef * entropy.mean_part()
-        total, bonus = total - part, float(part.detach())
-    return Objective(total, result, weights_N, correction_N, divergence_N, left_out_N, bonus)
+    total = (weights_N * loss_N).sum()
+    if bonus is not None:
+        total = total - bonus
+    return Objective(total, result, weights_N, correction_N, divergence_N, left_out_N)
 
 
 def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
