@@ -323,8 +323,7 @@ class MicroBatch:
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
     low_entropy_N: torch.Tensor | None = None
-    """True at the tokens that `algorithm.entropy.top_quantile` leaves out of the current update;
-    None if it leaves none out."""
+    """True at tokens that `algorithm.entropy.top_quantile` leaves out of the current update."""
 
     def spans(self) -> Iterable[slice]:
         """Yield the trained tokens of each sequence as a slice."""

@@ -189,8 +189,8 @@ def activation_bytes(
                 logprobs_N, entropy_N = score_hidden(
                     model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
                 )
-            total = logprobs_N.sum() + (entropy_N.sum() if entropy_gradient else 0.0)
-            total.backward()  # type: ignore[no-untyped-call]
+            both_N = logprobs_N + entropy_N
+            both_N.sum().backward()  # type: ignore[no-untyped-call]
             peak: int = live.peak
         return peak
 

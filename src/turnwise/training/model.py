@@ -249,8 +249,7 @@ class Models:
         2404.09656). Each rank moves its own shards.
         """
         assert self.reference is not None, "there is no reference model"
-        parameters = zip(self.reference.parameters(), self.policy.parameters(), strict=True)
-        for pair in parameters:
+        for pair in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own, new = (p.to_local() if isinstance(p, DTensor) else p for p in pair)
             own.lerp_(new.to(own.dtype), alpha)
 

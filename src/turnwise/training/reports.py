@@ -39,8 +39,7 @@ class UpdateReport:
     loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
     bonus: float = 0.0  # this rank's part of the entropy bonus in it
     mean_entropy: float = 0.0  # this rank's part of the mean that an adaptive bonus follows
-    entropy_coef: float | None = None
-    """Weight of the entropy bonus after the update; None without one."""
+    entropy_coef: float | None = None  # weight of the bonus after the update; None without one
     grad_norm: float = 0.0  # norm of the gradient over all ranks
     learning_rate: float = 0.0  # the policy's learning rate; 0 if only the value model was trained
     skipped: bool = False  # whether a gradient was not finite and its update was skipped
@@ -71,8 +70,7 @@ class StepReport:
     version: int  # weight version after the step
     updates: list[UpdateReport]  # one for each optimizer step
     tokens_KN: npt.NDArray[np.float32]
-    """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches; with
-    several passes, those of each."""
+    """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
     staleness: Counter[int]  # trained tokens by staleness, before the first update
     tokens: int  # tokens computed, without padding
     seconds: float  # duration of the step

@@ -91,8 +91,7 @@ def make_samples(
         _add_group(batch, group, advantages, config, oldest, algorithm)
     # Any reward is informative to a value model, and penalties train without advantages.
     always = algorithm.advantage.needs_values or config.algorithm.has_penalties
-    computed = [sample for sample in batch.samples if not sample.counted_only]
-    if not any(always or sample.advantages_T.any() for sample in computed):
+    if not any(not s.counted_only and (always or s.advantages_T.any()) for s in batch.samples):
         batch.samples = []
     return batch
 

@@ -7,8 +7,8 @@ formula, its paper and the differences from it.
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
 A loss gives `loss_N`; `correction_weights`, `kl_N`, `far_off_policy`, `token_weights` (the
-reduction) and the module `entropy` the rest.
-Log ratios are bounded everywhere (see `importance_ratio`), which no paper does.
+reduction) and the module `entropy` the rest. Log ratios are bounded everywhere (see
+`importance_ratio`), which no paper does.
 """
 
 import math
@@ -367,9 +367,9 @@ def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor
         log_weight_N = tokens.sums_S(log_weight_N)[tokens.sequence_N]
     weight_N = log_weight_N.exp()
     if config.name.endswith("mask"):
-        outside_N = (weight_N < config.low) | (weight_N > config.high)
+        inside_N = (config.low <= weight_N) & (weight_N <= config.high)
         kept_N = torch.ones_like(weight_N) if config.name == "mask" else weight_N
-        weight_N = kept_N.masked_fill(outside_N, 0.0)
+        weight_N = kept_N.masked_fill(~inside_N, 0.0)
     else:
         weight_N = weight_N.clamp(max=config.high)
     return weight_N.masked_fill(exempt_N, 1.0)
