@@ -122,18 +122,15 @@ def load_state(
     return extra
 
 
-def load_reference(folder: Path, model: nn.Module) -> None:
-    """Load the reference model that `save_state` wrote, in a process of its own; it keeps its
-    weights if the checkpoint has none."""
+def load_moved(folder: Path, name: str, module: nn.Module) -> None:
+    """Load a module without an optimizer that `save_state` wrote, in a process of its own; it keeps
+    its weights if the checkpoint has none."""
     try:
         reader = _Reader(folder / "state")
-        if _has(reader.read_metadata().state_dict_metadata, _REFERENCE):
-            scorer = nn.Module()  # as the trainer holds it
-            scorer.model = model
-            _load({_REFERENCE: _state(scorer)}, reader)
+        if _has(reader.read_metadata().state_dict_metadata, name):
+            _load({name: _state(module)}, reader)
     except _UNREADABLE as error:
-        message = f"the reference model of {folder} cannot be loaded: {first_line(error)}"
-        raise InputError(message) from error
+        raise InputError(f"the {name} of {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def _has(saved: Iterable[str], name: str) -> bool:

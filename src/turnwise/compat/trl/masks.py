@@ -1,4 +1,4 @@
-"""Methods of TRL's `GRPOTrainer` that compute masks over tables of padded completions.
+"""Masks of tokens over tables of padded completions, as methods of TRL's trainer compute them.
 
 The trainer of a run needs no tables: `algorithm.entropy.top_quantile` and
 `algorithm.off_policy_mask_threshold` are these masks over the trained tokens of an update.
@@ -7,15 +7,15 @@ The trainer of a run needs no tables: `algorithm.entropy.top_quantile` and
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
 
 class TokenMasks:
-    """Masks of tokens, for scripts that call them."""
+    """Methods of TRL's `GRPOTrainer`, for scripts that call them."""
 
     def get_high_entropy_mask(
-        self, entropies: "Tensor", mask: "Tensor", threshold: float
-    ) -> "Tensor":
+        self, entropies: "torch.Tensor", mask: "torch.Tensor", threshold: float
+    ) -> "torch.Tensor":
         """Return where tokens, 1 in the mask, have an entropy of at least the quantile: [B, T]."""
         from turnwise.training.algorithms.entropy import entropy_floor  # imports torch
 
@@ -24,13 +24,16 @@ class TokenMasks:
 
     @staticmethod
     def get_off_policy_mask(
-        advantages: "Tensor",
-        per_token_logps: "Tensor",
-        sampling_per_token_logps: "Tensor",
-        mask: "Tensor",
+        advantages: "torch.Tensor",
+        per_token_logps: "torch.Tensor",
+        sampling_per_token_logps: "torch.Tensor",
+        mask: "torch.Tensor",
         off_policy_threshold: float,
-    ) -> "Tensor":
-        """Return 1 for sequences that are trained and 0 for others: [B, 1]."""
+    ) -> "torch.Tensor":
+        """Return 1 for sequences that are trained and 0 for others: [B, 1], by the formula of
+        `training.algorithms.losses.far_off_policy`."""
         drift_BT = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0)
-        drift_B1 = (drift_BT * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
-        return ((advantages >= 0) | (drift_B1 <= off_policy_threshold)).to(mask.dtype)
+        counts_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
+        drift_B1 = (drift_BT * mask).sum(dim=1, keepdim=True) / counts_B1
+        kept = (advantages >= 0) | (drift_B1 <= off_policy_threshold)
+        return kept.to(mask.dtype)

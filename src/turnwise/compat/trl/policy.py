@@ -84,9 +84,13 @@ class Policy:
         if folder is None:
             return
         if self._reference:
-            from turnwise.training.checkpoint_state import load_reference  # imports torch
+            from torch import nn
 
-            load_reference(folder, self._model)
+            from turnwise.training.checkpoint_state import load_moved
+
+            scorer = nn.Module()  # as the trainer holds it
+            scorer.model = self._model
+            load_moved(folder, "reference", scorer)
         elif (folder / ADAPTER_CONFIG).is_file():
             from safetensors.torch import load_file
 
