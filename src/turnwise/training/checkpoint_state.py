@@ -146,8 +146,8 @@ def _load(states: dict[str, object], reader: "_Reader") -> None:
 
 def _state(module: nn.Module, moments: _Moments | None = None) -> dict[str, object]:
     # The optimizer's own state_dict would take a step, to have something to describe.
-    optimizer = {} if moments is None else {"optimizer": {"state": moments}}
-    return {"model": get_model_state_dict(module), **optimizer}
+    state: dict[str, object] = {"model": get_model_state_dict(module)}
+    return state if moments is None else {**state, "optimizer": {"state": moments}}
 
 
 class _Reader(filesystem.FileSystemReader):
