@@ -423,6 +423,7 @@ def test_an_override_reaches_the_options_of_a_bare_name(file: Path) -> None:
             "model": {"path": "m", "lora": {"rank": 8}},
         },
         {"algorithm": {"entropy": {"coef_min": 0.5, "coef_max": 0.1}}},
+        {"algorithm": {"loss": {"name": "cispo", "clip_low": 0.2, "clip_high": -0.5}}},
         {"algorithm": {"loss": "vespo", "correction": {"name": "sequence_tis"}}},
         {"rollout": {"rewards": [{"function": "a:b", "model": "m"}]}},
     ],

@@ -125,6 +125,10 @@ class Cispo(Section):
     level: Literal["token", "sequence"] = "token"
     """Ratio that is clipped: the token's, or its sequence's, as in gspo."""
 
+    def mistakes(self) -> Iterator[str]:
+        if self.clip_high + self.clip_low <= 0:
+            yield f"1 + clip_high {self.clip_high:g} must exceed 1 - clip_low {self.clip_low:g}"
+
 
 class Sapo(Section):
     """Smooth gate around a ratio of 1 in place of a clip."""
