@@ -136,6 +136,13 @@ def test_pairs_need_all_of_their_tokens(algorithm: dict[str, Any], key: str) -> 
         make_algorithm(settings.algorithm)
 
 
+def test_a_pair_is_left_out_where_user_code_chose_no_token_of_a_side() -> None:
+    pair = group(0.0, 1.0)
+    pair.trajectories[1].choose([])
+    made = make_samples([pair], config(algorithm={"loss": "dpo"}), 5)
+    assert (made.samples, made.stale_groups) == ([], 1)
+
+
 def test_a_reference_model_that_nothing_uses_cannot_move() -> None:
     own = "tests.training.test_own_algorithm:Reinforce"
     for loss in ("ppo_clip", own):

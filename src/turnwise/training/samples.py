@@ -119,8 +119,9 @@ def _add_group(
     pair_id = None
     if algorithm.loss.needs_pairs:
         pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
-        versions = [[v for turn in t.turns for v in turn.weight_versions] for t in pair]
-        if not all(any(v >= oldest for v in each) for each in versions):  # half a pair is dropped
+        versions = [[v for branch in t.samples() for v in branch.weight_versions] for t in pair]
+        # Half a pair is dropped; versions of tokens that are not trained are negative.
+        if not all(any(v >= max(0, oldest) for v in each) for each in versions):
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
             return
