@@ -171,7 +171,7 @@ def test_streams_are_read_by_one_worker_and_not_dispatched() -> None:
     assert [len(batch) for batch in made.get_eval_dataloader()] == [2, 2, 2, 2]  # type: ignore[arg-type]
     made = trainer(args=GRPOConfig(max_steps=1))
     assert next(iter(made.get_train_dataloader())) == [ROWS[0]]
-    with pytest.raises(InputError, match="there is no dataset of this kind"):
+    with pytest.raises(InputError, match="there is no eval_dataset"):
         made.get_eval_dataloader()
 
 
@@ -199,7 +199,8 @@ def test_log_history_has_the_names_of_trl() -> None:
     config = config_of(steps_per_generation=2, per_device_train_batch_size=8)
     trained, evaluated = log_history([metrics.to_json()], config, rows=8)
     expected = {
-        "step": 4, "epoch": 0.5, "loss": 0.5, "reward": 0.5, "reward_std": 0.5**0.5, "rewards/few/mean": 0.5,
+        "step": 4, "epoch": 0.5, "loss": 0.5, "reward": 0.5, "reward_std": 0.5**0.5,
+        "rewards/few/mean": 0.5,
         "rewards/few/std": 0.5**0.5, "custom_accuracy": 0.75, "frac_reward_zero_std": 0.5,
         "completions/mean_length": 4, "completions/min_length": 3, "completions/max_length": 5,
         "completions/mean_terminated_length": 3, "completions/clipped_ratio": 0.5,

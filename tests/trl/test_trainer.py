@@ -205,9 +205,9 @@ def test_calls_that_need_something_else_are_named(tmp_path: Path) -> None:
     made = trainer(eval_dataset={"easy": ROWS})
     with pytest.raises(InputError, match=r"the model /no/such/model cannot be loaded"):
         made.save_model(str(tmp_path))
-    with pytest.raises(InputError, match=r"evaluate: eval_dataset has no set 'hard'"):
+    with pytest.raises(InputError, match=r"GRPOTrainer: eval_dataset has no set 'hard'"):
         made.evaluate("hard")
-    with pytest.raises(InputError, match=r"evaluate needs eval_dataset"):
+    with pytest.raises(InputError, match="there is no eval_dataset"):
         trainer().evaluate()
     with pytest.raises(InputError, match=r"callbacks is not supported: the run is in processes of"):
         made.add_callback(object())

@@ -77,36 +77,48 @@ def algorithm_settings(args: LossFields) -> dict[str, object]:
     check(level in ("token", "sequence"), "importance_sampling_level", level, why)
     check(name in _REDUCTIONS, "loss_type", name, f"it must be one of {', '.join(_REDUCTIONS)}")
     _warn_about_loss(args)
-    return {
-        "algorithm.advantage": _advantage(args),
-        "algorithm.loss": _loss(args, name, level),
-        "algorithm.reduction": _REDUCTIONS[name],
-        "algorithm.mask_truncated": args.mask_truncated_completions,
-        "algorithm.off_policy_mask_threshold": args.off_policy_mask_threshold,
-        **{f"algorithm.kl.{key}": value for key, value in _kl(args).items()},
-        **{f"algorithm.entropy.{key}": value for key, value in _entropy(args).items()},
-        **{f"algorithm.correction.{key}": value for key, value in _correction(args).items()},
+    values: dict[str, object] = {
+        "advantage": _advantage(args),
+        "loss": _loss(args, name, level),
+        "reduction": _REDUCTIONS[name],
+        "mask_truncated": args.mask_truncated_completions,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold,
+        "kl.coef": args.beta,
+        "kl.importance_weight": args.use_bias_correction_kl,
+        "entropy.coef": args.entropy_coef,
+        "entropy.adaptive": args.use_adaptive_entropy,
+        "entropy.top_quantile": args.top_entropy_quantile,
+        **{f"correction.{key}": value for key, value in _correction(args).items()},
     }
+    if args.sync_ref_model:
+        why = "with beta 0 there is no reference model to synchronize"
+        check(args.beta != 0, "sync_ref_model", True, why)
+        values["kl.sync_steps"] = args.ref_model_sync_steps
+        values["kl.mixup_alpha"] = args.ref_model_mixup_alpha
+    if args.use_adaptive_entropy:
+        values |= {name.replace("_", ".", 1): getattr(args, name) for name in ADAPTIVE}
+    return {f"algorithm.{key}": value for key, value in values.items()}
 
 
 def _warn_about_loss(args: LossFields) -> None:
     """Log what a combination of loss and ratio means, as TRL does."""
     name, level = args.loss_type, args.importance_sampling_level
-    if level == "sequence" and name in _SUMMED:
-        logger.warning(
-            "GRPOConfig: with importance_sampling_level='sequence', loss_type=%r effectively "
-            "weights each sequence by its completion length; GSPO's is 'grpo'",
-            name,
-        )
-    elif (name, level) == ("luspo", "token"):
-        logger.warning("GRPOConfig: LUSPO's importance_sampling_level is 'sequence'")
-    elif (name, level) == ("vespo", "sequence"):
-        logger.warning("GRPOConfig: vespo always takes the ratio of whole sequences")
-    if name == "bnpo" and args.gradient_accumulation_steps > 1:
-        logger.warning(
-            "GRPOConfig: loss_type='bnpo' is the mean over the tokens of the whole update, as dapo "
-            "is: micro-batches do not change a loss in Turnwise"
-        )
+    for applies, meaning in (
+        (
+            level == "sequence" and name in _SUMMED,
+            f"with importance_sampling_level='sequence', loss_type={name!r} effectively weights "
+            "each sequence by its completion length; GSPO's is 'grpo'",
+        ),
+        ((name, level) == ("luspo", "token"), "LUSPO's importance_sampling_level is 'sequence'"),
+        ((name, level) == ("vespo", "sequence"), "vespo always takes the ratio of whole sequences"),
+        (
+            name == "bnpo" and args.gradient_accumulation_steps > 1,
+            "loss_type='bnpo' is the mean over the tokens of the whole update, as dapo is: "
+            "micro-batches do not change a loss in Turnwise",
+        ),
+    ):
+        if applies:
+            logger.warning("GRPOConfig: %s", meaning)
 
 
 def _advantage(args: LossFields) -> dict[str, object]:
@@ -125,43 +137,14 @@ def _advantage(args: LossFields) -> dict[str, object]:
     return {"name": "gdpo"} if aggregation == "normalize_then_sum" else names[scale]
 
 
-def _kl(args: LossFields) -> dict[str, object]:
-    values: dict[str, object] = {
-        "coef": args.beta,
-        "importance_weight": args.use_bias_correction_kl,
-    }
-    if args.sync_ref_model:
-        why = "with beta 0 there is no reference model to synchronize"
-        check(args.beta != 0, "sync_ref_model", True, why)
-        values["sync_steps"] = args.ref_model_sync_steps
-        values["mixup_alpha"] = args.ref_model_mixup_alpha
-    return values
-
-
-def _entropy(args: LossFields) -> dict[str, object]:
-    values: dict[str, object] = {
-        "coef": args.entropy_coef,
-        "adaptive": args.use_adaptive_entropy,
-        "top_quantile": args.top_entropy_quantile,
-    }
-    if args.use_adaptive_entropy:
-        values |= {name.removeprefix("entropy_"): getattr(args, name) for name in ADAPTIVE}
-    return values
-
-
 def _correction(args: LossFields) -> dict[str, object]:
     # No correction for the mismatch of engine and trainer by default: ratios are those to the
     # engine's own log-probs. So TRL's default mode stands for it, unless its bounds are set.
     mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
-    high, defaults = args.vllm_importance_sampling_clip_max, type(args)
-    usual = (
-        defaults.vllm_importance_sampling_mode,
-        None,
-        defaults.vllm_importance_sampling_clip_max,
-    )
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
-        return {}
-    if (mode, low, high) == usual:
+    high, usual = args.vllm_importance_sampling_clip_max, LossFields()
+    bounds = (usual.vllm_importance_sampling_clip_min, usual.vllm_importance_sampling_clip_max)
+    unchanged = (mode, low, high) == (usual.vllm_importance_sampling_mode, *bounds)
+    if unchanged or not (args.use_vllm and args.vllm_importance_sampling_correction):
         return {}
     why = f"it must be one of {', '.join(_CORRECTIONS)}"
     check(mode in _CORRECTIONS, "vllm_importance_sampling_mode", mode, why)

@@ -298,11 +298,8 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
     less, more = sorted((accumulated, given))
     why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
     check(more % less == 0, "steps_per_generation", given, why)
-    n, updates, repeated = (
-        args.num_generations or 1,
-        max(1, given // accumulated),
-        accumulated // less,
-    )
+    n, updates = args.num_generations or 1, max(1, given // accumulated)
+    repeated = accumulated // less
     # Several passes over a batch of completions, or several batches, may make one update.
     batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
     epochs, rest = divmod(passes * batches, repeated)
@@ -423,15 +420,13 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
         if targets is None:
             why = f"PEFT knows no default for {kind}; name the layers"
             _refuse_lora(".target_modules", None, why)
-    if not isinstance(targets, str):
-        targets = sorted(targets)
-        if "lm_head" in targets:
-            why = "engines have no adapter for the output head; remove lm_head"
-            _refuse_lora(".target_modules", targets, why)
-    elif targets.lower() == "all-linear":
+    if isinstance(targets, str):
+        if targets.lower() != "all-linear":
+            _refuse_lora(".target_modules", targets, "it must be all-linear or a list of names")
         targets = "all-linear"
-    else:
-        _refuse_lora(".target_modules", targets, "it must be all-linear or a list of names")
+    elif "lm_head" in (targets := sorted(targets)):
+        why = "engines have no adapter for the output head; remove lm_head"
+        _refuse_lora(".target_modules", targets, why)
     return {
         "model.lora.rank": given["r"],
         "model.lora.alpha": float(given["lora_alpha"]),

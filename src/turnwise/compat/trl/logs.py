@@ -4,7 +4,7 @@ Every record also has our own names, those of metrics.jsonl, beside TRL's.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
@@ -31,25 +31,24 @@ def log_history(records: Sequence[JsonObject], config: Config, rows: int) -> lis
         records: Lines of metrics.jsonl.
         rows: Rows of the training data.
     """
-    return [each for record in records for each in _entries(record, config, rows)]
-
-
-def _entries(record: JsonObject, config: Config, rows: int) -> Iterator[JsonObject]:
-    step = record["step"]
-    place: JsonObject = {
-        "step": step * config.training.versions_per_step,
-        "epoch": step * config.rollout.prompts_per_step / rows,
-    }
-    if step:
-        yield {**trl_names(record, config), **place}
-    if heldout := record.get("heldout"):
-        sets = {f"{of}_": each for of, each in (record.get("heldout_sets") or {}).items()}
-        measured = {
-            f"eval_{of}{name}": value
-            for of, each in {"": heldout, **sets}.items()
-            for name, value in {**each, "reward": each["reward_mean"]}.items()
+    history: list[JsonObject] = []
+    for record in records:
+        step = record["step"]
+        place: JsonObject = {
+            "step": step * config.training.versions_per_step,
+            "epoch": step * config.rollout.prompts_per_step / rows,
         }
-        yield {**measured, **place}
+        if step:
+            history.append({**trl_names(record, config), **place})
+        if heldout := record.get("heldout"):
+            sets = {f"{of}_": each for of, each in (record.get("heldout_sets") or {}).items()}
+            measured = {
+                f"eval_{of}{name}": value
+                for of, each in {"": heldout, **sets}.items()
+                for name, value in {**each, "reward": each["reward_mean"]}.items()
+            }
+            history.append({**measured, **place})
+    return history
 
 
 def trl_names(record: JsonObject, config: Config) -> JsonObject:

@@ -24,13 +24,7 @@ _ADAPTER = "default"
 
 @dataclass
 class Policy:
-    """A model of Transformers, or of PEFT, that is loaded when it is first asked for.
-
-    Example:
-        policy = Policy("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, "float32")
-        policy.refresh(result.checkpoint)
-        policy.model.save_pretrained("trained")
-    """
+    """A model of Transformers, or of PEFT, that is loaded when it is first asked for."""
 
     given: Foreign
     """The script's own model; a path or a name, too, which is `path`."""

@@ -8,14 +8,7 @@ from turnwise.errors import InputError
 
 
 class ScriptError(InputError, ValueError):
-    """A mistake in a script; a `ValueError` too, as which TRL raises its own.
-
-    Example:
-        try:
-            GRPOTrainer(model="Qwen/Qwen3-0.6B", train_dataset=rows)
-        except ValueError as error:
-            print(error)  # there is no reward
-    """
+    """A mistake in a script; a `ValueError` too, as which TRL raises its own."""
 
 
 @contextmanager

@@ -15,23 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
+from turnwise.compat.trl import inputs
 from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import TextLoop, TrlEnvironments, methods_of
-from turnwise.compat.trl.inputs import (
-    HeldoutRows,
-    Rewards,
-    RewardSource,
-    Rows,
-    check_streams,
-    context_length,
-    environment_path,
-    heldout_rows,
-    is_stream,
-    saved_policy,
-    training_rows,
-)
 from turnwise.compat.trl.logs import evaluation_names, log_history
-from turnwise.compat.trl.masks import TokenMasks
 from turnwise.compat.trl.policy import Policy, lora_of
 from turnwise.compat.trl.refusals import as_value_error, refuse_argument
 from turnwise.config import Config, make_config
@@ -82,7 +69,7 @@ class TrainState:
     is_local_process_zero: bool = True
 
 
-class GRPOTrainer(TokenMasks):
+class GRPOTrainer:
     """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
 
     Args:
@@ -126,10 +113,10 @@ class GRPOTrainer(TokenMasks):
     def __init__(
         self,
         model: object,
-        reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
+        reward_funcs: inputs.RewardSource | Sequence[inputs.RewardSource] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Rows | None = None,
-        eval_dataset: HeldoutRows | None = None,
+        train_dataset: inputs.Rows | None = None,
+        eval_dataset: inputs.HeldoutRows | None = None,
         processing_class: "PreTrainedTokenizerBase | None" = None,
         reward_processing_classes: object = None,
         callbacks: Sequence[object] | None = None,
@@ -152,9 +139,9 @@ class GRPOTrainer(TokenMasks):
         self._environments = TrlEnvironments(environment_factory, tools or ())
         lora = lora_of(model, peft_config)
         asked = copy(self.args)  # without what TRL sets itself
-        check_streams(self.args, train_dataset, eval_dataset)
-        rows = training_rows(train_dataset, environment_factory, self.args)
-        self._rewards = rewards = Rewards(
+        inputs.check_streams(self.args, train_dataset, eval_dataset)
+        rows = inputs.training_rows(train_dataset, environment_factory, self.args)
+        self._rewards = rewards = inputs.Rewards(
             *(reward_funcs, self.args.reward_weights, reward_processing_classes),
             *(self._environments, folder),
         )
@@ -170,19 +157,19 @@ class GRPOTrainer(TokenMasks):
         values |= {
             "output_dir": str(folder.parent),
             "name": folder.name,
-            "environment": environment_path(environment_factory),
+            "environment": inputs.environment_path(environment_factory),
             "rollout.rewards": rewards.parts,
             **_loop_of(rows, with_tools),
-            **saved_policy(model, processing_class, folder),
+            **inputs.saved_policy(model, processing_class, folder),
         }
         path, trust = str(values["model.path"]), bool(values["model.trust_remote_code"])
         if lora is not None:
             values |= lora_settings(lora, path, trust_remote_code=trust)
-        values.setdefault("model.max_length", context_length(values, self.args))
+        values.setdefault("model.max_length", inputs.context_length(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
         self._console = Console(quiet=bool(self.args.disable_tqdm))
-        self._inputs = ProgramInputs(self._environments, rows, heldout_rows(eval_dataset))
+        self._inputs = ProgramInputs(self._environments, rows, inputs.heldout_rows(eval_dataset))
         dtype = "float32" if self.args.bf16 else str(values["model.dtype"])
         self._policy = Policy(model, path, lora, dtype, trust)
         self._reference: Policy | None = None
@@ -235,10 +222,8 @@ class GRPOTrainer(TokenMasks):
     @property
     def tools(self) -> list[ToolFunction]:
         """The functions that the model may call, methods of environments included."""
-        found = list(self._environments.tools)
-        for instance in self._environments.first_instances():
-            found += methods_of(instance)
-        return found
+        made = self._environments.first_instances()
+        return [*self._environments.tools, *(tool for each in made for tool in methods_of(each))]
 
     @property
     def reward_weights(self) -> "torch.Tensor":
@@ -255,22 +240,20 @@ class GRPOTrainer(TokenMasks):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus: the last step's, if it changes."""
-        known = [
-            entry["entropy_coef"] for entry in self.state.log_history if "entropy_coef" in entry
-        ]
-        return float(known[-1] if known else self.args.entropy_coef)
+        history = reversed(self.state.log_history)
+        known = (entry["entropy_coef"] for entry in history if "entropy_coef" in entry)
+        return float(next(known, self.args.entropy_coef))
 
     @property
     def _logs(self) -> JsonObject:
         """The columns that reward functions logged with `log_extra`, under `extra`: those of the
         last batch of completions."""
+        file, config = self._folder / "extra.jsonl", self._config
+        last = config.rollout.prompts_per_step * config.sampling.n
+        lines = file.read_text(encoding="utf-8").splitlines()[-last:] if file.is_file() else []
         columns: dict[str, list[object]] = {}
-        if (file := self._folder / "extra.jsonl").is_file():
-            config = self._config
-            last = config.rollout.prompts_per_step * config.sampling.n
-            for line in file.read_text(encoding="utf-8").splitlines()[-last:]:
-                for name, value in json.loads(line).items():
-                    columns.setdefault(name, []).append(value)
+        for name, value in (each for line in lines for each in json.loads(line).items()):
+            columns.setdefault(name, []).append(value)
         return {"extra": columns}
 
     @as_value_error()
@@ -317,7 +300,7 @@ class GRPOTrainer(TokenMasks):
     @as_value_error()
     def evaluate(
         self,
-        eval_dataset: HeldoutRows | str | None = None,
+        eval_dataset: inputs.HeldoutRows | str | None = None,
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -334,21 +317,13 @@ class GRPOTrainer(TokenMasks):
             TRL's names of the results, `eval_loss` and `eval_reward` among them, and ours, such as
             `eval_accuracy`. The loss has no KL penalty.
         """
-        given: Foreign = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            if not isinstance(given, Mapping) or eval_dataset not in given:
-                raise InputError(f"GRPOTrainer.evaluate: eval_dataset has no set {eval_dataset!r}")
-            given = {eval_dataset: given[eval_dataset]}
-        elif eval_dataset is not None:
-            given = eval_dataset
-        if given is None:
-            raise InputError("GRPOTrainer.evaluate needs eval_dataset")
-        check_streams(self.args, None, given)
+        given = self._heldout(eval_dataset)
+        inputs.check_streams(self.args, None, given)
         changed = dict(self.settings)
         if self._checkpoint is not None:
             changed["model.path"] = str(self._checkpoint)
         config = make_config({}, settings=changed, optional=["data.path"])
-        started, rows = time.perf_counter(), heldout_rows(given)
+        started, rows = time.perf_counter(), inputs.heldout_rows(given)
         work = partial(
             commands.evaluate, config, self._console, replace(self._inputs, eval_rows=rows)
         )
@@ -403,30 +378,62 @@ class GRPOTrainer(TokenMasks):
         model: Foreign = self.model
         return model.push_to_hub(self.hub_model_id, **where)
 
+    def _heldout(self, asked: inputs.HeldoutRows | str | None) -> Foreign:
+        """Return held-out rows, or sets of them by name."""
+        own: Foreign = self.eval_dataset
+        if isinstance(asked, str):
+            if not isinstance(own, Mapping) or asked not in own:
+                raise InputError(f"GRPOTrainer: eval_dataset has no set {asked!r}")
+            return {asked: own[asked]}
+        if asked is None and own is None:
+            raise InputError("GRPOTrainer: there is no eval_dataset")
+        return own if asked is None else asked
+
     def get_train_dataloader(self) -> "DataLoader[object]":
         """Return the rows in batches of a training step's prompts, for scripts that look at them;
         the run reads and repeats its rows itself."""
-        return self._loader(self.train_dataset)
-
-    def get_eval_dataloader(
-        self, eval_dataset: HeldoutRows | str | None = None
-    ) -> "DataLoader[object]":
-        """Return held-out rows in batches in the same way."""
-        sets: Foreign = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            return self._loader(sets.get(eval_dataset) if isinstance(sets, Mapping) else None)
-        return self._loader(sets if eval_dataset is None else eval_dataset)
+        return self._loader([] if self.train_dataset is None else self.train_dataset)
 
     @as_value_error()
-    def _loader(self, rows: object) -> "DataLoader[object]":
-        if rows is None:
-            raise InputError("GRPOTrainer: there is no dataset of this kind")
+    def get_eval_dataloader(
+        self, eval_dataset: inputs.HeldoutRows | str | None = None
+    ) -> "DataLoader[object]":
+        """Return held-out rows in batches in the same way."""
+        rows = self._heldout(eval_dataset)
+        return self._loader(rows[eval_dataset] if isinstance(eval_dataset, str) else rows)
+
+    def _loader(self, rows: Foreign) -> "DataLoader[object]":
         from torch.utils.data import DataLoader
 
-        loaded: Foreign = rows
-        workers = 0 if is_stream(rows) else self.args.dataloader_num_workers
+        workers = 0 if inputs.is_stream(rows) else self.args.dataloader_num_workers
         groups = self._config.rollout.prompts_per_step
-        return DataLoader(loaded, batch_size=groups, num_workers=workers, collate_fn=list)
+        return DataLoader(rows, batch_size=groups, num_workers=workers, collate_fn=list)
+
+    def get_high_entropy_mask(
+        self, entropies: "torch.Tensor", mask: "torch.Tensor", threshold: float
+    ) -> "torch.Tensor":
+        """Return where tokens, 1 in the mask, have an entropy of at least the quantile: [B, T].
+        The run's own is `algorithm.entropy.top_quantile`."""
+        from turnwise.training.algorithms.entropy import entropy_floor  # imports torch
+
+        real_BT = mask.bool()
+        return (entropies >= entropy_floor(entropies[real_BT], 1 - threshold)) & real_BT
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: "torch.Tensor",
+        per_token_logps: "torch.Tensor",
+        sampling_per_token_logps: "torch.Tensor",
+        mask: "torch.Tensor",
+        off_policy_threshold: float,
+    ) -> "torch.Tensor":
+        """Return 1 for sequences that are trained and 0 for others: [B, 1]. The run's own is
+        `algorithm.off_policy_mask_threshold`."""
+        drift_BT = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0)
+        counts_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
+        drift_B1 = (drift_BT * mask).sum(dim=1, keepdim=True) / counts_B1
+        kept = (advantages >= 0) | (drift_B1 <= off_policy_threshold)
+        return kept.to(mask.dtype)
 
     def is_world_process_zero(self) -> bool:
         """Return True: a script is one process."""
