@@ -2,8 +2,8 @@
 `peft_config`; TRL is not imported.
 
 All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are:
-those of the class itself set Turnwise's keys, the others stand in two tables. Values that cannot be
-mapped raise an `InputError` that names the field.
+those of the class and of `LossFields` set Turnwise's keys, the others stand in two tables. Values
+that cannot be mapped raise an `InputError` that names the field.
 """
 
 import logging

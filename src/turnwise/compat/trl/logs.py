@@ -99,7 +99,7 @@ def evaluation_names(trajectories: Sequence[Trajectory], config: Config) -> Json
 
 def evaluation_loss(trajectories: Sequence[Trajectory], config: Config) -> float:
     """Return the policy's loss on its own answers, which TRL calls an evaluation's loss: minus the
-    advantages, since every ratio is 1, reduced as in training. Penalties are left out."""
+    advantages, since every ratio is 1, reduced as in training. KL and entropy are left out."""
     from turnwise.training.samples import make_samples  # imports torch
 
     groups = defaultdict[str, list[Trajectory]](list)
