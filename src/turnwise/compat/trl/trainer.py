@@ -127,12 +127,8 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        _refuse_unsupported(
-            callbacks=callbacks,
-            optimizers=any(one is not None for one in optimizers),
-            quantization_config=quantization_config,
-            rollout_func=rollout_func,
-        )
+        own_optimizer = any(one is not None for one in optimizers)
+        _refuse_unsupported(callbacks, own_optimizer, quantization_config, rollout_func)
         self.args = _with_folder(args, model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         folder = self._folder = Path(str(self.args.output_dir)).resolve()
@@ -145,13 +141,10 @@ class GRPOTrainer:
             *(reward_funcs, self.args.reward_weights, reward_processing_classes),
             *(self._environments, folder),
         )
+        # Those of the classes of environments that have a `get_reward` are the last.
         self.reward_funcs: list[Foreign] = rewards.sources
-        """The reward functions and models, then a function for each class of environments that has
-        a `get_reward`."""
         self.reward_func_names: list[str] = rewards.names
-        """Their names in logs."""
         self.reward_processing_classes: list[Foreign] = rewards.tokenizers
-        """Their tokenizers, None for those that were not given."""
         with_tools = bool(tools) or environment_factory is not None
         values = settings(asked, None if train_dataset is None else len(rows), tools=with_tools)
         values |= {
@@ -463,10 +456,11 @@ class GRPOTrainer:
         (self._folder / name).write_text(text + "\n")
 
 
-def _refuse_unsupported(**given: object) -> None:
-    """Raise for arguments without an equal, and for a launcher of several processes."""
-    for name in filter(given.get, given):
-        refuse_argument(name, _WHY[name])
+def _refuse_unsupported(*given: object) -> None:
+    """Raise for the arguments of `_WHY`, in its order, and for a launcher of several processes."""
+    for (name, why), value in zip(_WHY.items(), given, strict=True):
+        if value:
+            refuse_argument(name, why)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
             "start the script with python, not with torchrun or accelerate launch: the run starts "
