@@ -255,11 +255,12 @@ class StepMetrics:
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
         self.turns_mean = mean([len(t.turns) for t in trajectories])
         self.sampled_tokens = sum(t.sampled_tokens for t in trajectories)
-        ended = [t.sampled_tokens for t in trajectories if t.status == "completed"]
-        self.completion_tokens = {
-            **_lengths([t.sampled_tokens for t in trajectories]),
-            **_lengths(ended, "ended_"),
-        }
+        ended = [t for t in trajectories if t.status == "completed"]
+        self.completion_tokens = {}
+        for whose, lengths in (("", trajectories), ("ended_", ended)):
+            if tokens := [t.sampled_tokens for t in lengths]:
+                named = ("mean", mean(tokens)), ("min", min(tokens)), ("max", max(tokens))
+                self.completion_tokens |= {f"{whose}{name}": float(n) for name, n in named}
 
     def _environment(self, name: str) -> JsonObject:
         """Return the metrics of one of several environments, to which some are added."""
@@ -299,16 +300,6 @@ class StepMetrics:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _lengths(tokens: Sequence[int], whose: str = "") -> dict[str, float]:
-    if not tokens:
-        return {}
-    return {
-        f"{whose}mean": mean(tokens),
-        f"{whose}min": float(min(tokens)),
-        f"{whose}max": float(max(tokens)),
-    }
 
 
 def _by_name(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:

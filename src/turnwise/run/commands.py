@@ -272,15 +272,16 @@ async def evaluate(
     on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
     """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl."""
-    paths = []
+    paths: list[str] = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
-            if not (part.data.heldout or part.data.path):
+            own = list(part.data.heldout.values()) or list(filter(None, [part.data.path]))
+            if not own:
                 key = f"environments.{name}.data" if name else "data"
                 raise InputError(
                     f"{key}.eval_path or {key}.path must be set: there are no rows to evaluate"
                 )
-            paths += part.data.heldout.values() or [part.data.path]
+            paths += own
     playing = _playing(config, console, inputs, paths, "evaluate", on_group)
     async with playing as (run_group, problems, advance):
         from turnwise.observe.timeline import TIMELINE

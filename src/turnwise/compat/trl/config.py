@@ -2,8 +2,8 @@
 `peft_config`; TRL is not imported.
 
 All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are:
-those of the class itself set Turnwise's keys, the others stand in two tables. Values that cannot be
-mapped raise an `InputError` that names the field.
+those of the class and of `LossFields` set Turnwise's keys, the others stand in two tables. Values
+that cannot be mapped raise an `InputError` that names the field.
 """
 
 import logging
@@ -12,7 +12,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from turnwise.compat.trl.algorithm import ADAPTIVE, LOSS_FIELDS, algorithm_settings
+from turnwise.compat.trl.algorithm import (
+    ADAPTIVE,
+    TYPES_OF_FIELDS,
+    LossFields,
+    algorithm_settings,
+)
 from turnwise.compat.trl.refusals import check, refuse
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import dtype_name
@@ -83,7 +88,7 @@ _Others: Foreign = make_dataclass(
 
 
 @dataclass
-class GRPOConfig(_Others):  # type: ignore[misc]
+class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
     """Arguments of `GRPOTrainer`, as TRL's class of this name has them.
 
     A field that Turnwise cannot honour raises an `InputError` with its name when the trainer is
@@ -102,7 +107,6 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     warmup_steps: float = 0
     optim: str = "adamw_torch_fused"
     weight_decay: float = 0.0
-    gradient_accumulation_steps: int = 1
     max_grad_norm: float = 1.0
     bf16: bool | None = None
     gradient_checkpointing: bool = True
@@ -135,45 +139,13 @@ class GRPOConfig(_Others):  # type: ignore[misc]
     min_p: float | None = None
     generation_kwargs: dict[str, object] | str | None = None
     chat_template_kwargs: dict[str, object] | str | None = None
-    use_vllm: bool = False
     vllm_model_impl: str = "vllm"
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_length: int | None = None
     vllm_tensor_parallel_size: int = 1
-    beta: float = 0.0
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
     num_iterations: int = 1
-    epsilon: float = 0.2
-    delta: float | None = None
-    epsilon_high: float | None = None
-    importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
-    multi_objective_aggregation: str = "sum_then_normalize"
-    scale_rewards: str | bool = "group"
-    loss_type: str = "dapo"
-    sapo_temperature_neg: float = 1.05
-    sapo_temperature_pos: float = 1.0
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    mask_truncated_completions: bool = False
-    off_policy_mask_threshold: float | None = None
-    top_entropy_quantile: float = 1.0
-    entropy_coef: float = 0.0
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005
-    entropy_target: float = 0.2
     max_tool_calling_iterations: int | None = None
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
-    use_bias_correction_kl: bool = True
     turnwise: dict[str, object] = field(default_factory=dict)
     """Keys of Turnwise's own configuration, such as {"engine.kv_cache_gib": 1}, which take
     precedence over those that the other fields set; TRL has no such field."""
@@ -183,7 +155,7 @@ class GRPOConfig(_Others):  # type: ignore[misc]
         def __init__(self, output_dir: str | None = None, **fields: object) -> None: ...
 
 
-MAPPED = frozenset(vars(GRPOConfig)["__annotations__"])
+MAPPED = frozenset({*vars(GRPOConfig)["__annotations__"], *vars(LossFields)["__annotations__"]})
 """Fields that `settings` or the trainer reads."""
 _ADAM_BETA2 = 0.95
 """Ours in any case; a field with this value is accepted too."""
@@ -282,7 +254,7 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
     without: set[str] = set() if args.use_vllm else set(_WITH_VLLM)
     if str(args.lr_scheduler_type) == _CONSTANT:  # what others leave without effect in TRL, too
         without.add("warmup_steps")
-    without |= {name for name, types in LOSS_FIELDS.items() if args.loss_type not in types}
+    without |= {name for name, types in TYPES_OF_FIELDS.items() if args.loss_type not in types}
     if not args.sync_ref_model:
         without |= {"ref_model_mixup_alpha", "ref_model_sync_steps"}
     if not args.use_adaptive_entropy:
@@ -326,11 +298,8 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
     less, more = sorted((accumulated, given))
     why = f"it must divide gradient_accumulation_steps {accumulated}, or be divisible by it"
     check(more % less == 0, "steps_per_generation", given, why)
-    n, updates, repeated = (
-        args.num_generations or 1,
-        max(1, given // accumulated),
-        accumulated // less,
-    )
+    n, updates = args.num_generations or 1, max(1, given // accumulated)
+    repeated = accumulated // less
     # Several passes over a batch of completions, or several batches, may make one update.
     batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
     epochs, rest = divmod(passes * batches, repeated)
@@ -451,15 +420,13 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
         if targets is None:
             why = f"PEFT knows no default for {kind}; name the layers"
             _refuse_lora(".target_modules", None, why)
-    if not isinstance(targets, str):
-        targets = sorted(targets)
-        if "lm_head" in targets:
-            why = "engines have no adapter for the output head; remove lm_head"
-            _refuse_lora(".target_modules", targets, why)
-    elif targets.lower() == "all-linear":
+    if isinstance(targets, str):
+        if targets.lower() != "all-linear":
+            _refuse_lora(".target_modules", targets, "it must be all-linear or a list of names")
         targets = "all-linear"
-    else:
-        _refuse_lora(".target_modules", targets, "it must be all-linear or a list of names")
+    elif "lm_head" in (targets := sorted(targets)):
+        why = "engines have no adapter for the output head; remove lm_head"
+        _refuse_lora(".target_modules", targets, why)
     return {
         "model.lora.rank": given["r"],
         "model.lora.alpha": float(given["lora_alpha"]),

@@ -176,7 +176,7 @@ def methods_of(instance: Any) -> list[ToolFunction]:
     ]
 
 
-def reward_of(kind: type) -> RewardFunction:
+def reward_of(kind: Any) -> RewardFunction:
     """Return a reward function that asks the environments of one class for their reward; it does
     not apply to others."""
 
@@ -184,11 +184,9 @@ def reward_of(kind: type) -> RewardFunction:
         return [each.get_reward() if type(each) is kind else None for each in environments]
 
     async def awaited(environments: Sequence[Any], **_: object) -> list[object]:
-        given = get_reward(environments)
-        return [await each if inspect.isawaitable(each) else each for each in given]
+        return [await each.get_reward() if type(each) is kind else None for each in environments]
 
-    coroutine = inspect.iscoroutinefunction(getattr(kind, "get_reward", None))
-    return awaited if coroutine else get_reward
+    return awaited if inspect.iscoroutinefunction(kind.get_reward) else get_reward
 
 
 class TextLoop(SingleTurnLoop):

@@ -3,17 +3,17 @@
 Objects in memory that other processes need (models, tokenizers) are saved below the run folder.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn, cast
+from typing import cast
 
 from turnwise.compat.trl.config import GRPOConfig
 from turnwise.compat.trl.environment import RewardFunction, TrlEnvironments, reward_of
-from turnwise.compat.trl.policy import without_adapters
+from turnwise.compat.trl.refusals import refuse_argument
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -28,32 +28,6 @@ HeldoutRows = Rows | Mapping[str, Rows]
 """Held-out rows, or several sets of them by name."""
 
 
-class ScriptError(InputError, ValueError):
-    """A mistake in a script; a `ValueError` too, as which TRL raises its own.
-
-    Example:
-        try:
-            GRPOTrainer(model="Qwen/Qwen3-0.6B", train_dataset=rows)
-        except ValueError as error:
-            print(error)  # there is no reward
-    """
-
-
-@contextmanager
-def as_value_error() -> Iterator[None]:
-    """Raise the InputErrors of what TRL's users call as `ScriptError`."""
-    try:
-        yield
-    except ScriptError:
-        raise
-    except InputError as error:
-        raise ScriptError(str(error)) from error
-
-
-def refuse(name: str, why: str = "Turnwise has nothing of the kind") -> NoReturn:
-    raise InputError(f"GRPOTrainer: {name} is not supported: {why}")
-
-
 def is_stream(rows: object) -> bool:
     """Return whether rows can only be read one after another, in an unknown number."""
     return rows is not None and not isinstance(rows, Sized)
@@ -66,15 +40,13 @@ def check_streams(args: GRPOConfig, *datasets: Foreign) -> None:
     if not any(is_stream(rows) for each in sets for rows in each):
         return
     given: Foreign = args.accelerator_config
-    if given is None or isinstance(given, Mapping):
-        given = SimpleNamespace(**{"dispatch_batches": None, **(given or {})})
-    if given.dispatch_batches:
+    known = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
+    if known.get("dispatch_batches"):
         raise InputError(
             "Iterable datasets require `dispatch_batches=False`, as in TRL, but accelerator_config "
             "sets it to True"
         )
-    given.dispatch_batches = False
-    args.accelerator_config = given
+    args.accelerator_config = SimpleNamespace(**known | {"dispatch_batches": False})
     if is_stream(datasets[0]):
         args.dataloader_num_workers = 0
 
@@ -116,14 +88,14 @@ def training_rows(given: Rows | None, factory: object, args: GRPOConfig) -> Sequ
 def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
     """Return rows, or the first of a stream, as dictionaries."""
     if isinstance(rows, Mapping):
-        refuse(name, "give one dataset, not several by name")
+        refuse_argument(name, "give one dataset, not several by name")
     given = given_rows(cast("Iterable[JsonObject]", rows))
     found = [dict(row) for row in islice(given, most)]
     if not found:
         raise InputError(f"{name} has no rows")
     for column in ("image", "images"):
         if column in found[0]:
-            refuse(name, f"it has a column {column!r}, and only text is supported")
+            refuse_argument(name, f"it has a column {column!r}, and only text is supported")
     return found
 
 
@@ -147,96 +119,81 @@ class Rewards:
         environments: TrlEnvironments,
         folder: Path,
     ) -> None:
-        sources: list[Foreign] = list(given) if isinstance(given, list | tuple) else [given]
-        self.sources = [] if given is None else sources
-        self.weights = list(weights or [1.0] * len(self.sources))
-        self.tokenizers = _beside(tokenizers, len(self.sources))
+        self.sources = _several(given)
+        count = len(self.sources)
+        self.weights = list(weights or [1.0] * count)
+        self.tokenizers = _several(tokenizers) or [None] * count
         self.names: list[str] = []
         self.parts: list[dict[str, object]] = []
-        self._environments = environments
-        self._folder = folder
-        if len(self.weights) != len(self.sources):
-            raise InputError(
-                f"GRPOConfig.reward_weights has {len(self.weights)} numbers for "
-                f"{len(self.sources)} reward_funcs"
-            )
+        self._environments, self._folder = environments, folder
+        each = {"reward_weights": self.weights, "reward_processing_classes": self.tokenizers}
+        for name, found in each.items():
+            if len(found) != count:
+                raise InputError(
+                    f"the number of {name} ({len(found)}) must match that of reward_funcs ({count})"
+                )
         for source, weight, tokenizer in zip(
             self.sources, self.weights, self.tokenizers, strict=True
         ):
-            self._add(source, weight, tokenizer)
-        self._add_environments()
+            if isinstance(source, str | Path) or hasattr(source, "save_pretrained"):
+                self._add(*self._model(source, tokenizer), weight)
+            elif callable(source) and not hasattr(source, "state_dict"):
+                self._add(name_of(source), {}, weight, source)
+            else:
+                why = f"{source!r:.80} is no function, model of Transformers, or path of a model"
+                refuse_argument("reward_funcs", why)
+        for kind in dict.fromkeys(map(type, environments.first_instances())):
+            if hasattr(kind, "get_reward"):
+                function = reward_of(kind)
+                self.sources.append(function)
+                self.weights.append(1.0)
+                self.tokenizers.append(None)
+                # Of several classes, the part of one does not apply to others.
+                self._add(kind.__name__, {}, 1.0, function if environments.chooses else None)
         if not self.parts:
             raise InputError(
                 "No reward source provided: pass reward_funcs, or an environment_factory whose "
                 "environments have a get_reward"
             )
 
-    def _add(self, source: Foreign, weight: float, tokenizer: Foreign) -> None:
-        if isinstance(source, str | Path):
-            entry: dict[str, object] = {"model": str(source)}
-            name = Path(source).name
-        elif hasattr(source, "state_dict"):
-            entry, name = self._saved_model(source, tokenizer)
-        elif callable(source):
-            self._add_function(source, name_of(source), weight)
-            return
-        else:
-            refuse("reward_funcs", f"{source!r:.80} is no function, model or path of a model")
+    def _model(self, source: Foreign, tokenizer: Foreign) -> tuple[str, dict[str, object]]:
+        """Return the name of a reward model and its entry; what is in memory is saved. The
+        tokenizer of a model in memory is that of its name, unless another is given."""
+        path, place = str(source), str(self._folder / f"reward_model_{len(self.parts)}")
+        entry: dict[str, object] = {"model": path}
+        if not isinstance(source, str | Path):
+            if tokenizer is not None:  # the score is that of the last token that is not padding
+                source.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+            source.save_pretrained(place)
+            path = str(source.config.name_or_path)
+            entry = {"model": place, "tokenizer": path}
         if tokenizer is not None:
-            place = self._folder / f"reward_tokenizer_{len(self.parts)}"
-            tokenizer.save_pretrained(str(place))
-            entry["tokenizer"] = str(place)
-        self.parts.append({**entry, "name": self._named(name), "weight": weight})
+            tokenizer.save_pretrained(place)
+            entry["tokenizer"] = place
+        return Path(path).name, entry
 
-    def _saved_model(self, model: Foreign, tokenizer: Foreign) -> tuple[dict[str, object], str]:
-        """Save a reward model; its tokenizer is that of its name, unless another is given."""
-        if not hasattr(model, "save_pretrained"):
-            refuse("reward_funcs", f"{type(model).__name__} is no model of Transformers")
-        if tokenizer is not None:  # the score is that of the last token that is not padding
-            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        place = self._folder / f"reward_model_{len(self.parts)}"
-        model.save_pretrained(str(place))
-        path = str(model.config.name_or_path)
-        return {"model": str(place), "tokenizer": path}, Path(path).name
-
-    def _add_function(self, function: RewardFunction, name: str, weight: float) -> None:
-        name = self._named(name)
-        path = f"{getattr(function, '__module__', '__main__')}:{name}"
-        self._environments.reward_functions[path] = function
-        self.parts.append({"trl": path, "name": name, "weight": weight})
-
-    def _named(self, name: str) -> str:
-        """Return a name that no other part has, and keep it."""
-        taken = [each.partition("#")[0] for each in self.names]
-        self.names.append(f"{name}#{taken.count(name) + 1}" if name in taken else name)
-        return self.names[-1]
-
-    def _add_environments(self) -> None:
-        """Add the environments' own rewards: a part for each class that has a `get_reward`."""
-        kinds = dict.fromkeys(map(type, self._environments.first_instances()))
-        for kind in kinds:
-            if hasattr(kind, "get_reward"):
-                function = reward_of(kind)
-                self.sources.append(function)
-                self.weights.append(1.0)
-                self.tokenizers.append(None)
-                if self._environments.chooses:  # the part of a class does not apply to others
-                    self._add_function(function, kind.__name__, 1.0)
-                else:
-                    self.parts.append({"name": self._named(kind.__name__), "weight": 1.0})
+    def _add(
+        self,
+        name: str,
+        entry: dict[str, object],
+        weight: float,
+        function: RewardFunction | None = None,
+    ) -> None:
+        """Add a part under a name that no other part has."""
+        taken = [each.partition("#")[0] for each in self.names].count(name)
+        name = f"{name}#{taken + 1}" if taken else name
+        if function is not None:
+            path = f"{getattr(function, '__module__', '__main__')}:{name}"
+            self._environments.reward_functions[path] = function
+            entry = {"trl": path}
+        self.names.append(name)
+        self.parts.append({**entry, "name": name, "weight": weight})
 
 
-def _beside(tokenizers: object, count: int) -> list[Foreign]:
-    """Return a tokenizer or None for each reward function."""
-    if tokenizers is None:
-        return [None] * count
-    given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    if len(given) != count:
-        raise InputError(
-            f"the number of reward_processing_classes ({len(given)}) must match that of "
-            f"reward_funcs ({count}); None stands for no tokenizer"
-        )
-    return given
+def _several(given: Foreign) -> list[Foreign]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def name_of(function: object) -> str:
@@ -257,16 +214,17 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
     values: dict[str, object] = {}
     if tokenizer is not None:
         if not hasattr(tokenizer, "save_pretrained") or hasattr(tokenizer, "image_processor"):
-            refuse("processing_class", "it must be a tokenizer")
+            refuse_argument("processing_class", "it must be a tokenizer")
         values["model.tokenizer"] = str(folder / "tokenizer")
         tokenizer.save_pretrained(values["model.tokenizer"])
     if isinstance(model, str | Path):
         return values | {"model.path": str(model)}
     if not hasattr(model, "save_pretrained"):
-        refuse("model", "it must be a path, a name, or a model of Transformers or PEFT")
+        refuse_argument("model", "it must be a path, a name, or a model of Transformers or PEFT")
     if tokenizer is None:
         values["model.tokenizer"] = str(getattr(model, "name_or_path", ""))
-    without_adapters(model).save_pretrained(str(folder / "initial_model"))
+    plain = deepcopy(model).unload() if hasattr(model, "peft_config") else model
+    plain.save_pretrained(str(folder / "initial_model"))
     return values | {"model.path": str(folder / "initial_model")}
 
 

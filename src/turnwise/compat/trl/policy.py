@@ -5,7 +5,8 @@ The run trains in processes of its own, so this is a copy for reading: it has th
 before training, and those of the last checkpoint after it. Changes to it are not trained on.
 """
 
-import copy
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,75 +22,55 @@ _ADAPTER = "default"
 """PEFT's name of a model's adapter, unless another is given."""
 
 
+@dataclass
 class Policy:
-    """A model of Transformers, or of PEFT, that is loaded when it is first asked for.
+    """A model of Transformers, or of PEFT, that is loaded when it is first asked for."""
 
-    Args:
-        given: The script's own model; a path or a name, too, which is `path`.
-        path: Folder or Hugging Face name of the model to load.
-        lora: PEFT's configuration of the adapters that are trained; None trains all weights.
-        dtype: Name of the type of a loaded model's weights.
-        trust_remote_code: Whether code that comes with the weights may run.
-        reference: Whether it is the reference model, whose weights are in a checkpoint's state.
+    given: Foreign
+    """The script's own model; a path or a name, too, which is `path`."""
+    path: str
+    """Folder or Hugging Face name of the model to load."""
+    lora: Foreign
+    """PEFT's configuration of the adapters that are trained; None trains all weights."""
+    dtype: str
+    """Type of a loaded model's weights, by its name."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the weights may run."""
+    reference: bool = False
+    """Whether it is the reference model, whose weights are in a checkpoint's state."""
+    checkpoint: Path | None = None
+    """Folder of the weights; None means those of the model as it was given."""
 
-    Example:
-        policy = Policy("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, "float32")
-        policy.refresh(result.checkpoint)
-        policy.model.save_pretrained("trained")
-    """
-
-    def __init__(
-        self,
-        given: Foreign,
-        path: str,
-        lora: Foreign,
-        dtype: str,
-        *,
-        trust_remote_code: bool = False,
-        reference: bool = False,
-    ) -> None:
-        self._reference = reference
-        self._given = None if isinstance(given, str | Path) else given
-        self._path = path
-        self._lora = lora
-        self._dtype = dtype
-        self._trust = trust_remote_code
-        self._model: Foreign = None
-        self._checkpoint: Path | None = None
-
-    @property
+    @cached_property
     def model(self) -> "PreTrainedModel":
         """The model, always the same object."""
-        if self._model is None:
-            model = self._given
-            if model is None:
-                model = load_model(self._path, self._dtype, trust_remote_code=self._trust)
-            if self._lora is not None and not hasattr(model, "peft_config"):
-                peft = optional("peft", "lora", "peft_config")
-                model = peft.get_peft_model(model, self._lora)
-            self._model = model
-            self._read()
-        loaded: PreTrainedModel = self._model
-        return loaded
+        model: PreTrainedModel = self.given
+        if isinstance(self.given, str | Path):
+            model = self._loaded(self.path, self.dtype)
+        if self.lora is not None and not hasattr(model, "peft_config"):
+            peft = optional("peft", "lora", "peft_config")
+            model = peft.get_peft_model(model, self.lora)
+        self._read(model)
+        return model
 
     def refresh(self, checkpoint: Path | None) -> None:
         """Give the model the weights of a checkpoint, in place: references that a script holds to
         the model or its parameters see them."""
-        self._checkpoint = checkpoint
-        if self._model is not None:
-            self._read()
+        self.checkpoint = checkpoint
+        if "model" in vars(self):
+            self._read(self.model)
 
-    def _read(self) -> None:
-        folder = self._checkpoint
+    def _read(self, model: "PreTrainedModel") -> None:
+        folder = self.checkpoint
         if folder is None:
             return
-        if self._reference:
+        if self.reference:
             from torch import nn
 
             from turnwise.training.checkpoint_state import load_moved
 
             scorer = nn.Module()  # as the trainer holds it
-            scorer.model = self._model
+            scorer.model = model
             load_moved(folder, "reference", scorer)
         elif (folder / ADAPTER_CONFIG).is_file():
             from safetensors.torch import load_file
@@ -97,41 +78,32 @@ class Policy:
             from turnwise.training.lora import ADAPTER_TENSORS  # imports torch
 
             peft = optional("peft", "lora", "peft_config")
-            tensors = load_file(folder / ADAPTER_TENSORS)
-            peft.set_peft_model_state_dict(self._model, tensors, adapter_name=_ADAPTER)
+            peft.set_peft_model_state_dict(model, load_file(folder / ADAPTER_TENSORS), _ADAPTER)
         else:
-            trained = load_model(str(folder), "auto", trust_remote_code=self._trust)
-            self._model.load_state_dict(trained.state_dict())
+            model.load_state_dict(self._loaded(str(folder), "auto").state_dict())
 
+    def _loaded(self, path: str, dtype: str) -> "PreTrainedModel":
+        from transformers import AutoModelForCausalLM  # seconds to import
 
-def load_model(path: str, dtype: str, *, trust_remote_code: bool) -> "PreTrainedModel":
-    """Load a language model on the CPU; an InputError names what cannot be loaded."""
-    from transformers import AutoModelForCausalLM  # seconds to import
-
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            resolve_model(path), dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise InputError(f"the model {path} cannot be loaded: {error}") from error
-    return model
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                resolve_model(path), dtype=dtype, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise InputError(f"the model {path} cannot be loaded: {error}") from error
+        return model
 
 
 def lora_of(model: Foreign, given: Foreign) -> Foreign:
     """Return the configuration of the adapters to train: the given one, or that of the one adapter
     of a PEFT model, which must be fresh."""
-    if not hasattr(model, "peft_config"):
+    adapters: dict[str, Foreign] | None = getattr(model, "peft_config", None)
+    if adapters is None:
         return given
-    if given is not None:
+    if given is not None or [*adapters] != [_ADAPTER]:
         raise InputError(
-            "GRPOTrainer: model has an adapter already: pass the plain model with peft_config"
-        )
-    (name, lora), *others = model.peft_config.items()
-    if others or name != _ADAPTER:
-        names = ", ".join(model.peft_config)
-        raise InputError(
-            f"GRPOTrainer: model has the adapters {names}, and one named {_ADAPTER} is trained: "
-            "pass the plain model with peft_config"
+            f"GRPOTrainer: model has an adapter already: pass the plain model with peft_config, or "
+            f"a model with one adapter, {_ADAPTER}, without it"
         )
     for key, parameter in model.named_parameters():
         if ".lora_B." in key and bool(parameter.any()):
@@ -140,9 +112,4 @@ def lora_of(model: Foreign, given: Foreign) -> Foreign:
                 "training starts with fresh ones: add it to the weights with "
                 "model.merge_and_unload(), and pass peft_config"
             )
-    return lora
-
-
-def without_adapters(model: Foreign) -> Foreign:
-    """Return a copy of a PEFT model's base; a plain model is returned as it is."""
-    return copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
+    return adapters[_ADAPTER]

@@ -1,8 +1,25 @@
-"""Errors that name the field of `GRPOConfig` that cannot be honoured."""
+"""Errors of a script of TRL's, which name the argument or the field of `GRPOConfig`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from turnwise.errors import InputError
+
+
+class ScriptError(InputError, ValueError):
+    """A mistake in a script; a `ValueError` too, as which TRL raises its own."""
+
+
+@contextmanager
+def as_value_error() -> Iterator[None]:
+    """Raise the InputErrors of what TRL's users call as `ScriptError`."""
+    try:
+        yield
+    except ScriptError:
+        raise
+    except InputError as error:
+        raise ScriptError(str(error)) from error
 
 
 def refuse(name: str, value: object, why: str) -> NoReturn:
@@ -12,3 +29,7 @@ def refuse(name: str, value: object, why: str) -> NoReturn:
 def check(honoured: bool, name: str, value: object, why: str) -> None:
     if not honoured:
         refuse(name, value, why)
+
+
+def refuse_argument(name: str, why: str) -> NoReturn:
+    raise InputError(f"GRPOTrainer: {name} is not supported: {why}")

@@ -10,30 +10,17 @@ from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
+from turnwise.compat.trl import inputs
 from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import TextLoop, TrlEnvironments, methods_of
-from turnwise.compat.trl.inputs import (
-    HeldoutRows,
-    Rewards,
-    RewardSource,
-    Rows,
-    as_value_error,
-    check_streams,
-    context_length,
-    environment_path,
-    heldout_rows,
-    is_stream,
-    refuse,
-    saved_policy,
-    training_rows,
-)
 from turnwise.compat.trl.logs import evaluation_names, log_history
-from turnwise.compat.trl.masks import TokenMasks
 from turnwise.compat.trl.policy import Policy, lora_of
+from turnwise.compat.trl.refusals import as_value_error, refuse_argument
 from turnwise.config import Config, make_config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -82,22 +69,7 @@ class TrainState:
     is_local_process_zero: bool = True
 
 
-class ScriptProcess:
-    """The trainer's `accelerator`, as far as scripts use it: a script is one process."""
-
-    is_main_process = is_local_main_process = is_last_process = True
-    process_index = local_process_index = 0
-    num_processes = 1
-
-    def print(self, *values: object) -> None:
-        """Write a line to the terminal."""
-        Console().print(*values, markup=False, highlight=False)
-
-    def wait_for_everyone(self) -> None:
-        """Return at once."""
-
-
-class GRPOTrainer(TokenMasks):
+class GRPOTrainer:
     """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
 
     Args:
@@ -130,17 +102,21 @@ class GRPOTrainer(TokenMasks):
 
     aux_loss_enabled = False
     """Whether a mixture of experts is trained with a loss that balances its experts: it is not."""
-    accelerator = ScriptProcess()
+    accelerator = SimpleNamespace(
+        is_main_process=True, is_local_main_process=True, is_last_process=True,
+        process_index=0, local_process_index=0, num_processes=1, wait_for_everyone=lambda: None,
+        print=partial(Console().print, markup=False, highlight=False),
+    )  # fmt: skip
     """The script's own process, as far as scripts ask for it."""
 
     @as_value_error()
     def __init__(
         self,
         model: object,
-        reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
+        reward_funcs: inputs.RewardSource | Sequence[inputs.RewardSource] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Rows | None = None,
-        eval_dataset: HeldoutRows | None = None,
+        train_dataset: inputs.Rows | None = None,
+        eval_dataset: inputs.HeldoutRows | None = None,
         processing_class: "PreTrainedTokenizerBase | None" = None,
         reward_processing_classes: object = None,
         callbacks: Sequence[object] | None = None,
@@ -151,44 +127,44 @@ class GRPOTrainer(TokenMasks):
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        _refuse_unsupported(
-            callbacks=callbacks,
-            optimizers=any(one is not None for one in optimizers),
-            quantization_config=quantization_config,
-            rollout_func=rollout_func,
-        )
+        own_optimizer = any(one is not None for one in optimizers)
+        _refuse_unsupported(callbacks, own_optimizer, quantization_config, rollout_func)
         self.args = _with_folder(args, model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         folder = self._folder = Path(str(self.args.output_dir)).resolve()
         self._environments = TrlEnvironments(environment_factory, tools or ())
         lora = lora_of(model, peft_config)
         asked = copy(self.args)  # without what TRL sets itself
-        check_streams(self.args, train_dataset, eval_dataset)
-        rows = training_rows(train_dataset, environment_factory, self.args)
-        self._rewards = Rewards(
+        inputs.check_streams(self.args, train_dataset, eval_dataset)
+        rows = inputs.training_rows(train_dataset, environment_factory, self.args)
+        self._rewards = rewards = inputs.Rewards(
             *(reward_funcs, self.args.reward_weights, reward_processing_classes),
             *(self._environments, folder),
         )
+        # Those of the classes of environments that have a `get_reward` are the last.
+        self.reward_funcs: list[Foreign] = rewards.sources
+        self.reward_func_names: list[str] = rewards.names
+        self.reward_processing_classes: list[Foreign] = rewards.tokenizers
         with_tools = bool(tools) or environment_factory is not None
         values = settings(asked, None if train_dataset is None else len(rows), tools=with_tools)
         values |= {
             "output_dir": str(folder.parent),
             "name": folder.name,
-            "environment": environment_path(environment_factory),
-            "rollout.rewards": self._rewards.parts,
+            "environment": inputs.environment_path(environment_factory),
+            "rollout.rewards": rewards.parts,
             **_loop_of(rows, with_tools),
-            **saved_policy(model, processing_class, folder),
+            **inputs.saved_policy(model, processing_class, folder),
         }
         path, trust = str(values["model.path"]), bool(values["model.trust_remote_code"])
         if lora is not None:
             values |= lora_settings(lora, path, trust_remote_code=trust)
-        values.setdefault("model.max_length", context_length(values, self.args))
+        values.setdefault("model.max_length", inputs.context_length(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
         self._console = Console(quiet=bool(self.args.disable_tqdm))
-        self._inputs = ProgramInputs(self._environments, rows, heldout_rows(eval_dataset))
+        self._inputs = ProgramInputs(self._environments, rows, inputs.heldout_rows(eval_dataset))
         dtype = "float32" if self.args.bf16 else str(values["model.dtype"])
-        self._policy = Policy(model, path, lora, dtype, trust_remote_code=trust)
+        self._policy = Policy(model, path, lora, dtype, trust)
         self._reference: Policy | None = None
         self._tokenizer = processing_class
         training = self._config.training
@@ -198,6 +174,10 @@ class GRPOTrainer(TokenMasks):
     @property
     def _config(self) -> Config:
         return make_config({}, settings=self.settings, optional=["data.path"])
+
+    @property
+    def _checkpoint(self) -> Path | None:
+        return None if self._result is None else self._result.checkpoint
 
     @property
     @as_value_error()
@@ -218,12 +198,12 @@ class GRPOTrainer(TokenMasks):
             path = config.algorithm.kl.model.path or config.model.path
             trust = config.model.trust_remote_code
             self._reference = Policy(
-                *(path, path, None, "float32"), trust_remote_code=trust, reference=True
+                *(path, path, None, "float32"), trust, reference=True, checkpoint=self._checkpoint
             )
-            self._reference.refresh(None if self._result is None else self._result.checkpoint)
         return self._reference.model
 
     @property
+    @as_value_error()
     def processing_class(self) -> "PreTrainedTokenizerBase":
         """The tokenizer."""
         if self._tokenizer is None:
@@ -235,21 +215,8 @@ class GRPOTrainer(TokenMasks):
     @property
     def tools(self) -> list[ToolFunction]:
         """The functions that the model may call, methods of environments included."""
-        found = list(self._environments.tools)
-        for instance in self._environments.first_instances():
-            found += methods_of(instance)
-        return found
-
-    @property
-    def reward_funcs(self) -> list[Foreign]:
-        """The reward functions and models, then a function for each class of environments that has
-        a `get_reward`."""
-        return self._rewards.sources
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """Their names in logs."""
-        return self._rewards.names
+        made = self._environments.first_instances()
+        return [*self._environments.tools, *(tool for each in made for tool in methods_of(each))]
 
     @property
     def reward_weights(self) -> "torch.Tensor":
@@ -259,11 +226,6 @@ class GRPOTrainer(TokenMasks):
         return torch.tensor(self._rewards.weights, dtype=torch.float32)
 
     @property
-    def reward_processing_classes(self) -> list[Foreign]:
-        """Their tokenizers, None for those that were not given."""
-        return self._rewards.tokenizers
-
-    @property
     def hub_model_id(self) -> str:
         """The name of the model on the Hugging Face Hub."""
         return self.args.hub_model_id or Path(str(self.args.output_dir)).name
@@ -271,22 +233,20 @@ class GRPOTrainer(TokenMasks):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus: the last step's, if it changes."""
-        known = [
-            entry["entropy_coef"] for entry in self.state.log_history if "entropy_coef" in entry
-        ]
-        return float(known[-1] if known else self.args.entropy_coef)
+        history = reversed(self.state.log_history)
+        known = (entry["entropy_coef"] for entry in history if "entropy_coef" in entry)
+        return float(next(known, self.args.entropy_coef))
 
     @property
     def _logs(self) -> JsonObject:
         """The columns that reward functions logged with `log_extra`, under `extra`: those of the
         last batch of completions."""
+        file, config = self._folder / "extra.jsonl", self._config
+        last = config.rollout.prompts_per_step * config.sampling.n
+        lines = file.read_text(encoding="utf-8").splitlines()[-last:] if file.is_file() else []
         columns: dict[str, list[object]] = {}
-        if (file := self._folder / "extra.jsonl").is_file():
-            config = self._config
-            last = config.rollout.prompts_per_step * config.sampling.n
-            for line in file.read_text(encoding="utf-8").splitlines()[-last:]:
-                for name, value in json.loads(line).items():
-                    columns.setdefault(name, []).append(value)
+        for name, value in (each for line in lines for each in json.loads(line).items()):
+            columns.setdefault(name, []).append(value)
         return {"extra": columns}
 
     @as_value_error()
@@ -297,54 +257,43 @@ class GRPOTrainer(TokenMasks):
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
         """
         config, started = self._config, time.perf_counter()
-        updates = config.training.versions_per_step
-        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if resume:
+        run: Path | None = None
+        if resume := resume_from_checkpoint or self.args.resume_from_checkpoint:
             run = commands.run_folder(config)
             if resume is not True:
                 run = Path(str(resume)).resolve()
                 run = run.parent.parent if run.parent.name == "checkpoints" else run
-            home = {"output_dir": str(run.parent), "name": run.name}
-            config = config.model_copy(update=home)
-            work = partial(commands.train, config, self._console, run, self._inputs)
-        else:
-            work = partial(commands.train, config, self._console, None, self._inputs)
+            config = config.model_copy(update={"output_dir": str(run.parent), "name": run.name})
+        work = partial(commands.train, config, self._console, run, self._inputs)
         self._result = result = run_command(work, "the training run")
         for kept in (self._policy, self._reference):
             if kept is not None:
-                kept.refresh(result.checkpoint)
+                kept.refresh(self._checkpoint)
         trained = [record for record in result.metrics if record["step"]]
-        steps = trained[-1]["step"] if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss, seconds = sum(losses) / len(losses) if losses else 0.0, time.perf_counter() - started
+        state, rows = self.state, len(self._inputs.rows or [None])
+        state.log_history = history = log_history(result.metrics, config, rows)
+        last = {name: history[-1][name] if history else 0 for name in ("epoch", "step")}
+        state.global_step, state.epoch = last["step"], last["epoch"]
         metrics = {
             "train_runtime": seconds,
             "train_samples_per_second": sum(r["trajectories"] for r in trained) / seconds,
-            "train_steps_per_second": steps * updates / seconds,
+            "train_steps_per_second": state.global_step / seconds,
             "train_loss": loss,
         }
-        self.state.global_step = steps * updates
-        self.state.log_history = history = log_history(result.metrics, config)
-        for entry in history:
-            entry["epoch"] = self._epoch(entry["step"] // updates)
-        self.state.epoch = self._epoch(steps)
-        every, before = self.args.logging_steps, [entry for entry in history if "reward" in entry]
-        with_last = before and (every < 1 or self.state.global_step % every)
-        rest = before[-1] if with_last else {}  # what TRL has not logged yet is in its last record
-        last = {"epoch": self.state.epoch, "step": self.state.global_step}
+        every, steps = self.args.logging_steps, [entry for entry in history if "reward" in entry]
+        with_last = steps and (every < 1 or state.global_step % every)
+        rest = steps[-1] if with_last else {}  # what TRL has not logged yet is in its last record
         history.append({**rest, **metrics, **last})
         if self.args.push_to_hub:
             self.push_to_hub()
-        return TrainOutput(self.state.global_step, loss, metrics)
-
-    def _epoch(self, steps: int) -> float:
-        rows = len(self._inputs.rows or [None])
-        return steps * self._config.rollout.prompts_per_step / rows
+        return TrainOutput(state.global_step, loss, metrics)
 
     @as_value_error()
     def evaluate(
         self,
-        eval_dataset: HeldoutRows | str | None = None,
+        eval_dataset: inputs.HeldoutRows | str | None = None,
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -361,41 +310,27 @@ class GRPOTrainer(TokenMasks):
             TRL's names of the results, `eval_loss` and `eval_reward` among them, and ours, such as
             `eval_accuracy`. The loss has no KL penalty.
         """
-        given: Foreign = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            if not isinstance(given, Mapping) or eval_dataset not in given:
-                raise InputError(f"GRPOTrainer.evaluate: eval_dataset has no set {eval_dataset!r}")
-            given = {eval_dataset: given[eval_dataset]}
-        elif eval_dataset is not None:
-            given = eval_dataset
-        if given is None:
-            raise InputError("GRPOTrainer.evaluate needs eval_dataset")
-        check_streams(self.args, None, given)
+        given = self._heldout(eval_dataset)
+        inputs.check_streams(self.args, None, given)
         changed = dict(self.settings)
-        if self._result is not None and self._result.checkpoint is not None:
-            changed["model.path"] = str(self._result.checkpoint)
+        if self._checkpoint is not None:
+            changed["model.path"] = str(self._checkpoint)
         config = make_config({}, settings=changed, optional=["data.path"])
-        started, rows = time.perf_counter(), heldout_rows(given)
-        inputs = replace(self._inputs, eval_rows=rows)
-        work = partial(commands.evaluate, config, self._console, inputs)
+        started, rows = time.perf_counter(), inputs.heldout_rows(given)
+        work = partial(
+            commands.evaluate, config, self._console, replace(self._inputs, eval_rows=rows)
+        )
         evaluation = run_command(work, "the evaluation")
-        trajectories = list(evaluation.trajectories)
-        sets = {metric_key_prefix: (trajectories, evaluation.summary)}
+        seconds, trajectories = time.perf_counter() - started, list(evaluation.trajectories)
+        results, sets = dict[str, float](), {"": evaluation.summary}
         if isinstance(rows, dict):
-            sets = {
-                f"{metric_key_prefix}_{of}": (
-                    [t for t in trajectories if t.problem_id.startswith(f"{of}/")],
-                    evaluation.sets.get(of, {}),
-                )
-                for of in rows
-            }
-        results = {
-            f"{prefix}_{name}": float(value)
-            for prefix, (found, summary) in sets.items()
-            for name, value in {**evaluation_names(found, config), **summary}.items()
-        }
-        seconds = time.perf_counter() - started
-        results |= {f"{prefix}_runtime": seconds for prefix in (metric_key_prefix, *sets)}
+            sets = {of: evaluation.sets.get(of, {}) for of in rows}
+        for of, summary in sets.items():
+            # The problems of a set are named by it, "NAME/eval_data:1".
+            found = [t for t in trajectories if t.problem_id.rpartition("/")[0] == of]
+            measured = {**evaluation_names(found, config), **summary, "runtime": seconds}
+            prefix = f"{metric_key_prefix}_{of}" if of else metric_key_prefix
+            results |= {f"{prefix}_{name}": float(value) for name, value in measured.items()}
         place = {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append({**results, **place})
         return results
@@ -406,7 +341,7 @@ class GRPOTrainer(TokenMasks):
         was given; None means `args.output_dir`."""
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = None if self._result is None else self._result.checkpoint
+        checkpoint = self._checkpoint
         if checkpoint is None:
             self.model.save_pretrained(folder)
             self.processing_class.save_pretrained(folder)
@@ -436,30 +371,62 @@ class GRPOTrainer(TokenMasks):
         model: Foreign = self.model
         return model.push_to_hub(self.hub_model_id, **where)
 
+    def _heldout(self, asked: inputs.HeldoutRows | str | None) -> Foreign:
+        """Return held-out rows, or sets of them by name."""
+        own: Foreign = self.eval_dataset
+        if isinstance(asked, str):
+            if not isinstance(own, Mapping) or asked not in own:
+                raise InputError(f"GRPOTrainer: eval_dataset has no set {asked!r}")
+            return {asked: own[asked]}
+        if asked is None and own is None:
+            raise InputError("GRPOTrainer: there is no eval_dataset")
+        return own if asked is None else asked
+
     def get_train_dataloader(self) -> "DataLoader[object]":
         """Return the rows in batches of a training step's prompts, for scripts that look at them;
         the run reads and repeats its rows itself."""
-        return self._loader(self.train_dataset)
-
-    def get_eval_dataloader(
-        self, eval_dataset: HeldoutRows | str | None = None
-    ) -> "DataLoader[object]":
-        """Return held-out rows in batches in the same way."""
-        sets: Foreign = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            return self._loader(sets.get(eval_dataset) if isinstance(sets, Mapping) else None)
-        return self._loader(sets if eval_dataset is None else eval_dataset)
+        return self._loader([] if self.train_dataset is None else self.train_dataset)
 
     @as_value_error()
-    def _loader(self, rows: object) -> "DataLoader[object]":
-        if rows is None:
-            raise InputError("GRPOTrainer: there is no dataset of this kind")
+    def get_eval_dataloader(
+        self, eval_dataset: inputs.HeldoutRows | str | None = None
+    ) -> "DataLoader[object]":
+        """Return held-out rows in batches in the same way."""
+        rows = self._heldout(eval_dataset)
+        return self._loader(rows[eval_dataset] if isinstance(eval_dataset, str) else rows)
+
+    def _loader(self, rows: Foreign) -> "DataLoader[object]":
         from torch.utils.data import DataLoader
 
-        loaded: Foreign = rows
-        workers = 0 if is_stream(rows) else self.args.dataloader_num_workers
+        workers = 0 if inputs.is_stream(rows) else self.args.dataloader_num_workers
         groups = self._config.rollout.prompts_per_step
-        return DataLoader(loaded, batch_size=groups, num_workers=workers, collate_fn=list)
+        return DataLoader(rows, batch_size=groups, num_workers=workers, collate_fn=list)
+
+    def get_high_entropy_mask(
+        self, entropies: "torch.Tensor", mask: "torch.Tensor", threshold: float
+    ) -> "torch.Tensor":
+        """Return where tokens, 1 in the mask, have an entropy of at least the quantile: [B, T].
+        The run's own is `algorithm.entropy.top_quantile`."""
+        from turnwise.training.algorithms.entropy import entropy_floor  # imports torch
+
+        real_BT = mask.bool()
+        return (entropies >= entropy_floor(entropies[real_BT], 1 - threshold)) & real_BT
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: "torch.Tensor",
+        per_token_logps: "torch.Tensor",
+        sampling_per_token_logps: "torch.Tensor",
+        mask: "torch.Tensor",
+        off_policy_threshold: float,
+    ) -> "torch.Tensor":
+        """Return 1 for sequences that are trained and 0 for others: [B, 1]. The run's own is
+        `algorithm.off_policy_mask_threshold`."""
+        drift_BT = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0)
+        counts_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
+        drift_B1 = (drift_BT * mask).sum(dim=1, keepdim=True) / counts_B1
+        kept = (advantages >= 0) | (drift_B1 <= off_policy_threshold)
+        return kept.to(mask.dtype)
 
     def is_world_process_zero(self) -> bool:
         """Return True: a script is one process."""
@@ -468,7 +435,7 @@ class GRPOTrainer(TokenMasks):
     @as_value_error()
     def add_callback(self, callback: object) -> None:
         """Raise an InputError: there are no callbacks."""
-        refuse("callbacks", _WHY["callbacks"])
+        refuse_argument("callbacks", _WHY["callbacks"])
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write results to the terminal, as Transformers does."""
@@ -477,21 +444,23 @@ class GRPOTrainer(TokenMasks):
 
     def save_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write results to `{split}_results.json` in `args.output_dir`, as Transformers does."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dict(metrics), indent=4, sort_keys=True)
-        (self._folder / f"{split}_results.json").write_text(text + "\n")
+        self._write(f"{split}_results.json", dict(metrics))
 
     def save_state(self) -> None:
         """Write `state` to `trainer_state.json` in `args.output_dir`, as Transformers does."""
+        self._write("trainer_state.json", asdict(self.state))
+
+    def _write(self, name: str, values: JsonObject) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self.state), indent=2, sort_keys=True, default=str)
-        (self._folder / "trainer_state.json").write_text(text + "\n")
+        text = json.dumps(values, indent=2, sort_keys=True, default=str)
+        (self._folder / name).write_text(text + "\n")
 
 
-def _refuse_unsupported(**given: object) -> None:
-    """Raise for arguments without an equal, and for a launcher of several processes."""
-    for name in filter(given.get, given):
-        refuse(name, _WHY[name])
+def _refuse_unsupported(*given: object) -> None:
+    """Raise for the arguments of `_WHY`, in its order, and for a launcher of several processes."""
+    for (name, why), value in zip(_WHY.items(), given, strict=True):
+        if value:
+            refuse_argument(name, why)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
             "start the script with python, not with torchrun or accelerate launch: the run starts "
