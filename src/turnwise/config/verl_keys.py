@@ -167,7 +167,8 @@ _KEYS = {
     "name": "trainer.experiment_name",
     "trackers": "trainer.logger",
     "samples_every": "trainer.log_val_generations",
-    "trajectories.keep": "trainer.rollout_data_dir trainer.validation_data_dir",
+    "the run folder has it (trajectories.keep)": "trainer.rollout_data_dir "
+    "trainer.validation_data_dir",
     "set ray_address, serving.resources and training.resources": "trainer.nnodes",
     "set training.ranks and serving.workers": "trainer.n_gpus_per_node",
     "training.checkpoint_every": "trainer.save_freq",
