@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 from urllib.parse import urlsplit
 
 from turnwise.config import NO_DEADLINE, Config, load_config
@@ -20,11 +20,10 @@ from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
 from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import Manifest, find_transport
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle as RayActor
-
-    from turnwise.weights.transport import Manifest
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 _GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
@@ -125,7 +124,7 @@ class LLMServerManager:
         # Each conversation has its own deadline.
         return self._thread.call(work, NO_DEADLINE, "the conversations")
 
-    def update_weights(self, publish: "Callable[[], Manifest]") -> int:
+    def update_weights(self, publish: Callable[[], Manifest]) -> int:
         """Bring new weights to all engines, or to none; return their version.
 
         Args:
@@ -135,20 +134,16 @@ class LLMServerManager:
         Raises:
             WeightUpdateError: when an engine refuses them.
         """
-        weights = self.config.weights
-        sync = WeightSync(
-            _Publisher(publish, weights.update_timeout),
-            weights.update_timeout,
-            self.config.engine.start_timeout,
-        )
+        seconds, patience = self.config.weights.update_timeout, self.config.engine.start_timeout
+        sync = WeightSync(_Publisher(publish, seconds), seconds, patience)
 
         async def update() -> int:
             await sync.publish()
             updated = await self._thread.opened[0].update_weights(sync)
             return max(each.version for each in updated)
 
-        # To publish, to load, and to load again where a stream broke.
-        return self._thread.call(update, 3 * weights.update_timeout, "the engines' new weights")
+        # To publish, to check, and to load.
+        return self._thread.call(update, 3 * seconds, "the engines' new weights")
 
     def sleep(self) -> None:
         """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
@@ -184,31 +179,27 @@ class LLMServerManager:
 class _Publisher:
     """A `Trainer` of `weights.sync` that only publishes."""
 
-    def __init__(self, publish: "Callable[[], Manifest]", seconds: float) -> None:
+    def __init__(self, publish: Callable[[], Manifest], seconds: float) -> None:
         self._publish = publish
         self._seconds = seconds
 
-    async def publish(self) -> "Manifest":
-        manifest: Manifest = await call_user_code(
-            self._publish,
-            name="the function that publishes the weights",
-            seconds=self._seconds,
-            key="weights.update_timeout",
-        )
-        return manifest
+    async def publish(self) -> Manifest:
+        name, key = "the function that publishes the weights", "weights.update_timeout"
+        made = await call_user_code(self._publish, name=name, seconds=self._seconds, key=key)
+        if not isinstance(made, Manifest):
+            kind = type(made).__name__
+            raise InputError(f"{name} must return what publish_weights did, and not a {kind}")
+        if find_transport(made.transport).streamed:  # an engine would wait for a sender
+            await self.send()
+        return made
 
-    async def send(self, devices: Sequence[str]) -> None:
+    async def send(self, *_: object, **__: object) -> NoReturn:
         raise InputError(
             "update_weights takes weights that are published as a whole, by publish_weights or "
             "the transports shm and disk; ipc and collective need a trainer that sends them"
         )
 
-    async def rendezvous(self) -> tuple[str, int]:
-        await self.send([])
-        raise AssertionError
-
-    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
-        await self.send([])
+    rendezvous = join = send
 
 
 def _over_actors(
