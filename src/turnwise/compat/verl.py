@@ -1,7 +1,7 @@
 """verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -61,13 +61,23 @@ class LLMServerManager:
         if not isinstance(config, Config):
             defaults = {"serving": {"worker_servers": True}}
             config = load_config(config, overrides, defaults, optional=NEEDED_KEYS)
-        hosts: Mapping[str, RayActor] | None = None
+        hosts: dict[str, RayActor] | None = None
         if workers is not None:
-            config, hosts = _over_actors(config, workers)
+            import ray  # takes a second
+
+            count, rest = divmod(len(workers), config.engine.tensor_parallel_size)
+            if rest or not count or config.engine.pipeline_parallel_size > 1:
+                raise InputError(
+                    f"there are {len(workers)} workers, no multiple of engine.tensor_parallel_size "
+                    f"{config.engine.tensor_parallel_size} with engine.pipeline_parallel_size 1"
+                )
+            if not ray.is_initialized():
+                raise InputError("the workers' Ray is not connected: pass handles of live actors")
+            hosts = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
+            serving = config.serving.model_copy(update={"workers": count, "spread": False})
+            config = config.model_copy(update={"serving": serving})
         self.config = config
-        self._thread = EventLoopThread(
-            lambda: open_manager(self.config, hosts=hosts), "the manager"
-        )
+        self._thread = EventLoopThread(partial(open_manager, config, hosts=hosts), "the manager")
         self._asleep = False
 
     def __enter__(self) -> Self:
@@ -200,25 +210,3 @@ class _Publisher:
         )
 
     rendezvous = join = send
-
-
-def _over_actors(
-    config: Config, workers: "Sequence[RayActor]"
-) -> "tuple[Config, Mapping[str, RayActor]]":
-    """Return the configuration of as many engines as the actors suffice for, and the actors by
-    their names in errors."""
-    import ray  # takes a second
-
-    size = config.engine.tensor_parallel_size
-    if not workers or len(workers) % size:
-        raise InputError(
-            f"there are {len(workers)} workers, no multiple of engine.tensor_parallel_size {size}"
-        )
-    if config.engine.pipeline_parallel_size > 1:
-        raise InputError("engines in your own actors need engine.pipeline_parallel_size 1")
-    if not ray.is_initialized():
-        raise InputError("the workers' Ray is not connected: pass handles of running actors")
-    count = len(workers) // size
-    serving = config.serving.model_copy(update={"workers": count, "spread": False})
-    named = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
-    return config.model_copy(update={"serving": serving}), named

@@ -228,8 +228,7 @@ class ChatBackend:
         await self.conduct_by(self._scheduler)
 
     async def conduct_by(self, scheduler: type[ChatCompletionScheduler]) -> None:
-        """Make an instance of a class, with verl's arguments, and lead further conversations with
-        it."""
+        """Lead further conversations with an instance of this class, made with verl's arguments."""
         config, model, name = SchedulerConfig(self.config, self), self.model_name, _name(scheduler)
 
         async def make() -> ChatCompletionScheduler:
@@ -380,11 +379,8 @@ class ChatBackend:
         if session.lost_turns:
             trajectory.events["lost_turn"] += session.lost_turns
         if not trajectory.turns:
-            raise TrajectoryError(
-                "chat_scheduler_silent",
-                f"{name} sampled nothing (a request belongs to a conversation if its task was "
-                "started by generate_sequences)",
-            )
+            why = f"{name} sampled nothing in the tasks that generate_sequences started"
+            raise TrajectoryError("chat_scheduler_silent", why)
         return made
 
     async def generate_sequences(
