@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 from urllib.parse import urlsplit
+
+import ray
+from ray.actor import ActorHandle as RayActor
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
@@ -21,9 +24,6 @@ from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
 from turnwise.weights.sync import WeightSync
 from turnwise.weights.transport import Manifest, find_transport
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle as RayActor
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 _GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
@@ -56,15 +56,13 @@ class LLMServerManager:
         config: str | Path | Config,
         overrides: Sequence[str] = (),
         *,
-        workers: "Sequence[RayActor] | None" = None,
+        workers: Sequence[RayActor] | None = None,
     ) -> None:
         if not isinstance(config, Config):
             defaults = {"serving": {"worker_servers": True}}
             config = load_config(config, overrides, defaults, optional=NEEDED_KEYS)
         hosts: dict[str, RayActor] | None = None
         if workers is not None:
-            import ray  # takes a second
-
             count, rest = divmod(len(workers), config.engine.tensor_parallel_size)
             if rest or not count or config.engine.pipeline_parallel_size > 1:
                 raise InputError(
@@ -98,7 +96,7 @@ class LLMServerManager:
         return self._thread.opened[1].conductor
 
     @property
-    def async_llm_servers(self) -> "list[RayActor]":
+    def async_llm_servers(self) -> list[RayActor]:
         """Ray's handles of the workers, whose `chat_completion_generator` answers chats."""
         return [engine.actor for engine in self._thread.opened[0].engines]
 

@@ -148,7 +148,8 @@ async def create_placement_group(
 
 def give_back(group: PlacementGroup) -> None:
     """End a reservation of bundles, and the actors in them."""
-    _ask_head(lambda: remove_placement_group(group))
+    with suppress(Exception):  # Ray's head may be gone
+        _ask_head(lambda: remove_placement_group(group))
 
 
 async def get_with_deadline(

@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -101,14 +101,11 @@ class Branch:
 
     def masked(self, mask: Sequence[int]) -> "Branch":
         """Return the branch with a response mask of which each 1 is one of its own."""
-        return replace(
-            self,
-            response_mask=list(mask),
-            logprobs=[value if m else 0.0 for value, m in zip(self.logprobs, mask, strict=True)],
-            weight_versions=[
-                value if m else -1 for value, m in zip(self.weight_versions, mask, strict=True)
-            ],
-            turns=[value if m else -1 for value, m in zip(self.turns, mask, strict=True)],
+        versions = [v if m else -1 for v, m in zip(self.weight_versions, mask, strict=True)]
+        logprobs = [p if m else 0.0 for p, m in zip(self.logprobs, mask, strict=True)]
+        turns = [turn if m else -1 for turn, m in zip(self.turns, mask, strict=True)]
+        return Branch(
+            self.leaf, self.token_ids, list(mask), logprobs, versions, turns, self.experts
         )
 
 
@@ -430,8 +427,8 @@ class Trajectory:
                     "inconsistent_turn", f"turn {index}: parent {turn.parent} is not before it"
                 )
         tree["events"] = Counter(tree["events"])
-        if (chosen := tree.get("chosen")) is not None:
-            tree["chosen"] = [(leaf, mask) for leaf, mask in chosen]
+        if tree.get("chosen") is not None:
+            tree["chosen"] = [*map(tuple, tree["chosen"])]
         trajectory = cls(turns=turns, **tree)
         if turns:
             prompt = trajectory.prompt_token_ids(len(turns) - 1)
