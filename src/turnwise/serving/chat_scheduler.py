@@ -229,7 +229,8 @@ class ChatBackend:
 
     async def conduct_by(self, scheduler: type[ChatCompletionScheduler]) -> None:
         """Lead further conversations with an instance of this class, made with verl's arguments."""
-        config, model, name = SchedulerConfig(self.config, self), self.model_name, _name(scheduler)
+        config, model = SchedulerConfig(self.config, self), self.model_name
+        name = f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
 
         async def make() -> ChatCompletionScheduler:
             return scheduler(config=config, model_path=model, server_addresses=[])
@@ -240,6 +241,7 @@ class ChatBackend:
         except Exception as error:
             why = await describe_user_error(error)
             raise InputError(f"rollout.chat_scheduler: {name} cannot be made: {why}") from error
+        self._who = name
 
     async def stop(self) -> None:
         if hasattr(self, "_app"):
@@ -351,7 +353,7 @@ class ChatBackend:
             calls=calls,
         )
         session.clock = clock
-        conductor, name = self.conductor, _name(type(self.conductor))
+        conductor, name = self.conductor, self._who
         made: DataProto | None = None
 
         async def hold() -> DataProto | None:
@@ -455,7 +457,7 @@ class ChatBackend:
             return DataProto.concat(batches, pad)
 
         seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
-        name = f"the batch of {_name(type(self.conductor))}"
+        name = f"the batch of {self._who}"
         try:
             batch: DataProto = await call_user_code(joined, name=name, seconds=seconds, key=key)
         except TurnwiseError:
@@ -502,10 +504,6 @@ class ChatBackend:
             raise
         except Exception as error:  # raised to the caller
             replies.put_nowait(error)
-
-
-def _name(scheduler: type[ChatCompletionScheduler]) -> str:
-    return f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
 
 
 @contextmanager
