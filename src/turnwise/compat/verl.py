@@ -103,7 +103,8 @@ class LLMServerManager:
     @property
     def server_addresses(self) -> list[str]:
         """Addresses of the workers' own OpenAI servers, HOST:PORT, for
-        `base_url=f"http://{address}/v1"`; InputError without `serving.worker_servers`."""
+        `base_url=f"http://{address}/v1"`; other nodes need `serving.host` 0.0.0.0. InputError
+        without `serving.worker_servers`."""
         if not self.config.serving.worker_servers:
             raise InputError("server_addresses needs serving.worker_servers: set it to true")
         return [urlsplit(url).netloc for url in self._thread.opened[0].base_urls.values()]
