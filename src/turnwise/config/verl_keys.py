@@ -36,12 +36,12 @@ _KEYS = {
     "your code is imported by the names in the configuration": "model.external_lib",
     "the model's own config.json, in the folder of model.path, is used": "model.override_config",
     "training.attention": "model.override_config.attn_implementation",
-    "training.activation_checkpointing": "model.enable_gradient_checkpointing",
-    "training.activation_checkpointing stores fewer of them": "model.enable_activation_offload",
+    "training.activation_checkpointing": "model.enable_gradient_checkpointing "
+    "model.enable_activation_offload",
     "training.packing": "model.use_remove_padding",
-    "the layers are Transformers' own": "model.use_liger model.use_fused_kernels "
-    "model.use_fused_loss model.fused_kernel_options model.tiled_mlp "
-    "model.return_last_hidden_state",
+    "the layers are Transformers' own, and not compiled": "model.use_liger "
+    "model.use_fused_kernels model.use_fused_loss model.fused_kernel_options model.tiled_mlp "
+    "model.return_last_hidden_state actor.use_torch_compile",
     "model.lora.rank": "model.lora_rank",
     "model.lora.alpha": "model.lora_alpha",
     "model.lora.target_modules": "model.target_modules",
@@ -54,8 +54,7 @@ _KEYS = {
     "training.micro_batch_tokens": "actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu "
     "actor.ppo_max_token_len_per_gpu rollout.log_prob_micro_batch_size "
     "rollout.log_prob_micro_batch_size_per_gpu rollout.log_prob_max_token_len_per_gpu "
-    "rollout.log_prob_use_dynamic_bsz",
-    "micro-batches are always dynamic, of training.micro_batch_tokens": "actor.use_dynamic_bsz",
+    "rollout.log_prob_use_dynamic_bsz actor.use_dynamic_bsz",
     "training.max_grad_norm": "actor.grad_clip actor.optim.clip_grad",
     "set both algorithm.loss.clip_low and algorithm.loss.clip_high": "actor.clip_ratio",
     "algorithm.loss.clip_low": "actor.clip_ratio_low",
@@ -67,11 +66,8 @@ _KEYS = {
     "set algorithm.kl.coef above 0, with algorithm.kl.where loss": "actor.use_kl_loss",
     "algorithm.kl.coef": "actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
     "algorithm.kl.estimator": "actor.kl_loss_type algorithm.kl_penalty",
-    "algorithm.correction.name is its kind": "actor.rollout_correction "
-    "algorithm.rollout_correction",
-    "algorithm.correction.name": "actor.rollout_correction.rollout_is",
+    "algorithm.correction.name": "actor.rollout_correction algorithm.rollout_correction",
     "algorithm.correction.high": "actor.rollout_correction.rollout_is_threshold",
-    "the trainer's models are not compiled": "actor.use_torch_compile",
     "training.epochs_per_step": "actor.ppo_epochs",
     "each pass over a batch has the same micro-batches": "actor.data_loader_seed actor.shuffle",
     "training.context_parallel": "actor.ulysses_sequence_parallel_size "
@@ -108,14 +104,14 @@ _KEYS = {
     "sampling.temperature 0 is greedy": "rollout.do_sample",
     "tokens must come from the distribution that the trainer computes": "rollout.use_fire_sampling",
     "sampling.ignore_eos": "rollout.ignore_eos",
-    "engine.vllm_args has it: {gpu_memory_utilization: 0.5}": "rollout.gpu_memory_utilization",
-    "engine.vllm_args has it: {enforce_eager: true}": "rollout.enforce_eager",
-    "engine.vllm_args has it: {enable_chunked_prefill: true}": "rollout.enable_chunked_prefill",
+    "engine.vllm_args has keys of these names": "rollout.gpu_memory_utilization "
+    "rollout.enforce_eager rollout.enable_chunked_prefill",
     "engine.prefix_caching": "rollout.enable_prefix_caching",
     "engine.vllm_args": "rollout.engine_kwargs",
     "engines sleep while a trainer computes (training.colocated)": "rollout.free_cache_engine",
     "engines load the model of model.path, and then the trainer's weights": "rollout.load_format",
-    "weights are gathered one tensor at a time": "rollout.layered_summon",
+    "weights.transport gathers and sends one chunk at a time": "rollout.layered_summon "
+    "rollout.update_weights_bucket_megabytes",
     "engine.tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "engine.pipeline_parallel_size": "rollout.pipeline_model_parallel_size",
     "serving.workers": "rollout.data_parallel_size",
@@ -124,13 +120,10 @@ _KEYS = {
     "model.max_length": "rollout.max_model_len",
     "engine.metrics collects them, and is the opposite": "rollout.disable_log_stats",
     "the engines' log-probs are always recorded": "rollout.calculate_log_probs",
-    "weights.transport has a size of its own": "rollout.update_weights_bucket_megabytes",
-    "eval.sampling.temperature": "rollout.val_kwargs.temperature",
+    "eval.sampling.temperature": "rollout.val_kwargs.temperature rollout.val_kwargs.do_sample",
     "eval.sampling.top_k": "rollout.val_kwargs.top_k",
     "eval.sampling.top_p": "rollout.val_kwargs.top_p",
     "eval.sampling.n": "rollout.val_kwargs.n",
-    "eval.sampling.temperature 0 is greedy": "rollout.val_kwargs.do_sample",
-    "rollout.loop": "rollout.multi_turn.enable rollout.agent.default_agent_loop",
     "rollout.max_turns": "rollout.multi_turn.max_turns rollout.multi_turn.max_assistant_turns",
     "the environment's `done` ends its answers": "rollout.multi_turn.max_user_turns",
     "all calls of a turn run at once": "rollout.multi_turn.max_parallel_calls",
@@ -138,9 +131,8 @@ _KEYS = {
     "an environment's `step` answers the model": "rollout.multi_turn.interaction_config_path",
     "rollout.chat_scheduler names a class with callbacks": "rollout.multi_turn.completion_callback",
     "rollout.tool_parser": "rollout.multi_turn.format",
-    "rollout.loop chooses how turns follow each other": "rollout.multi_turn",
+    "rollout.loop": "rollout.multi_turn rollout.agent",
     "rollout.processes": "rollout.agent.num_workers",
-    "rollout.loop names a class of your own": "rollout.agent",
     "your program may start subclasses of VllmAsyncGenerationWorker": (
         "rollout.agent.custom_async_server"
     ),
