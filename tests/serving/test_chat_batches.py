@@ -292,6 +292,7 @@ async def test_its_configuration_answers_to_verls_names(
         assert config.max_model_len == config.model.max_length == 512
         assert config.get("prompt_length", 7) is None
         assert config.get("no_such_name", 7) == 7
+        assert config.val_kwargs.temperature == backend.config.eval.sampling.temperature
         with pytest.raises(AttributeError, match="has no use_fire_sampling"):
             _ = config.use_fire_sampling
 
@@ -308,11 +309,15 @@ def test_batches_are_joined_with_what_all_of_them_have() -> None:
     long = DataProto.from_tokens([[5, 6, 7]], [[8, 9, 10]], [[1, 1, 1]], 9, name=["b"])
     assert short.batch is not None
     short.batch["extra"] = torch.ones(1, 2)
+    for batch in (short.batch, long.batch):
+        assert batch is not None
+        batch["weight_versions"] = batch["response_mask"] + 3
     joined = DataProto.concat([short, long], pad_token_id=9)
     assert joined.batch is not None
     assert joined.batch["input_ids"].tolist() == [[9, 9, 5, 6, 7, 9], [5, 6, 7, 8, 9, 10]]
     assert joined.batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 0], [1] * 6]
     assert joined.batch["response_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert joined.batch["weight_versions"].tolist() == [[4, 3, -1], [4, 4, 4]]
     assert joined.non_tensor_batch["name"].tolist() == ["a", "b"]
     assert "extra" not in joined.batch
     assert "only" not in joined.non_tensor_batch

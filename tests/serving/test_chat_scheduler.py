@@ -195,10 +195,11 @@ async def test_a_stream_of_chunks_is_recorded_as_the_whole_completion_is(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
     """Without HTTP, with tools, and recorded as the whole completion is."""
+    lines = "The answer\u2028is 42."  # a line's end, but not of an event
     asked: dict[str, Any] = {
         "messages": [QUESTION],
         "tools": [TOOL_SCHEMA],
-        "extra_body": scripted(template, CALL, ANSWER),
+        "extra_body": scripted(template, CALL, f"{lines}<|im_end|>"),
         "extra_headers": {"x-session-id": "streamed"},
     }
     stream: Any = await chats.chat_completion(stream=True, **asked)
@@ -227,7 +228,7 @@ async def test_a_stream_of_chunks_is_recorded_as_the_whole_completion_is(
     headers = {"x-request-id": chunks[0].id}
     asked |= {"messages": following, "extra_headers": headers, "stream": True}
     await chats.submit_chat_completions(callback, {}, **asked)
-    assert "".join(pieces) == "The answer is 42."
+    assert "".join(pieces) == lines
     trajectory = trajectory_of(backend, "streamed")
     assert audit(trajectory).first_violation is None
     assert len(trajectory.turns) == 2

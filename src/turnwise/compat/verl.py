@@ -1,12 +1,15 @@
 """verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import NoReturn, Self
 from urllib.parse import urlsplit
+
+import ray
+from ray.actor import ActorHandle as RayActor
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
@@ -20,11 +23,7 @@ from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
 from turnwise.weights.sync import WeightSync
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle as RayActor
-
-    from turnwise.weights.transport import Manifest
+from turnwise.weights.transport import Manifest, find_transport
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 _GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
@@ -57,18 +56,26 @@ class LLMServerManager:
         config: str | Path | Config,
         overrides: Sequence[str] = (),
         *,
-        workers: "Sequence[RayActor] | None" = None,
+        workers: Sequence[RayActor] | None = None,
     ) -> None:
         if not isinstance(config, Config):
             defaults = {"serving": {"worker_servers": True}}
             config = load_config(config, overrides, defaults, optional=NEEDED_KEYS)
-        hosts: Mapping[str, RayActor] | None = None
+        hosts: dict[str, RayActor] | None = None
         if workers is not None:
-            config, hosts = _over_actors(config, workers)
+            count, rest = divmod(len(workers), config.engine.tensor_parallel_size)
+            if rest or not count or config.engine.pipeline_parallel_size > 1:
+                raise InputError(
+                    f"there are {len(workers)} workers, no multiple of engine.tensor_parallel_size "
+                    f"{config.engine.tensor_parallel_size} with engine.pipeline_parallel_size 1"
+                )
+            if not ray.is_initialized():
+                raise InputError("the workers' Ray is not connected: pass handles of live actors")
+            hosts = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
+            serving = config.serving.model_copy(update={"workers": count, "spread": False})
+            config = config.model_copy(update={"serving": serving})
         self.config = config
-        self._thread = EventLoopThread(
-            lambda: open_manager(self.config, hosts=hosts), "the manager"
-        )
+        self._thread = EventLoopThread(partial(open_manager, config, hosts=hosts), "the manager")
         self._asleep = False
 
     def __enter__(self) -> Self:
@@ -89,14 +96,15 @@ class LLMServerManager:
         return self._thread.opened[1].conductor
 
     @property
-    def async_llm_servers(self) -> "list[RayActor]":
+    def async_llm_servers(self) -> list[RayActor]:
         """Ray's handles of the workers, whose `chat_completion_generator` answers chats."""
         return [engine.actor for engine in self._thread.opened[0].engines]
 
     @property
     def server_addresses(self) -> list[str]:
         """Addresses of the workers' own OpenAI servers, HOST:PORT, for
-        `base_url=f"http://{address}/v1"`; InputError without `serving.worker_servers`."""
+        `base_url=f"http://{address}/v1"`; other nodes need `serving.host` 0.0.0.0. InputError
+        without `serving.worker_servers`."""
         if not self.config.serving.worker_servers:
             raise InputError("server_addresses needs serving.worker_servers: set it to true")
         return [urlsplit(url).netloc for url in self._thread.opened[0].base_urls.values()]
@@ -125,7 +133,7 @@ class LLMServerManager:
         # Each conversation has its own deadline.
         return self._thread.call(work, NO_DEADLINE, "the conversations")
 
-    def update_weights(self, publish: "Callable[[], Manifest]") -> int:
+    def update_weights(self, publish: Callable[[], Manifest]) -> int:
         """Bring new weights to all engines, or to none; return their version.
 
         Args:
@@ -135,20 +143,16 @@ class LLMServerManager:
         Raises:
             WeightUpdateError: when an engine refuses them.
         """
-        weights = self.config.weights
-        sync = WeightSync(
-            _Publisher(publish, weights.update_timeout),
-            weights.update_timeout,
-            self.config.engine.start_timeout,
-        )
+        seconds, patience = self.config.weights.update_timeout, self.config.engine.start_timeout
+        sync = WeightSync(_Publisher(publish, seconds), seconds, patience)
 
         async def update() -> int:
             await sync.publish()
             updated = await self._thread.opened[0].update_weights(sync)
             return max(each.version for each in updated)
 
-        # To publish, to load, and to load again where a stream broke.
-        return self._thread.call(update, 3 * weights.update_timeout, "the engines' new weights")
+        # To publish, to check, and to load.
+        return self._thread.call(update, 3 * seconds, "the engines' new weights")
 
     def sleep(self) -> None:
         """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
@@ -184,50 +188,24 @@ class LLMServerManager:
 class _Publisher:
     """A `Trainer` of `weights.sync` that only publishes."""
 
-    def __init__(self, publish: "Callable[[], Manifest]", seconds: float) -> None:
+    def __init__(self, publish: Callable[[], Manifest], seconds: float) -> None:
         self._publish = publish
         self._seconds = seconds
 
-    async def publish(self) -> "Manifest":
-        manifest: Manifest = await call_user_code(
-            self._publish,
-            name="the function that publishes the weights",
-            seconds=self._seconds,
-            key="weights.update_timeout",
-        )
-        return manifest
+    async def publish(self) -> Manifest:
+        name, key = "the function that publishes the weights", "weights.update_timeout"
+        made = await call_user_code(self._publish, name=name, seconds=self._seconds, key=key)
+        if not isinstance(made, Manifest):
+            kind = type(made).__name__
+            raise InputError(f"{name} must return what publish_weights did, and not a {kind}")
+        if find_transport(made.transport).streamed:  # an engine would wait for a sender
+            await self.send()
+        return made
 
-    async def send(self, devices: Sequence[str]) -> None:
+    async def send(self, *_: object, **__: object) -> NoReturn:
         raise InputError(
             "update_weights takes weights that are published as a whole, by publish_weights or "
             "the transports shm and disk; ipc and collective need a trainer that sends them"
         )
 
-    async def rendezvous(self) -> tuple[str, int]:
-        await self.send([])
-        raise AssertionError
-
-    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
-        await self.send([])
-
-
-def _over_actors(
-    config: Config, workers: "Sequence[RayActor]"
-) -> "tuple[Config, Mapping[str, RayActor]]":
-    """Return the configuration of as many engines as the actors suffice for, and the actors by
-    their names in errors."""
-    import ray  # takes a second
-
-    size = config.engine.tensor_parallel_size
-    if not workers or len(workers) % size:
-        raise InputError(
-            f"there are {len(workers)} workers, no multiple of engine.tensor_parallel_size {size}"
-        )
-    if config.engine.pipeline_parallel_size > 1:
-        raise InputError("engines in your own actors need engine.pipeline_parallel_size 1")
-    if not ray.is_initialized():
-        raise InputError("the workers' Ray is not connected: pass handles of running actors")
-    count = len(workers) // size
-    serving = config.serving.model_copy(update={"workers": count, "spread": False})
-    named = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
-    return config.model_copy(update={"serving": serving}), named
+    rendezvous = join = send

@@ -118,8 +118,8 @@ def dump_config(config: Config, *, secrets: bool = False) -> str:
 def masked(config: Config) -> dict[str, object]:
     """Return a configuration as plain values, with a mask for each value that may be a secret.
 
-    Those are the values of `headers` and `env`, texts whose key is called a token, key, secret,
-    password or the like, and users in URLs. `serving.api_key` is left out.
+    Those are the values of `headers`, `env` and `ray_env`, texts whose key is called a token, key,
+    secret, password or the like, and users in URLs. `serving.api_key` is left out.
     """
     tree = config.model_dump(mode="json", exclude=_OUT_OF_FILES)
     return {key: masked_value(key, value) for key, value in tree.items()}

@@ -4,273 +4,193 @@ Errors, the documentation's test and the names that a chat scheduler's `self.con
 come from this one table. A key below one that is listed has its answer.
 """
 
-_RANKS = "there is one trainer with FSDP2 on training.ranks processes"
-_MICRO = "training.micro_batch_tokens"
-_OFFLOAD = "list it in training.offload, with training.colocated true"
-_TEMPLATE = "environments give messages, which are rendered once"
-_SHUFFLE = "rows are always shuffled, by seed"
-_KL_LOSS = "set algorithm.kl.coef above 0, with algorithm.kl.where loss"
-_KL_REWARD = "set algorithm.kl.coef above 0, with algorithm.kl.where reward"
-_CHECKPOINT = "checkpoints hold weights, optimizer and position; turnwise export writes the model"
-_CRITIC = "the value model of algorithm.advantage.name gae is trained beside the policy, with "
-_REWARDS = "name it in rollout.rewards, as {model: PATH}"
-_FUNCTION = "name it in rollout.rewards, as {function: package.module:function}"
-
-_SECTIONS: dict[str, dict[str, str]] = {
-    "data": {
-        "tokenizer": "model.tokenizer",
-        "train_files": "data.path",
-        "val_files": "data.eval_path",
-        "train_max_samples": "data.limit",
-        "val_max_samples": "data.eval_limit",
-        "prompt_key": "the class in environment chooses the row's fields",
-        "reward_fn_key": "the class in environment, or rollout.rewards, chooses the reward",
-        "image_key video_key": "images and videos are not supported",
-        "max_prompt_length": "data.max_prompt_tokens",
-        "max_response_length": "rollout.max_response_tokens",
-        "train_batch_size gen_batch_size": "rollout.prompts_per_step",
-        "val_batch_size": "all held-out rows are evaluated at once, up to rollout.concurrency",
-        "return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs": (
-            _TEMPLATE
-        ),
-        "shuffle validation_shuffle": _SHUFFLE,
-        "seed": "seed",
-        "filter_overlong_prompts filter_overlong_prompts_workers truncation": (
-            "data.max_prompt_tokens leaves longer prompts out; none is ever cut"
-        ),
-        "trust_remote_code": "model.trust_remote_code",
-        "apply_chat_template_kwargs": "model.template_args",
-        "custom_cls": "data.path may be environment, whose rows the class in environment makes",
-        "sampler": "data.curriculum lets rows rest that teach nothing",
-        "tool_config_path": "list the tools in rollout.tools",
-    },
-    "actor_rollout_ref": {
-        "hybrid_engine": "training.colocated",
-        "nccl_timeout": "training.step_timeout",
-    },
-    "actor_rollout_ref.model": {
-        "path": "model.path",
-        "tokenizer_path": "model.tokenizer",
-        "custom_chat_template": "model.chat_template",
-        "external_lib": "your code is imported by the names in the configuration",
-        "override_config": "the model's own config.json, in the folder of model.path, is used",
-        "override_config.attn_implementation": "training.attention",
-        "enable_gradient_checkpointing": "training.activation_checkpointing",
-        "enable_activation_offload": "training.activation_checkpointing stores fewer of them",
-        "trust_remote_code": "model.trust_remote_code",
-        "use_remove_padding": "training.packing",
-        "use_liger use_fused_kernels use_fused_loss fused_kernel_options tiled_mlp "
-        "return_last_hidden_state": "the trainer computes with Transformers' own layers",
-        "lora_rank": "model.lora.rank",
-        "lora_alpha": "model.lora.alpha",
-        "target_modules": "model.lora.target_modules",
-        "lora_adapter_path": "training starts from a merged model; model.adapter is for serving",
-    },
-    "actor_rollout_ref.actor": {
-        "strategy": _RANKS,
-        "ppo_mini_batch_size": "training.updates_per_step is the number of equal updates in a step",
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu": _MICRO,
-        "use_dynamic_bsz": "micro-batches are always dynamic, of training.micro_batch_tokens",
-        "grad_clip": "training.max_grad_norm",
-        "clip_ratio": "set both algorithm.loss.clip_low and algorithm.loss.clip_high",
-        "clip_ratio_low": "algorithm.loss.clip_low",
-        "clip_ratio_high": "algorithm.loss.clip_high",
-        "clip_ratio_c": "algorithm.loss.dual_clip",
-        "policy_loss.loss_mode": "algorithm.loss.name",
-        "loss_agg_mode": "algorithm.reduction",
-        "entropy_coeff": "algorithm.entropy.coef",
-        "use_kl_loss": _KL_LOSS,
-        "kl_loss_coef": "algorithm.kl.coef",
-        "kl_loss_type": "algorithm.kl.estimator",
-        "rollout_correction": "algorithm.correction.name is the kind of correction",
-        "rollout_correction.rollout_is": "algorithm.correction.name",
-        "rollout_correction.rollout_is_threshold": "algorithm.correction.high",
-        "use_torch_compile": "the trainer's models are not compiled",
-        "ppo_epochs": "training.epochs_per_step",
-        "data_loader_seed shuffle": "each pass over a batch has the same micro-batches",
-        "ulysses_sequence_parallel_size": "training.context_parallel",
-        "router_replay.mode": "engine.routing_replay",
-        "checkpoint": _CHECKPOINT,
-        "optim.lr": "training.learning_rate",
-        "optim.lr_warmup_steps": "training.warmup_steps",
-        "optim.lr_warmup_steps_ratio": "give the number of updates in training.warmup_steps",
-        "optim.weight_decay": "training.weight_decay",
-        "optim.warmup_style optim.lr_scheduler_type": "training.lr_schedule",
-        "optim.min_lr_ratio optim.num_cycles": "training.lr_schedule is constant or linear",
-        "optim.total_training_steps": "training.steps",
-        "optim.clip_grad": "training.max_grad_norm",
-        "optim": "the optimizer is AdamW, with training.learning_rate and training.weight_decay",
-        "fsdp_config": _RANKS,
-        "fsdp_config.param_offload": _OFFLOAD,
-        "fsdp_config.optimizer_offload": _OFFLOAD,
-        "fsdp_config.offload_policy": "training.offload frees memory between steps only",
-        "fsdp_config.wrap_policy": "each decoder layer is a unit of FSDP2",
-        "fsdp_config.reshard_after_forward": "weights are always resharded after the forward pass",
-        "fsdp_config.fsdp_size": "training.ranks",
-        "fsdp_config.model_dtype": "training.weights_dtype",
-        "fsdp_config.dtype": "model.dtype",
-    },
-    "actor_rollout_ref.ref": {
-        "fsdp_config": "it is sharded as the policy is, and moves with it (training.offload)",
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
-        "log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz": _MICRO,
-        "ulysses_sequence_parallel_size": "training.context_parallel",
-        "strategy use_torch_compile": "the reference model is computed as the policy is",
-        "model.path": "algorithm.kl.model.path",
-    },
-    "actor_rollout_ref.rollout": {
-        "name": "the engine is vLLM; the section engine has its keys",
-        "mode": "rollouts are always asynchronous: training.max_staleness lets them run ahead of "
-        "the trainer, and 0 is synchronous training",
-        "chat_scheduler": "rollout.chat_scheduler",
-        "temperature": "sampling.temperature",
-        "top_k": "sampling.top_k",
-        "top_p": "sampling.top_p",
-        "n": "sampling.n",
-        "do_sample": "sampling.temperature 0 is greedy",
-        "use_fire_sampling": "tokens must come from the distribution that the trainer computes",
-        "prompt_length": "data.max_prompt_tokens",
-        "response_length": "rollout.max_response_tokens",
-        "dtype": "model.dtype",
-        "ignore_eos": "sampling.ignore_eos",
-        "gpu_memory_utilization": "engine.vllm_args has it: {gpu_memory_utilization: 0.5}",
-        "enforce_eager": "engine.vllm_args has it: {enforce_eager: true}",
-        "enable_chunked_prefill": "engine.vllm_args has it: {enable_chunked_prefill: true}",
-        "enable_prefix_caching": "engine.prefix_caching",
-        "engine_kwargs": "engine.vllm_args",
-        "free_cache_engine": "engines sleep while a colocated trainer computes "
-        "(training.colocated)",
-        "load_format": "engines load the model of model.path, and then the trainer's weights",
-        "layered_summon": "weights are gathered one tensor at a time",
-        "tensor_model_parallel_size": "engine.tensor_parallel_size",
-        "pipeline_model_parallel_size": "engine.pipeline_parallel_size",
-        "data_parallel_size": "serving.workers",
-        "max_num_batched_tokens": "engine.max_num_batched_tokens",
-        "max_num_seqs": "engine.max_num_seqs",
-        "max_model_len": "model.max_length",
-        "disable_log_stats": "engine.metrics collects them, and is the opposite",
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
-        "log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz": _MICRO,
-        "calculate_log_probs": "the engines' log-probs are always recorded",
-        "update_weights_bucket_megabytes": "chunks have a size of their own (weights.transport)",
-        "val_kwargs.temperature": "eval.sampling.temperature",
-        "val_kwargs.top_k": "eval.sampling.top_k",
-        "val_kwargs.top_p": "eval.sampling.top_p",
-        "val_kwargs.n": "eval.sampling.n",
-        "val_kwargs.do_sample": "eval.sampling.temperature 0 is greedy",
-        "multi_turn.enable": "rollout.loop",
-        "multi_turn.max_turns multi_turn.max_assistant_turns": "rollout.max_turns",
-        "multi_turn.max_user_turns": "the environment's `done` ends its answers; rollout.max_turns "
-        "counts the model's",
-        "multi_turn.max_parallel_calls": "all calls of a turn run at once; a Tool may be in_order",
-        "multi_turn.max_tool_response_length": "rollout.tool_max_chars",
-        "multi_turn.tool_config_path": "list the tools in rollout.tools",
-        "multi_turn.interaction_config_path": "an environment's `step` answers the model",
-        "multi_turn.completion_callback": "rollout.chat_scheduler names a class that leads "
-        "conversations",
-        "multi_turn.format": "rollout.tool_parser",
-        "multi_turn": "rollout.loop chooses how turns follow each other",
-        "agent.num_workers": "rollout.processes",
-        "agent.default_agent_loop": "rollout.loop",
-        "agent": "rollout.loop names a class of your own",
-        "agent.custom_async_server": "runs start workers of their own; your program may start a "
-        "subclass of VllmAsyncGenerationWorker",
-        "trace": "spans are OpenTelemetry's, and its own variables name their collector",
-    },
-    "critic": {
-        "optim.lr": "algorithm.advantage.learning_rate",
-        "model.path": "algorithm.advantage.model.path",
-        "cliprange_value": "algorithm.advantage.clip",
-        "rollout_n": "sampling.n",
-        "optim": f"{_CRITIC}algorithm.advantage.learning_rate",
-        "model": f"{_CRITIC}algorithm.advantage.model",
-        "forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu "
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu": _MICRO,
-        "strategy ppo_mini_batch_size use_dynamic_bsz ulysses_sequence_parallel_size ppo_epochs "
-        "shuffle grad_clip checkpoint": f"{_CRITIC}the same updates",
-    },
-    "reward_model": {
-        "enable": _REWARDS,
-        "model.path": _REWARDS,
-        "model": _REWARDS,
-        "strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz "
-        "ulysses_sequence_parallel_size forward_max_token_len_per_gpu": (
-            "a reward model in rollout.rewards scores answers as they come"
-        ),
-        "reward_manager launch_reward_fn_async": (
-            "rewards are always computed as trajectories finish; rollout.rewards lists their parts"
-        ),
-        "sandbox_fusion": "rollout.tools has python and shell in a sandbox",
-    },
-    "custom_reward_function": {"path": _FUNCTION, "name": _FUNCTION},
-    "algorithm": {
-        "gamma": "algorithm.advantage.gamma",
-        "lam": "algorithm.advantage.lam",
-        "adv_estimator": "algorithm.advantage.name",
-        "norm_adv_by_std_in_grpo": "algorithm.advantage.name dr_grpo does not divide by it",
-        "use_kl_in_reward": _KL_REWARD,
-        "kl_penalty": "algorithm.kl.estimator",
-        "kl_ctrl": "algorithm.kl.coef is fixed",
-        "kl_ctrl.kl_coef": "algorithm.kl.coef",
-        "filter_groups": "algorithm.dynamic_sampling",
-        "rollout_correction": "algorithm.correction.name is the kind of correction",
-    },
-    "trainer": {
-        "balance_batch": "micro-batches are always balanced over the ranks",
-        "total_epochs": "give the number of steps in training.steps",
-        "total_training_steps": "training.steps",
-        "project_name": "project",
-        "experiment_name": "name",
-        "logger": "trackers",
-        "log_val_generations": "samples_every",
-        "rollout_data_dir validation_data_dir": "trajectories.keep: the run folder has all of them",
-        "nnodes": "set ray_address, and serving.resources and training.resources place the actors",
-        "n_gpus_per_node": "set training.ranks and serving.workers",
-        "save_freq": "training.checkpoint_every",
-        "test_freq": "eval.every",
-        "val_before_train": "held-out rows are evaluated before the first step, unless eval.every "
-        "is 0",
-        "val_only": "turnwise eval evaluates a model",
-        "critic_warmup": "algorithm.advantage.warmup_steps",
-        "resume_mode resume_from_path": "turnwise train --resume FOLDER continues a run",
-        "default_local_dir": "output_dir",
-        "default_hdfs_dir": "output_dir",
-        "remove_previous_ckpt_in_save max_actor_ckpt_to_keep max_critic_ckpt_to_keep": (
-            "training.keep_last"
-        ),
-        "del_local_ckpt_after_load": "training.keep_last",
-        "ray_wait_register_center_timeout": "engine.start_timeout",
-        "device": "GPUs are used where there are any",
-    },
-    "ray_init": {
-        "num_cpus": "Ray reserves no cores; the operating system divides them",
-        "runtime_env.env_vars": "ray_env",
-    },
-    "ray_kwargs.ray_init": {
-        "num_cpus": "Ray reserves no cores; the operating system divides them",
-        "runtime_env.env_vars": "ray_env",
-        "address": "ray_address",
-    },
+ROOT = "actor_rollout_ref."
+"""Section of verl's whose parts `_KEYS` names without it, as users may."""
+_KEYS = {
+    "model.tokenizer": "data.tokenizer model.tokenizer_path",
+    "data.path": "data.train_files",
+    "data.eval_path": "data.val_files",
+    "data.limit": "data.train_max_samples",
+    "data.eval_limit": "data.val_max_samples",
+    "the class in environment chooses the row's fields": "data.prompt_key",
+    "the class in environment, or rollout.rewards, chooses the reward": "data.reward_fn_key",
+    "images and videos are not supported": "data.image_key data.video_key",
+    "data.max_prompt_tokens": "data.max_prompt_length rollout.prompt_length",
+    "rollout.max_response_tokens": "data.max_response_length rollout.response_length",
+    "rollout.prompts_per_step": "data.train_batch_size data.gen_batch_size",
+    "environments give messages": "data.return_raw_input_ids data.return_raw_chat "
+    "data.return_full_prompt data.return_multi_modal_inputs",
+    "data.shuffle": "data.shuffle",
+    "all held-out rows are evaluated, and their order does not matter": "data.validation_shuffle",
+    "seed": "data.seed",
+    "data.max_prompt_tokens leaves longer prompts out": "data.filter_overlong_prompts "
+    "data.filter_overlong_prompts_workers data.truncation",
+    "model.trust_remote_code": "data.trust_remote_code model.trust_remote_code",
+    "model.template_args": "data.apply_chat_template_kwargs",
+    "data.path may be environment, whose rows the class in environment makes": "data.custom_cls",
+    "data.curriculum lets rows rest that teach nothing": "data.sampler",
+    "list the tools in rollout.tools": "data.tool_config_path rollout.multi_turn.tool_config_path",
+    "all held-out rows are evaluated at once, up to rollout.concurrency": "data.val_batch_size",
+    "model.path": "model.path",
+    "model.chat_template": "model.custom_chat_template",
+    "your code is imported by the names in the configuration": "model.external_lib",
+    "the model's own config.json, in the folder of model.path, is used": "model.override_config",
+    "training.attention": "model.override_config.attn_implementation",
+    "training.activation_checkpointing": "model.enable_gradient_checkpointing "
+    "model.enable_activation_offload",
+    "training.packing": "model.use_remove_padding",
+    "the layers are Transformers' own, and not compiled": "model.use_liger "
+    "model.use_fused_kernels model.use_fused_loss model.fused_kernel_options model.tiled_mlp "
+    "model.return_last_hidden_state actor.use_torch_compile",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.target_modules": "model.target_modules",
+    "training starts from a merged model": "model.lora_adapter_path",
+    "training.colocated": "actor_rollout_ref.hybrid_engine",
+    "training.step_timeout": "actor_rollout_ref.nccl_timeout",
+    "there is one trainer with FSDP2 on training.ranks processes": "actor.strategy "
+    "actor.fsdp_config",
+    "training.updates_per_step is the number of equal updates": "actor.ppo_mini_batch_size",
+    "training.micro_batch_tokens": "actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu "
+    "actor.ppo_max_token_len_per_gpu rollout.log_prob_micro_batch_size "
+    "rollout.log_prob_micro_batch_size_per_gpu rollout.log_prob_max_token_len_per_gpu "
+    "rollout.log_prob_use_dynamic_bsz actor.use_dynamic_bsz",
+    "training.max_grad_norm": "actor.grad_clip actor.optim.clip_grad",
+    "set both algorithm.loss.clip_low and algorithm.loss.clip_high": "actor.clip_ratio",
+    "algorithm.loss.clip_low": "actor.clip_ratio_low",
+    "algorithm.loss.clip_high": "actor.clip_ratio_high",
+    "algorithm.loss.dual_clip": "actor.clip_ratio_c",
+    "algorithm.loss.name": "actor.policy_loss.loss_mode",
+    "algorithm.reduction": "actor.loss_agg_mode",
+    "algorithm.entropy.coef": "actor.entropy_coeff",
+    "set algorithm.kl.coef above 0, with algorithm.kl.where loss": "actor.use_kl_loss",
+    "algorithm.kl.coef": "actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl.estimator": "actor.kl_loss_type algorithm.kl_penalty",
+    "algorithm.correction.name": "actor.rollout_correction algorithm.rollout_correction",
+    "algorithm.correction.high": "actor.rollout_correction.rollout_is_threshold",
+    "training.epochs_per_step": "actor.ppo_epochs",
+    "each pass over a batch has the same micro-batches": "actor.data_loader_seed actor.shuffle",
+    "training.context_parallel": "actor.ulysses_sequence_parallel_size "
+    "ref.ulysses_sequence_parallel_size",
+    "engine.routing_replay": "actor.router_replay.mode",
+    "checkpoints hold all that a run needs; turnwise export writes the model": "actor.checkpoint",
+    "training.learning_rate": "actor.optim.lr",
+    "training.warmup_steps": "actor.optim.lr_warmup_steps",
+    "give the number of updates in training.warmup_steps": "actor.optim.lr_warmup_steps_ratio",
+    "training.weight_decay": "actor.optim.weight_decay",
+    "training.lr_schedule": "actor.optim.warmup_style actor.optim.lr_scheduler_type",
+    "training.lr_schedule is constant or linear": "actor.optim.min_lr_ratio actor.optim.num_cycles",
+    "training.steps": "actor.optim.total_training_steps trainer.total_training_steps",
+    "the optimizer is AdamW, with training.weight_decay": "actor.optim",
+    "list it in training.offload, with training.colocated true": (
+        "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload"
+    ),
+    "training.offload frees memory between steps only": "actor.fsdp_config.offload_policy",
+    "each decoder layer is a unit, and resharded after the forward pass": (
+        "actor.fsdp_config.wrap_policy actor.fsdp_config.reshard_after_forward"
+    ),
+    "training.ranks": "actor.fsdp_config.fsdp_size",
+    "training.weights_dtype": "actor.fsdp_config.model_dtype",
+    "model.dtype": "actor.fsdp_config.dtype rollout.dtype",
+    "algorithm.kl.model.path": "ref.model.path",
+    "it is computed as the policy is (training.micro_batch_tokens, training.offload)": "ref",
+    "the engine is vLLM; the section engine has its keys": "rollout.name",
+    "rollouts are always asynchronous, unless training.max_staleness is 0": "rollout.mode",
+    "rollout.chat_scheduler": "rollout.chat_scheduler",
+    "sampling.temperature": "rollout.temperature",
+    "sampling.top_k": "rollout.top_k",
+    "sampling.top_p": "rollout.top_p",
+    "sampling.n": "rollout.n critic.rollout_n",
+    "sampling.temperature 0 is greedy": "rollout.do_sample",
+    "tokens must come from the distribution that the trainer computes": "rollout.use_fire_sampling",
+    "sampling.ignore_eos": "rollout.ignore_eos",
+    "engine.vllm_args has keys of these names": "rollout.gpu_memory_utilization "
+    "rollout.enforce_eager rollout.enable_chunked_prefill",
+    "engine.prefix_caching": "rollout.enable_prefix_caching",
+    "engine.vllm_args": "rollout.engine_kwargs",
+    "engines sleep while a trainer computes (training.colocated)": "rollout.free_cache_engine",
+    "engines load the model of model.path, and then the trainer's weights": "rollout.load_format",
+    "weights.transport gathers and sends one chunk at a time": "rollout.layered_summon "
+    "rollout.update_weights_bucket_megabytes",
+    "engine.tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "engine.pipeline_parallel_size": "rollout.pipeline_model_parallel_size",
+    "serving.workers": "rollout.data_parallel_size",
+    "engine.max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "engine.max_num_seqs": "rollout.max_num_seqs",
+    "model.max_length": "rollout.max_model_len",
+    "engine.metrics collects them, and is the opposite": "rollout.disable_log_stats",
+    "the engines' log-probs are always recorded": "rollout.calculate_log_probs",
+    "eval.sampling.temperature": "rollout.val_kwargs.temperature rollout.val_kwargs.do_sample",
+    "eval.sampling.top_k": "rollout.val_kwargs.top_k",
+    "eval.sampling.top_p": "rollout.val_kwargs.top_p",
+    "eval.sampling.n": "rollout.val_kwargs.n",
+    "rollout.max_turns": "rollout.multi_turn.max_turns rollout.multi_turn.max_assistant_turns",
+    "the environment's `done` ends its answers": "rollout.multi_turn.max_user_turns",
+    "all calls of a turn run at once": "rollout.multi_turn.max_parallel_calls",
+    "rollout.tool_max_chars": "rollout.multi_turn.max_tool_response_length",
+    "an environment's `step` answers the model": "rollout.multi_turn.interaction_config_path",
+    "rollout.chat_scheduler names a class with callbacks": "rollout.multi_turn.completion_callback",
+    "rollout.tool_parser": "rollout.multi_turn.format",
+    "rollout.loop": "rollout.multi_turn rollout.agent",
+    "rollout.processes": "rollout.agent.num_workers",
+    "your program may start subclasses of VllmAsyncGenerationWorker": (
+        "rollout.agent.custom_async_server"
+    ),
+    "spans are OpenTelemetry's, and its own variables name their collector": "rollout.trace",
+    "algorithm.advantage.learning_rate": "critic.optim.lr",
+    "algorithm.advantage.model.path": "critic.model.path",
+    "algorithm.advantage.clip": "critic.cliprange_value",
+    "algorithm.advantage.name gae has a value model, and training.micro_batch_tokens": "critic",
+    "rewards are computed as trajectories finish": "reward_model.reward_manager "
+    "reward_model.launch_reward_fn_async",
+    "rollout.tools has python and shell in a sandbox": "reward_model.sandbox_fusion",
+    "name it in rollout.rewards, as {model: PATH}; it scores answers as they come": "reward_model",
+    "name it in rollout.rewards, as {function: package.module:function}": "custom_reward_function",
+    "algorithm.advantage.gamma": "algorithm.gamma",
+    "algorithm.advantage.lam": "algorithm.lam",
+    "algorithm.advantage.name": "algorithm.adv_estimator",
+    "algorithm.advantage.name dr_grpo does not divide by it": "algorithm.norm_adv_by_std_in_grpo",
+    "set algorithm.kl.coef above 0, with algorithm.kl.where reward": "algorithm.use_kl_in_reward",
+    "algorithm.kl.coef is fixed": "algorithm.kl_ctrl",
+    "algorithm.dynamic_sampling": "algorithm.filter_groups",
+    "micro-batches are always balanced over the ranks": "trainer.balance_batch",
+    "give the number of steps in training.steps": "trainer.total_epochs",
+    "project": "trainer.project_name",
+    "name": "trainer.experiment_name",
+    "trackers": "trainer.logger",
+    "samples_every": "trainer.log_val_generations",
+    "the run folder has it (trajectories.keep)": "trainer.rollout_data_dir "
+    "trainer.validation_data_dir",
+    "set ray_address, serving.resources and training.resources": "trainer.nnodes",
+    "set training.ranks and serving.workers": "trainer.n_gpus_per_node",
+    "training.checkpoint_every": "trainer.save_freq",
+    "eval.every": "trainer.test_freq",
+    "held-out rows are evaluated first, unless eval.every is 0": "trainer.val_before_train",
+    "turnwise eval evaluates a model": "trainer.val_only",
+    "algorithm.advantage.warmup_steps": "trainer.critic_warmup",
+    "turnwise train --resume FOLDER": "trainer.resume_mode trainer.resume_from_path",
+    "output_dir": "trainer.default_local_dir trainer.default_hdfs_dir",
+    "training.keep_last": "trainer.remove_previous_ckpt_in_save trainer.max_actor_ckpt_to_keep "
+    "trainer.max_critic_ckpt_to_keep trainer.del_local_ckpt_after_load",
+    "engine.start_timeout": "trainer.ray_wait_register_center_timeout",
+    "GPUs are used where there are any": "trainer.device",
+    "the operating system divides the cores": "ray_init.num_cpus ray_kwargs.ray_init.num_cpus",
+    "ray_env": "ray_init.runtime_env.env_vars ray_kwargs.ray_init.runtime_env.env_vars",
+    "ray_address": "ray_kwargs.ray_init.address",
 }
 VERL_KEYS = {
-    f"{section}.{name}": ours
-    for section, keys in _SECTIONS.items()
-    for names, ours in keys.items()
+    f"{ROOT if name.startswith(('actor.', 'model.', 'ref', 'rollout.')) else ''}{name}": ours
+    for ours, names in _KEYS.items()
     for name in names.split()
 }
 """Keys here, or sentences, by verl's keys."""
-SCHEDULER_SECTION = "actor_rollout_ref.rollout"
-"""The section that a chat scheduler of verl gets as its configuration."""
 
 
 def verl_answer(key: str) -> str | None:
-    """Return the key here, or the sentence, for a key of verl's or one below it; None for others.
-
-    A key of the sections `rollout`, `actor`, `model` and `ref` may be without `actor_rollout_ref`.
-    """
-    short = f"actor_rollout_ref.{key}"
-    if short in VERL_KEYS:
-        return VERL_KEYS[short]
-    while key and key not in VERL_KEYS:
+    """Return the key here, or the sentence, for a key of verl's or one below it, or None."""
+    while key:
+        for name in (f"{ROOT}{key}", key):
+            if name in VERL_KEYS:
+                return VERL_KEYS[name]
         key = key.rpartition(".")[0]
-    return VERL_KEYS.get(key)
+    return None

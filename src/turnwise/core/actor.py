@@ -141,9 +141,15 @@ async def create_placement_group(
             group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
         )
     except BaseException:
-        _ask_head(lambda: remove_placement_group(group))
+        give_back(group)
         raise
     return group
+
+
+def give_back(group: PlacementGroup) -> None:
+    """End a reservation of bundles, and the actors in them."""
+    with suppress(Exception):  # Ray's head may be gone
+        _ask_head(lambda: remove_placement_group(group))
 
 
 async def get_with_deadline(

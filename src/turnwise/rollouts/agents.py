@@ -40,7 +40,7 @@ from turnwise.core.untrusted import (
 )
 from turnwise.core.user_code import call_user_code, describe_user_error, import_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
@@ -459,17 +459,16 @@ class ChatSchedulerLoop:
             return
         try:
             await call_user_code(
-                *(take_rows, context.trajectory, made),
+                *(take_rows, context.trajectory, made, row),
                 name="the chat scheduler's batch",
                 seconds=context.rollout.environment_timeout,
                 key="rollout.environment_timeout",
             )
-        except (TrajectoryError, DeadlineError):
+        except TurnwiseError:
             raise
         except Exception as error:
-            message = (
-                f"the chat scheduler's batch cannot be read: {await describe_user_error(error)}"
-            )
+            why = await describe_user_error(error)
+            message = f"the chat scheduler's batch cannot be read: {why}"
             raise TrajectoryError("inexact_rows", message) from error
 
 

@@ -84,7 +84,10 @@ async def _open_fleet(
     hosts: Mapping[str, RayActor] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
     """Start the workers and the front end concurrently; `load` imports what the latter needs."""
-    begin_imports(config)
+    if hosts is None:
+        begin_imports(config)
+    else:
+        check_vllm()
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
     async with AsyncExitStack() as stack:
@@ -140,9 +143,6 @@ def make_manager(
 ) -> AsyncLLMServerManager:
     """Return a manager of workers that are not yet started, each with a share of a GPU, or with
     the `WorkerHost`s that hold its model."""
-    return AsyncLLMServerManager(
-        WorkerStarter(config, share, hosts),
-        config.serving,
-        config.weights,
-        config.engine.start_timeout + config.engine.request_timeout,
-    )
+    starter, seconds = WorkerStarter(config, share, hosts), config.engine.start_timeout
+    seconds += config.engine.request_timeout
+    return AsyncLLMServerManager(starter, config.serving, config.weights, seconds, starter.end)

@@ -9,11 +9,12 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
-from turnwise.config.verl_keys import SCHEDULER_SECTION, VERL_KEYS
+from turnwise.config.verl_keys import ROOT, VERL_KEYS
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
@@ -63,8 +64,9 @@ _conversation: ContextVar[Session | None] = ContextVar("conversation", default=N
 class SchedulerConfig:
     """The configuration of a chat scheduler: the run's, by our names and by verl's of `rollout`.
 
-    `config.sampling.temperature` is `config.temperature`, and `config.response_length`
-    `rollout.max_response_tokens`; `config.n` is 1, because each conversation has a call of its own.
+    `config.sampling.temperature` is `config.temperature`, `config.response_length` is
+    `rollout.max_response_tokens`, and `config.val_kwargs` is `eval.sampling`; `config.n` is 1,
+    because each conversation has a call of its own.
     """
 
     def __init__(self, config: Config, chats: "ChatBackend") -> None:
@@ -75,15 +77,12 @@ class SchedulerConfig:
     def __getattr__(self, name: str) -> Foreign:
         if name.startswith("_"):  # it is not set yet, in a copy
             raise AttributeError(name)
-        if name == "n":
-            return 1
-        value: Foreign = self._config
-        key = VERL_KEYS.get(f"{SCHEDULER_SECTION}.{name}", name)
-        for part in [name] if hasattr(value, name) else key.split("."):
-            if not hasattr(value, part):
-                raise AttributeError(f"the configuration of a chat scheduler has no {name}")
-            value = getattr(value, part)
-        return value
+        if name in (fixed := {"n": 1, "val_kwargs": self._config.eval.sampling}):
+            return fixed[name]
+        for key in (name, VERL_KEYS.get(f"{ROOT}rollout.{name}", name)):
+            with suppress(AttributeError):
+                return attrgetter(key)(self._config)
+        raise AttributeError(f"the configuration of a chat scheduler has no {name}")
 
     def get(self, name: str, default: object = None) -> Foreign:
         """Return a value by its name, or the default where there is none, as verl's does."""
@@ -125,6 +124,7 @@ class ChatCompletionScheduler:
         self.config = config
         self.model_name = model_path
         self.tokenizer = config.chats.tokenizer
+        self._chats = config.chats  # a subclass may have a configuration of its own
 
     async def submit_chat_completions(
         self,
@@ -165,7 +165,7 @@ class ChatCompletionScheduler:
             InputError: naming the key that cannot be served, or when the prompt is too long.
             EngineError, DeadlineError: when the workers fail.
         """
-        return await self.config.chats.create(request, _conversation.get())
+        return await self._chats.create(request, _conversation.get())
 
     async def generate_sequences(self, batch: DataProto, **sampling_params: object) -> object:
         """Run the conversations of a batch; this base class asks for one answer each.
@@ -228,9 +228,9 @@ class ChatBackend:
         await self.conduct_by(self._scheduler)
 
     async def conduct_by(self, scheduler: type[ChatCompletionScheduler]) -> None:
-        """Make an instance of a class, with verl's arguments, and lead further conversations with
-        it."""
-        config, model, name = SchedulerConfig(self.config, self), self.model_name, _name(scheduler)
+        """Lead further conversations with an instance of this class, made with verl's arguments."""
+        config, model = SchedulerConfig(self.config, self), self.model_name
+        name = f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
 
         async def make() -> ChatCompletionScheduler:
             return scheduler(config=config, model_path=model, server_addresses=[])
@@ -241,6 +241,7 @@ class ChatBackend:
         except Exception as error:
             why = await describe_user_error(error)
             raise InputError(f"rollout.chat_scheduler: {name} cannot be made: {why}") from error
+        self._who = name
 
     async def stop(self) -> None:
         if hasattr(self, "_app"):
@@ -255,28 +256,20 @@ class ChatBackend:
         replies = self._replies(request, session)
 
         async def chunks() -> AsyncGenerator[ChatCompletionChunk, None]:
-            try:
+            with _own_errors():
                 async with aclosing(replies):
                     async for event in replies:
-                        for line in str(event).splitlines():
+                        for line in str(event).split("\n"):
                             data = line.removeprefix("data: ")
                             if data not in (line, "[DONE]"):
-                                chunk = _checked(json.loads(data))
-                                yield ChatCompletionChunk.model_validate(chunk)
-            except Exception as error:
-                own = _own(error)
-                raise own from own.__cause__
+                                yield ChatCompletionChunk.model_validate(_checked(json.loads(data)))
 
-        try:
-            first = await anext(replies)
-            if first is None:
+        with _own_errors():
+            if (first := await anext(replies)) is None:
                 return chunks()
             await replies.aclose()
             assert isinstance(first, dict)
             return ChatCompletion.model_validate(_checked(first))
-        except Exception as error:
-            own = _own(error)
-            raise own from own.__cause__
 
     async def events(self, request: Mapping[str, object]) -> AsyncGenerator[tuple[int, str], None]:
         """Answer a request as verl's server actor does: yield a status of HTTP and a server-sent
@@ -285,15 +278,16 @@ class ChatBackend:
         from turnwise.serving.openai.chat_service import client_error
 
         try:
-            async with aclosing(self._replies(request, None)) as replies:
-                async for reply in replies:
-                    if isinstance(reply, dict):
-                        failed = reply.get("error") or {"code": HTTPStatus.OK.value}
-                        yield int(failed["code"] or 500), f"data: {json.dumps(reply)}\n\n"
-                    elif reply is not None:
-                        yield HTTPStatus.OK.value, str(reply)
+            with _own_errors():
+                async with aclosing(self._replies(request, None)) as replies:
+                    async for reply in replies:
+                        if isinstance(reply, dict):
+                            failed = reply.get("error") or {"code": HTTPStatus.OK.value}
+                            yield int(failed["code"] or 500), f"data: {json.dumps(reply)}\n\n"
+                        elif reply is not None:
+                            yield HTTPStatus.OK.value, str(reply)
         except Exception as error:  # the caller gets it as an answer
-            refusal = create_error_response(client_error(_own(error)))
+            refusal = create_error_response(client_error(error))
             yield refusal.error.code, f"data: {refusal.model_dump_json()}\n\n"
 
     async def _replies(
@@ -359,7 +353,7 @@ class ChatBackend:
             calls=calls,
         )
         session.clock = clock
-        conductor, name = self.conductor, _name(type(self.conductor))
+        conductor, name = self.conductor, self._who
         made: DataProto | None = None
 
         async def hold() -> DataProto | None:
@@ -387,11 +381,8 @@ class ChatBackend:
         if session.lost_turns:
             trajectory.events["lost_turn"] += session.lost_turns
         if not trajectory.turns:
-            raise TrajectoryError(
-                "chat_scheduler_silent",
-                f"{name} sampled nothing (a request belongs to a conversation if its task was "
-                "started by generate_sequences)",
-            )
+            why = f"{name} sampled nothing in the tasks that generate_sequences started"
+            raise TrajectoryError("chat_scheduler_silent", why)
         return made
 
     async def generate_sequences(
@@ -465,17 +456,14 @@ class ChatBackend:
                 batches.append(DataProto(own.batch, columns, dict(own.meta_info)))
             return DataProto.concat(batches, pad)
 
-        name, rollout = _name(type(self.conductor)), self.config.rollout
+        seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
+        name = f"the batch of {self._who}"
         try:
-            batch: DataProto = await call_user_code(
-                joined,
-                name=f"the batch of {name}",
-                seconds=rollout.environment_timeout,
-                key="rollout.environment_timeout",
-            )
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            why = await describe_user_error(error)
-            raise InputError(f"the batches of {name} cannot be joined: {why}") from error
+            batch: DataProto = await call_user_code(joined, name=name, seconds=seconds, key=key)
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise InputError(f"{name} is wrong: {await describe_user_error(error)}") from error
         return batch
 
     async def _answer(
@@ -518,22 +506,19 @@ class ChatBackend:
             replies.put_nowait(error)
 
 
-def _name(scheduler: type[ChatCompletionScheduler]) -> str:
-    return f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of vLLM's application as ours, and any other one as it is."""
+    try:
+        yield
+    except Exception as error:
+        from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
-
-def _own(error: Exception) -> Exception:
-    """Return an error of vLLM's application as ours, and any other one as it is."""
-    from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
-
-    own = error
-    if isinstance(error, GracefulHTTPError):
-        own = EngineError(str(error))
-    elif isinstance(error, (VLLMError, ValueError, TypeError)):
-        own = InputError(_sentence(error))
-    if own is not error:
-        own.__cause__ = error
-    return own
+        if isinstance(error, GracefulHTTPError):
+            raise EngineError(str(error)) from error
+        if isinstance(error, (VLLMError, ValueError, TypeError)):
+            raise InputError(_sentence(error)) from error
+        raise
 
 
 def _sentence(error: Exception) -> str:

@@ -5,8 +5,9 @@ conversation is trained.
 """
 
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ Column = npt.NDArray[Any]
 """An array of N values."""
 _IDS = ("prompts", "responses", "input_ids")  # tensors of token ids
 _WHOLE = ("input_ids", "attention_mask", "position_ids")  # as wide as prompts and responses
+_FILLS = {"weight_versions": -1}  # of places without a token, where it is not 0
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class DataProto:
         )
         assert made.batch is not None
         made.batch["rollout_log_probs"] = _padded(after("logprobs"), 0.0)
-        made.batch["weight_versions"] = _padded(after("weight_versions"), -1)
+        made.batch["weight_versions"] = _padded(after("weight_versions"), _FILLS["weight_versions"])
         made.non_tensor_batch["index"] = np.array([row for row, *_ in samples])
         return made
 
@@ -150,47 +152,43 @@ class DataProto:
         Raises:
             InputError: when a batch has no prompts or responses.
         """
-        import torch  # a second to import
+        from torch import cat  # a second to import
+        from torch.nn.functional import pad
 
         of_each: list[Foreign] = [each.batch for each in batches]
         if any(t is None or not {"prompts", "responses"} <= {*t.keys()} for t in of_each):
             raise InputError("each of the batches needs the tensors prompts and responses")
         widths = [(t["prompts"].shape[1], t["responses"].shape[1]) for t in of_each]
-        most_before, most_after = (max(sizes) for sizes in zip(*widths, strict=True))
+        most = [max(sizes) for sizes in zip(*widths, strict=True)]
 
-        def fitted(name: str, tensor: torch.Tensor, before: int, after: int) -> torch.Tensor:
+        def fitted(name: str, tensor: Foreign, before: int, after: int) -> Foreign:
             width = tensor.shape[1] if tensor.dim() > 1 else -1
-            left, right = most_before - before, most_after - after
+            left, right = most[0] - before, most[1] - after
             if name == "prompts":
                 right = 0
             elif name not in _WHOLE and width == after:
                 left = 0
             elif width != before + after:
                 return tensor
-            fill = pad_token_id if name in _IDS else 0
-            inner = [0, 0] * (tensor.dim() - 2)
-            return torch.nn.functional.pad(tensor, [*inner, left, right], value=fill)
+            fill = pad_token_id if name in _IDS else _FILLS.get(name, 0)
+            return pad(tensor, [*[0, 0] * (tensor.dim() - 2), left, right], value=fill)
 
         tensors = {
-            name: torch.cat(
-                [fitted(name, t[name], *width) for t, width in zip(of_each, widths, strict=True)]
-            )
+            name: cat([fitted(name, t[name], *w) for t, w in zip(of_each, widths, strict=True)])
             for name in _common(of_each)
         }
-        columns = {
-            name: np.concatenate([each.non_tensor_batch[name] for each in batches])
-            for name in _common([each.non_tensor_batch for each in batches])
-        }
+        parts = [each.non_tensor_batch for each in batches]
+        columns = {name: np.concatenate([each[name] for each in parts]) for name in _common(parts)}
         return cls(tensors, columns, dict(batches[0].meta_info))
 
 
-def take_rows(trajectory: Trajectory, made: "DataProto") -> None:
+def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] = ()) -> None:
     """Train what the batch that a chat scheduler made of a conversation says.
 
     Its rows are trained where `response_mask` [N, R] is 1 and the model sampled the token; without
     that tensor, wherever it was sampled, and all of the conversation if the rows are not its own
     ids. `rm_scores` [N, R], summed over R and averaged over the rows, replace the environment's
-    reward. Columns of numbers become the trajectory's metrics, averaged over the rows.
+    reward. Columns of numbers but the `given` ones become metrics, averaged over the rows.
 
     Raises:
         TrajectoryError: when rows with a mask are not what was sampled.
@@ -206,8 +204,7 @@ def take_rows(trajectory: Trajectory, made: "DataProto") -> None:
         rows: list[tuple[list[int], list[int]]] = []
         for row, real, trained in zip(*(t.tolist() for t in (ids, attention, wanted)), strict=True):
             whole = [0] * (len(row) - width) + trained
-            kept = [at for at, is_real in enumerate(real) if is_real]
-            rows.append(([row[at] for at in kept], [whole[at] for at in kept]))
+            rows.append((list(compress(row, real)), list(compress(whole, real))))
         try:
             trajectory.choose(rows)
         except TrajectoryError:
@@ -215,10 +212,11 @@ def take_rows(trajectory: Trajectory, made: "DataProto") -> None:
                 raise
             trajectory.events["retokenised_rows"] += len(rows)
         if (scores := batch.get("rm_scores", None)) is not None and len(scores):
-            trajectory.reward = float(scores.sum(dim=-1).mean())
+            trajectory.reward = float(scores.float().sum(dim=-1).mean())
     for name, column in made.non_tensor_batch.items():
         numbers = [float(v) for v in column if isinstance(v, int | float | np.number | np.bool_)]
-        if numbers and len(numbers) == len(column) and all(map(math.isfinite, numbers)):
+        finite = len(numbers) == len(column) and all(map(math.isfinite, numbers))
+        if numbers and finite and name not in given:
             trajectory.metrics[name] = sum(numbers) / len(numbers)
 
 

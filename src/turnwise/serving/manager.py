@@ -214,6 +214,7 @@ class AsyncLLMServerManager:
         serving: Number of workers, and settings of their supervision.
         weights: Treatment of running turns during updates.
         turn_timeout: Seconds that a turn waits while no worker is usable.
+        end: Called once no worker will be started any more.
 
     Updates, sleep and wake raise `DeadlineError` or `EngineError`, naming the worker.
     """
@@ -224,13 +225,14 @@ class AsyncLLMServerManager:
         serving: ServingConfig,
         weights: WeightsConfig,
         turn_timeout: float,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
-        self._start = start
+        self._start, self._end = start, end
         self._weights = weights
         self._supervisors = [
             WorkerSupervisor(index, serving, self) for index in range(serving.workers)
@@ -360,6 +362,7 @@ class AsyncLLMServerManager:
         await asyncio.gather(*(e.shutdown() for e in self.engines), return_exceptions=True)
         for supervisor in self._supervisors:
             supervisor.engine = None
+        self._end()
 
     def _up(self) -> "list[tuple[WorkerSupervisor, WorkerHandle]]":
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]

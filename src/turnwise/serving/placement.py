@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
-from turnwise.core.actor import create_placement_group
+from turnwise.core.actor import create_placement_group, give_back
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.errors import InputError
@@ -104,6 +104,12 @@ class WorkerStarter:
             placement=PlacementGroupSchedulingStrategy(self._group, bundles[0]),
             bundle_indices=bundles if spread else None,
         )
+
+    def end(self) -> None:
+        """Give the bundles back, where Ray may go on: it is that of the hosts."""
+        if self._hosts is not None and self._group is not None:
+            give_back(self._group)
+            self._group = None
 
 
 def gpu_share(config: Config, gpus: float, training: bool) -> float:

@@ -13,8 +13,8 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -101,14 +101,11 @@ class Branch:
 
     def masked(self, mask: Sequence[int]) -> "Branch":
         """Return the branch with a response mask of which each 1 is one of its own."""
-        return replace(
-            self,
-            response_mask=list(mask),
-            logprobs=[value if m else 0.0 for value, m in zip(self.logprobs, mask, strict=True)],
-            weight_versions=[
-                value if m else -1 for value, m in zip(self.weight_versions, mask, strict=True)
-            ],
-            turns=[value if m else -1 for value, m in zip(self.turns, mask, strict=True)],
+        versions = [v if m else -1 for v, m in zip(self.weight_versions, mask, strict=True)]
+        logprobs = [p if m else 0.0 for p, m in zip(self.logprobs, mask, strict=True)]
+        turns = [turn if m else -1 for turn, m in zip(self.turns, mask, strict=True)]
+        return Branch(
+            self.leaf, self.token_ids, list(mask), logprobs, versions, turns, self.experts
         )
 
 
@@ -304,52 +301,35 @@ class Trajectory:
             >>> trajectory.samples()[0].response_mask
             [0, 0, 1, 0]
         """
-        paths = [
-            [*self.prompt_token_ids(index), *turn.completion_token_ids]
-            for index, turn in enumerate(self.turns)
-        ]
+        branches = (self._branch(leaf, {}) for leaf in range(len(self.turns)))
+        paths = [(branch.token_ids, branch.turns) for branch in branches]
         chosen: list[tuple[int, list[int]]] = []
         trained: set[tuple[int, int]] = set()  # turns, and positions on their paths
         for number, (token_ids, row_mask) in enumerate(rows):
-            ids = list(token_ids)
-            shared = [common_prefix(ids, path) for path in paths]
+            ids, wanted = list(token_ids), [at for at, m in enumerate(row_mask) if m]
+            shared = [common_prefix(ids, path) for path, _ in paths]
             longest = max(shared, default=0)
-            wanted = {at for at, m in enumerate(row_mask) if m}
-            others = [p for p, n in zip(paths, shared, strict=True) if n == longest < len(p)]
-            if others and longest < len(ids) and max(wanted, default=-1) >= longest:
+            others = [p for (p, _), n in zip(paths, shared, strict=True) if n == longest < len(p)]
+            if others and longest < len(ids) and wanted[-1:] >= [longest]:
                 raise TrajectoryError(
                     "inexact_rows",
                     f"row {number} has token {ids[longest]} at position {longest}, where the "
                     f"conversation has {others[0][longest]}: make rows of the answers' own ids "
                     "(prompt_token_ids and generation_token_ids of their messages)",
                 )
-            wanted = {at for at in wanted if at < longest}
-            if not wanted:
-                continue
             # Paths may have equal ids of which only one's were sampled; else the shortest is meant.
-            options = [
-                (self._kept(leaf, wanted, trained), leaf)
-                for leaf, n in enumerate(shared)
-                if n > max(wanted)
-            ]
-            mask, leaf = max(options, key=lambda option: (sum(option[0]), -len(option[0])))
-            turns = self._branch(leaf, {}).turns
-            trained |= {(turns[at], at) for at, kept in enumerate(mask) if kept}
-            if any(mask):
-                chosen.append((leaf, mask))
+            best: tuple[int, int, int, set[int]] = (0, 0, -1, set())
+            wanted = [at for at in wanted if at < longest]
+            for leaf, (path, turns) in enumerate(paths):
+                if wanted and shared[leaf] > wanted[-1]:
+                    kept = {a for a in wanted if turns[a] >= 0 and (turns[a], a) not in trained}
+                    best = max(best, (len(kept), -len(path), leaf, kept), key=lambda one: one[:2])
+            _, _, leaf, kept = best
+            if kept:
+                path, turns = paths[leaf]
+                trained |= {(turns[at], at) for at in kept}
+                chosen.append((leaf, [int(at in kept) for at in range(len(path))]))
         self.chosen = chosen
-
-    def _kept(
-        self, leaf: int, wanted: Collection[int], trained: Collection[tuple[int, int]]
-    ) -> list[int]:
-        """Return the mask of a path: its sampled tokens at `wanted` positions, unless trained."""
-        branch = self._branch(leaf, {})
-        return [
-            int(bool(sampled) and at in wanted and (turn, at) not in trained)
-            for at, (sampled, turn) in enumerate(
-                zip(branch.response_mask, branch.turns, strict=True)
-            )
-        ]
 
     def prompt_token_ids(self, index: int) -> list[int]:
         """Return the whole prompt of a turn, as the engine received it."""
@@ -447,8 +427,8 @@ class Trajectory:
                     "inconsistent_turn", f"turn {index}: parent {turn.parent} is not before it"
                 )
         tree["events"] = Counter(tree["events"])
-        if (chosen := tree.get("chosen")) is not None:
-            tree["chosen"] = [(leaf, mask) for leaf, mask in chosen]
+        if tree.get("chosen") is not None:
+            tree["chosen"] = [*map(tuple, tree["chosen"])]
         trajectory = cls(turns=turns, **tree)
         if turns:
             prompt = trajectory.prompt_token_ids(len(turns) - 1)

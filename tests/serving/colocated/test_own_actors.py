@@ -1,12 +1,14 @@
 """Engines in a user's own actors, which train: several at once, behind verl's manager."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group_table
 from transformers import AutoModelForCausalLM
 
 import turnwise
@@ -81,9 +83,14 @@ def test_several_engines_run_in_a_users_own_actors(
         versions = made.batch["weight_versions"]
         return {*versions[versions >= 0].tolist()}
 
+    def reserved() -> set[str]:
+        groups = placement_group_table().items()
+        return {name for name, group in groups if group["state"] != "REMOVED"}
+
     def published() -> Iterator[Any]:
         return (learner.publish.remote() for learner in learners)
 
+    before = reserved()
     with turnwise.LLMServerManager(config, workers=learners) as manager:
         assert len(manager.async_llm_servers) == 2
         addresses = manager.server_addresses
@@ -99,7 +106,16 @@ def test_several_engines_run_in_a_users_own_actors(
         with pytest.raises(WeightUpdateError, match="version 2 is not published"):
             manager.update_weights(lambda: ray.get(learners[0].publish.remote()))
         assert sampled(compared=False) == {1}  # all or none
+        mistakes: dict[Any, str] = {
+            None: "must return what publish_weights did, and not a NoneType",
+            Manifest(3, "ipc", "", 0, ()): "ipc and collective need a trainer that sends them",
+        }
+        for made, words in mistakes.items():
+            with pytest.raises(InputError, match=words):
+                manager.update_weights(partial(lambda returned: returned, made))
+        assert sampled(compared=False) == {1}  # and no engine is lost
     ray.get([learner.step.remote() for learner in learners])  # they are as alive as before
+    assert reserved() == before
 
 
 def test_actors_that_do_not_suffice_are_refused(

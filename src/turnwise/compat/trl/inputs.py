@@ -1,4 +1,4 @@
-"""What a script passes to `GRPOTrainer`, in the form that a run takes: rows, rewards and models.
+"""Arguments of `GRPOTrainer` in the form that a run takes: rows, rewards and models.
 
 Objects in memory that other processes need (models, tokenizers) are saved below the run folder.
 """
