@@ -111,5 +111,5 @@ async def test_what_a_beam_search_found_is_not_trained_and_no_agents(
         check_sampled(config)
     runner = Runner(config, tokenizer)
     row = {"question": "What is 3 plus 4?", "answer": 7}
-    with pytest.raises(InputError, match="the requests of agents and chat schedulers sample"):
+    with pytest.raises(InputError, match="the requests of agents, chat schedulers and samplers sa"):
         await runner.run_group(engine, Problem("rows:1", row), config.sampling, "agents")

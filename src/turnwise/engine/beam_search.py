@@ -7,8 +7,10 @@ tokens of every beam. vLLM's engine has no beam search.
 import asyncio
 import copy
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +18,6 @@ from turnwise.config import SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Chunk, FinishReason, Generator, Request, join
-from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
@@ -27,15 +28,20 @@ class BeamSearch:
 
     Args:
         generator: Computes the steps.
-        tokenizer: The model's; its EOS ends an answer, and `sampling.stop` cuts it.
+        tokenizer: The model's; at its EOS the search ends an answer.
+        ends: All tokens that end an answer, which is cut after them, and after `sampling.stop`.
         width: Number of beams, and of answers.
     """
 
-    def __init__(self, generator: Generator, tokenizer: Foreign, width: int) -> None:
+    def __init__(
+        self, generator: Generator, tokenizer: Foreign, ends: Collection[int], width: int
+    ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
+        self._ends = ends
         self._width = width
-        self._found: dict[tuple[int, ...], asyncio.Future[list[Chunk]]] = {}
+        self._turns = defaultdict[tuple[int, ...], asyncio.Lock](asyncio.Lock)
+        self._found: dict[tuple[int, ...], list[Chunk]] = {}
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
@@ -45,44 +51,39 @@ class BeamSearch:
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
         prompt = tuple(request.prompt)
-        found = self._found.get(prompt)
-        if found is None:
-            found = self._found[prompt] = asyncio.get_running_loop().create_future()
-            try:
-                found.set_result(await self._search(request))
-            except BaseException as error:
-                del self._found[prompt]  # another attempt searches again
-                cancelled = EngineError(f"the beam search of {request.id} was cancelled")
-                found.set_exception(error if isinstance(error, Exception) else cancelled)
-                found.exception()  # nobody else may be waiting
-                raise
-        return await asyncio.shield(found)
+        async with self._turns[prompt]:
+            if prompt not in self._found:
+                self._found[prompt] = await self._search(request)
+        return self._found[prompt]
 
     async def _search(self, request: Request) -> list[Chunk]:
-        vllm = await run_in_thread(_import_vllm)  # seconds
+        vllm: Foreign = await run_in_thread(import_module, "turnwise.internals.vllm")  # seconds
         sampling = cast(SamplingConfig, request.sampling)
         client = _Client(self._generator, request)
         limits = self._width, sampling.max_tokens, sampling.ignore_eos
-        search = vllm.beam_search(
-            client, self._tokenizer, list(request.prompt), request.id, *limits
-        )
+        prompt = list(request.prompt)
+        search = vllm.beam_search(client, self._tokenizer, prompt, request.id, *limits)
         (output,) = [output async for output in search]
-        return [self._chunk(answer, sampling.stop, client.version) for answer in output.outputs]
+        return [self._chunk(answer, sampling, client.version) for answer in output.outputs]
 
-    def _chunk(self, answer: "vllm.CompletionOutput", stop: Sequence[str], version: int) -> Chunk:
+    def _chunk(
+        self, answer: "vllm.CompletionOutput", sampling: SamplingConfig, version: int
+    ) -> Chunk:
         ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
-        if stop:
-            ends = range(1, len(ids) + 1)
-            end = bisect_left(ends, True, key=lambda end: self._stops(ids[:end], stop))
-            if end < len(ids):
-                ids, reason = ids[: end + 1], "stop"
+        lengths = range(1, len(ids) + 1)
+        end = 1 + bisect_left(lengths, True, key=lambda n: self._has_ended(ids[:n], sampling))
+        if end <= len(ids):
+            ids, reason = ids[:end], "stop"
         rows = zip(ids, answer.logprobs or (), strict=False)
         logprobs = [float(row[token].logprob) for token, row in rows]
         return Chunk(ids, logprobs, [version] * len(ids), reason)
 
-    def _stops(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
+    def _has_ended(self, ids: Sequence[int], sampling: SamplingConfig) -> bool:
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)}
+        if not sampling.stop or not ends.isdisjoint(ids):
+            return not ends.isdisjoint(ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return any(end in text for end in stop)
+        return any(end in text for end in sampling.stop)
 
 
 class _Ranked:
@@ -124,9 +125,3 @@ class _Client:
         yield SimpleNamespace(
             outputs=[SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])]
         )
-
-
-def _import_vllm() -> Foreign:
-    from turnwise.internals import vllm
-
-    return vllm

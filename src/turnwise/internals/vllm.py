@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
@@ -166,20 +167,11 @@ def beam_search(
     ignore_eos: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Search with the algorithm of vLLM's server, whose engine is `client`; answers include EOS."""
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-
-    internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
     search = BeamSearchOnlineMixin()
     search.engine_client, search.renderer = client, SimpleNamespace(get_tokenizer=lambda: tokenizer)
-    params = BeamSearchParams(
-        beam_width=width,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-        include_stop_str_in_output=True,
-    )
-    found: AsyncGenerator[RequestOutput, None] = search.beam_search(
-        tokens_input(token_ids), name, params
-    )
+    params = BeamSearchParams(width, max_tokens, ignore_eos, include_stop_str_in_output=True)
+    inputs = tokens_input(token_ids)
+    found: AsyncGenerator[RequestOutput, None] = search.beam_search(inputs, name, params)
     return found
 
 
@@ -189,6 +181,7 @@ def use_process_context(context: BaseContext) -> None:
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
+internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
 internal(AsyncLLM, "_run_output_handler", "self")
 internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")
 internal(OutputProcessor, "propagate_error", "self", "e")

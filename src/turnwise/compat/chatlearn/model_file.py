@@ -291,14 +291,12 @@ def read_model(path: str | Path) -> ModelFile:
                     settings |= _leaves(_SECTIONS[section][name], value)
                 else:
                     flat[name] = value
-            elif asks_for_nothing(name, value):
-                pass
             elif not section and name in _REASONS:
                 if value and value != "None":
                     notes.setdefault(_REASONS[name], []).append(name)
-            elif name in UNNEEDED_KEYS:
+            elif name in UNNEEDED_KEYS and not asks_for_nothing(name, value):
                 notes.setdefault(f"no effect; {REPLACED_KEYS[name]}", []).append(name)
-            else:
+            elif not asks_for_nothing(name, value):
                 mistakes.append(f"{place}: {_unknown(section, name)}")
     flat = {key: value for key, value in flat.items() if value not in (None, "None")}
     mistakes = mistakes or [f"{path}: {mistake}" for mistake in _mistakes(flat)]

@@ -165,8 +165,6 @@ class PipelineFile:
         known = [*_OWN_SECTIONS, *Config.model_fields]
         for name in sorted(map(str, self._tree.keys() - {*known})):
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
-        if self._section("runtime_env"):
-            self._note("no effect; the nodes' own environments count", "runtime_env")
         entries: dict[str, Tree] = {}
         for name, entry in models.items():
             if entry is not None and not isinstance(entry, dict):
@@ -189,8 +187,11 @@ class PipelineFile:
             kind = "grpo"
         self._models(entries, kind)
         self._runtime(runtime, entries)
-        if variables := self._section("runtime_env").get("env_vars"):
-            self._put("ray_env", variables, "runtime_env.env_vars")
+        for key, value in self._section("runtime_env").items():
+            if key == "env_vars":
+                self._put("ray_env", value or {}, f"runtime_env.{key}")
+            else:
+                self._note("no effect; the nodes' own environments count", f"runtime_env.{key}")
         if self._mistakes:
             raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
         for key, kinds in _ONLY_FOR.items():
