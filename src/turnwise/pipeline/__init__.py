@@ -11,8 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.compat.chatlearn.prompt_dataset import PromptPipeline, VLLMPromptPipeline
-    from turnwise.compat.chatlearn.vllm_utils import get_model, print_rank_0
+    from turnwise.compat.chatlearn.helpers import (
+        PromptPipeline,
+        VLLMPromptPipeline,
+        get_model,
+        print_rank_0,
+    )
     from turnwise.compat.verl import LLMServerManager
     from turnwise.pipeline.module import (
         ReferenceModule,
@@ -43,11 +47,11 @@ _PLACES = {
     "CompletionOutput": "turnwise.pipeline.outputs",
     "LLMServerManager": "turnwise.compat.verl",
     "Pipeline": "turnwise.pipeline.pipeline",
-    "PromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
+    "PromptPipeline": "turnwise.compat.chatlearn.helpers",
     "RequestOutput": "turnwise.pipeline.outputs",
-    "VLLMPromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
-    "get_model": "turnwise.compat.chatlearn.vllm_utils",
-    "print_rank_0": "turnwise.compat.chatlearn.vllm_utils",
+    "VLLMPromptPipeline": "turnwise.compat.chatlearn.helpers",
+    "get_model": "turnwise.compat.chatlearn.helpers",
+    "print_rank_0": "turnwise.compat.chatlearn.helpers",
 }
 
 

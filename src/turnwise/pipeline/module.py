@@ -37,9 +37,10 @@ from turnwise.pipeline.prompts import (
     ConversationProblem,
     ProblemBuilder,
     Prompt,
+    PromptColumns,
     PromptFields,
+    PromptList,
     PromptLoop,
-    is_step,
     scheduled,
 )
 from turnwise.rollouts import Group, Problem, Runner, check_failures
@@ -49,11 +50,6 @@ from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
 """Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
-_OF_A_PIPELINE = (
-    *("decode_internal", "forward_step", "eval_forward"),
-    *("conversations", "generator", "tokenizer", "_fields"),
-)
-"""Attributes that `join` makes, or that the module makes once it is in a pipeline."""
 
 
 class VLLMModule(Module):
@@ -89,10 +85,11 @@ class VLLMModule(Module):
 
     def plan(self, config: Config, args: Args) -> None:
         super().plan(config, args)
-        self.notes += check_structure(self._args, config.model.path)
-        self._args = args | self._args
+        own, self._args = self._args, args | self._args
         model: Foreign = self.model_provider()
-        self._settings |= self._provided(model)
+        provided = self._provided(model)
+        self.notes += check_structure(own, provided.get("model.path", config.model.path))
+        self._settings |= provided
         # For `setup`, where ChatLearn's modules build it.
         self.model_provider = lambda: model  # type: ignore[method-assign]
 
@@ -128,7 +125,7 @@ class VLLMModule(Module):
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
-        for name in _OF_A_PIPELINE:
+        for name in ("conversations", "generator", "tokenizer", "_fields"):  # of no pipeline yet
             vars(self).pop(name, None)
         decode = self.decode_internal
 
@@ -146,8 +143,7 @@ class VLLMModule(Module):
         self.eval_forward = self._step(self.eval_forward, True)  # type: ignore[method-assign]
 
     def _step(self, forward: Callable[..., Foreign], is_eval: bool) -> Callable[..., Foreign]:
-        """Let a method get prompts as the batch of a scheduler, too, and return, as that of
-        ChatLearn's first version does, the outputs of `execute_step`."""
+        """Let a method read prompts as a scheduler's batch, and return `execute_step`'s outputs."""
 
         @wraps(forward)
         def step(data: Batch, *iteration: int, **named: int) -> Foreign:
@@ -340,7 +336,7 @@ class VLLMModule(Module):
             def forward_step(self, data, iteration=0):
                 return self.execute_step(data["seq_group_metadata_list"], {}, {}, {})
         """
-        if not is_step(batch):
+        if not isinstance(batch, PromptList | PromptColumns):
             raise InputError(
                 f"{self.name}: execute_step takes what forward_step or eval_forward got, or its "
                 f"seq_group_metadata_list, not {repr(batch)[:80]}"
