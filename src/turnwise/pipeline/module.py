@@ -31,7 +31,7 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs, RequestOutput, request_outputs
-from turnwise.pipeline.pipeline import Module, Pipeline
+from turnwise.pipeline.pipeline import Module, Pipeline, log_notes
 from turnwise.pipeline.prompts import (
     Conversation,
     ConversationProblem,
@@ -79,7 +79,7 @@ class VLLMModule(Module):
         self._args: Args = {}
         if model_file is not None:
             self._settings, self._args, notes = read_model(model_file)
-            self.notes = sentences(notes)
+            log_notes(sentences(notes))
         self._numbers = itertools.count(1)
         self._folder: TemporaryDirectory[str] | None = None  # of the model of `model_provider`
 
@@ -88,7 +88,7 @@ class VLLMModule(Module):
         own, self._args = self._args, args | self._args
         model: Foreign = self.model_provider()
         provided = self._provided(model)
-        self.notes += check_structure(own, provided.get("model.path", config.model.path))
+        log_notes(check_structure(own, provided.get("model.path", config.model.path)))
         self._settings |= provided
         # For `setup`, where ChatLearn's modules build it.
         self.model_provider = lambda: model  # type: ignore[method-assign]

@@ -50,6 +50,11 @@ _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
 
 
+def log_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        logger.warning("%s", note)
+
+
 class Module:
     """A model of a pipeline; the base class of all modules.
 
@@ -64,14 +69,11 @@ class Module:
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
-        self.notes: list[str] = []
-        """One sentence for each group of the file's keys that do not do what they did in
-        ChatLearn."""
         self._settings: Settings = {}
         self._planned: Config | None = None
         if model_file is not None:
             self._settings, _, notes = model_settings(name, self.role, model_file)
-            self.notes = sentences(notes)
+            log_notes(sentences(notes))
         self._pipeline: Pipeline | None = None
 
     @property
@@ -189,10 +191,8 @@ class Pipeline:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence for each group of keys of the files that do not do what they did in
-        ChatLearn."""
-        own = [] if self._file is None else self._file.notes
-        return list(dict.fromkeys([*own, *(n for module in self._modules for n in module.notes)]))
+        """Sentences about the file's keys that do not do what they did in ChatLearn."""
+        return [] if self._file is None else self._file.notes
 
     def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
         """Show new modules the configuration of all modules' files."""
@@ -233,8 +233,7 @@ class Pipeline:
             Path(config.output_dir, config.name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
-        for note in self.notes:
-            logger.warning("%s", note)
+        log_notes(self.notes)
         with ExitStack() as stack:
             stack.enter_context(self._thread)
             self._thread.start(

@@ -20,15 +20,6 @@ class PromptPipeline(Sequence[JsonObject]):
     prompts_ids: list[JsonObject]
     """The items: `input_ids`, `prompt`, and any other fields."""
 
-    @property
-    def data(self) -> list[JsonObject]:
-        """The items, by the name of later versions."""
-        return self.prompts_ids
-
-    @data.setter
-    def data(self, items: list[JsonObject]) -> None:
-        self.prompts_ids = items
-
     def __len__(self) -> int:
         return len(self.prompts_ids)
 

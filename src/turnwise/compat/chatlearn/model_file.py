@@ -417,14 +417,15 @@ def args_of(config: Config, own: Args) -> Args:
     """Return a configuration under ChatLearn's names, with a model's other flat keys."""
     sampling, held_out = config.sampling, config.eval.sampling
     both = {"temperature", "top_k", "top_p"}
+    path = None if config.model.path == UNNAMED else config.model.path
     return {
         "prompt_key": None,
         "vllm_prompt_key": "prompt",
         "vllm_input_ids_key": "input_ids",
         "init_shuffle_prompts": 0,
         **own,
-        "load": None if config.model.path == UNNAMED else config.model.path,
-        "tokenizer": config.model.tokenizer or config.model.path,
+        "load": path,
+        "tokenizer": config.model.tokenizer or path,
         "num_inference_per_prompt": 1,  # `n` holds it
         "seq_length": config.model.max_length,
         "max_new_tokens": sampling.max_tokens,
