@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -64,26 +65,24 @@ class BeamSearch:
         prompt = list(request.prompt)
         search = vllm.beam_search(client, self._tokenizer, prompt, request.id, *limits)
         (output,) = [output async for output in search]
-        return [self._chunk(answer, sampling, client.version) for answer in output.outputs]
-
-    def _chunk(
-        self, answer: "vllm.CompletionOutput", sampling: SamplingConfig, version: int
-    ) -> Chunk:
-        ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
-        lengths = range(1, len(ids) + 1)
-        end = 1 + bisect_left(lengths, True, key=lambda n: self._has_ended(ids[:n], sampling))
-        if end <= len(ids):
-            ids, reason = ids[:end], "stop"
-        rows = zip(ids, answer.logprobs or (), strict=False)
-        logprobs = [float(row[token].logprob) for token, row in rows]
-        return Chunk(ids, logprobs, [version] * len(ids), reason)
-
-    def _has_ended(self, ids: Sequence[int], sampling: SamplingConfig) -> bool:
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)}
-        if not sampling.stop or not ends.isdisjoint(ids):
-            return not ends.isdisjoint(ids)
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return any(end in text for end in sampling.stop)
+
+        def ended(ids: Sequence[int], count: int) -> bool:
+            if not sampling.stop or not ends.isdisjoint(ids[:count]):
+                return not ends.isdisjoint(ids[:count])
+            text = self._tokenizer.decode(ids[:count], skip_special_tokens=False)
+            return any(end in text for end in sampling.stop)
+
+        chunks = []
+        for answer in output.outputs:
+            ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
+            count = bisect_left(range(len(ids) + 1), True, key=partial(ended, ids))
+            if count <= len(ids):
+                ids, reason = ids[:count], "stop"
+            rows = zip(ids, answer.logprobs or (), strict=False)
+            logprobs = [float(row[token].logprob) for token, row in rows]
+            chunks.append(Chunk(ids, logprobs, [client.version] * len(ids), reason))
+        return chunks
 
 
 class _Ranked:

@@ -151,8 +151,11 @@ class SamplerLoop:
         self._samplers: dict[str, Callable[..., Foreign]] = {}
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        def kind(one: RolloutContext) -> Sequence[object]:
+            return one.sampling, one.rollout.sampler, id(one.engine)
+
         batch = self._batch
-        if batch is None or not (batch.is_open and _together(batch.first, context)):
+        if batch is None or not batch.is_open or kind(batch.first) != kind(context):
             most = context.rollout.prompts_per_step * context.sampling.n
             # In deterministic runs nothing depends on who comes first.
             batch = self._batch = Batch(self._sample, most if context.seed is None else 1)
@@ -191,12 +194,6 @@ class SamplerLoop:
         await run_in_thread(_find_calls, answers, contexts, llm.calls)
         found = dict(zip(map(id, contexts), answers, strict=True))
         return [found[id(context)] for context in joined]
-
-
-def _together(one: RolloutContext, other: RolloutContext) -> bool:
-    """Return whether a batch may hold both."""
-    same = one.sampling == other.sampling and one.rollout.sampler == other.rollout.sampler
-    return same and one.engine is other.engine
 
 
 def load_sampler(path: str) -> Callable[..., Foreign]:

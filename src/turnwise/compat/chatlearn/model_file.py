@@ -159,6 +159,17 @@ _UNUSED = {
 _REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
 _TOKENS = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
 _KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
+_OTHERS = {
+    **_REASONS,
+    **{
+        key: f"no effect in the other models' files; {owner}'s file sets it"
+        for owner, keys in [*reversed(_FLAT.items()), ("policy", _KNOWN)]
+        for key in keys
+        if key not in _COMPANION
+    },
+    **dict.fromkeys(STRUCTURE, _IN_FOLDER),
+}
+"""The same, and other models' keys, in the files of the models beside the policy."""
 
 _RENAMED = {
     "tokenizer": {
@@ -474,7 +485,7 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
                     mistakes.append(f"there is no key {full}{nearest(full, [*known_keys()])}")
         elif value in (None, "None"):
             pass
-        elif why := _why_unused(str(key)):
+        elif why := _OTHERS.get(str(key)):
             if value:
                 notes.setdefault(why, []).append(str(key))
         else:
@@ -486,25 +497,10 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
         keys = {"model.path": "model", "model.dtype": "dtype"}
         settings = {REWARDS: [{"name": name} | {keys[k]: v for k, v in settings.items()}]}
     elif not trains:
-        settings = _moved(settings, role)
+        section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
+        moved = {"training.learning_rate": f"{section}.learning_rate"}
+        settings = {
+            f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
+            for key, value in settings.items()
+        }
     return ModelFile(settings, {}, notes)
-
-
-def _why_unused(key: str) -> str:
-    """Return what is said of another model's flat key, or Megatron's; "" of one that is unknown."""
-    if key in STRUCTURE:
-        return _IN_FOLDER
-    for owner, keys in (("policy", _KNOWN), *_FLAT.items()):
-        if key in keys and key not in _COMPANION:
-            return f"no effect in the other models' files; {owner}'s file sets it"
-    return _REASONS.get(key, "")
-
-
-def _moved(settings: Settings, role: str) -> Settings:
-    """Return the settings of a reference or value model under the keys of the algorithm."""
-    section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
-    moved = {"training.learning_rate": f"{section}.learning_rate"}
-    return {
-        f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
-        for key, value in settings.items()
-    }

@@ -247,7 +247,21 @@ class PipelineFile:
                     "(a reward's name ends in _reward)"
                 )
                 continue
-            settings, file = self._of_file(name, role, entry), str(entry.get("model_config_file"))
+            settings, file = Settings(), str(entry.get("model_config_file"))
+            if "module" in entry and role == "policy":
+                self.module = str(entry["module"])
+            elif "module" in entry:
+                self._mistakes.append(
+                    f"models.{name}.module: only the policy may have a class of its own here; a "
+                    "reward's own code is a function, and other classes need a program (Pipeline)"
+                )
+            if "model_config_file" in entry:
+                path = self._path.parent / Path(file).expanduser()
+                read = read_model(path) if role == "policy" else model_settings(name, role, path)
+                settings = read.settings
+                self.args |= read.args
+                for said, keys in read.notes.items():
+                    self._note(said, *keys)
             number = entry.get("num_gpu") or entry.get("num_device")
             if role == "reward":
                 part: Tree = settings[REWARDS][0] if settings else {"name": name}
@@ -275,24 +289,6 @@ class PipelineFile:
                     self._mistakes.append(f"models.{name}.{key} is for rewards")
         if rewards:
             self._put(REWARDS, rewards, "models")
-
-    def _of_file(self, name: str, role: str, entry: Tree) -> Settings:
-        """Return the settings of a model's file, if it has one; take the policy's own class."""
-        if "module" in entry and role == "policy":
-            self.module = str(entry["module"])
-        elif "module" in entry:
-            self._mistakes.append(
-                f"models.{name}.module: only the policy may have a class of its own here; a "
-                "reward's own code is a function, and other classes need a program (Pipeline)"
-            )
-        if "model_config_file" not in entry:
-            return {}
-        path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
-        read = read_model(path) if role == "policy" else model_settings(name, role, path)
-        self.args |= read.args
-        for said, keys in read.notes.items():
-            self._note(said, *keys)
-        return read.settings
 
     def _note(self, said: str, *keys: str) -> None:
         self._notes.setdefault(said, []).extend(keys)
