@@ -6,6 +6,7 @@ tokens of every beam. vLLM's engine has no beam search.
 
 import asyncio
 import copy
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -47,7 +48,13 @@ class BeamSearch:
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
         rank, later ones are the likeliest."""
-        return _Ranked(self, index)
+        ranks = itertools.chain([index], itertools.repeat(0))
+
+        async def stream(request: Request) -> AsyncGenerator[Chunk, None]:
+            answers = await self.answers(request)
+            yield answers[min(next(ranks), len(answers) - 1)]
+
+        return cast(Generator, SimpleNamespace(stream=stream))
 
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
@@ -83,19 +90,6 @@ class BeamSearch:
             logprobs = [float(row[token].logprob) for token, row in rows]
             chunks.append(Chunk(ids, logprobs, [client.version] * len(ids), reason))
         return chunks
-
-
-class _Ranked:
-    """The `Generator` of one trajectory."""
-
-    def __init__(self, search: BeamSearch, rank: int) -> None:
-        self._search = search
-        self._rank = rank
-
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        answers = await self._search.answers(request)
-        rank, self._rank = self._rank, 0
-        yield answers[min(rank, len(answers) - 1)]
 
 
 class _Client:

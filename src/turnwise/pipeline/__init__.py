@@ -43,15 +43,12 @@ __all__ = [
     "get_model",
     "print_rank_0",
 ]
-_PLACES = {
+_HELPERS = ("PromptPipeline", "VLLMPromptPipeline", "get_model", "print_rank_0")
+_PLACES = dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers") | {
     "CompletionOutput": "turnwise.pipeline.outputs",
     "LLMServerManager": "turnwise.compat.verl",
     "Pipeline": "turnwise.pipeline.pipeline",
-    "PromptPipeline": "turnwise.compat.chatlearn.helpers",
     "RequestOutput": "turnwise.pipeline.outputs",
-    "VLLMPromptPipeline": "turnwise.compat.chatlearn.helpers",
-    "get_model": "turnwise.compat.chatlearn.helpers",
-    "print_rank_0": "turnwise.compat.chatlearn.helpers",
 }
 
 

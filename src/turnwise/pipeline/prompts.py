@@ -35,8 +35,9 @@ class PromptList(list[Foreign]):
     def __getitem__(self, key: Foreign) -> Foreign:
         if not isinstance(key, str):
             return super().__getitem__(key)
-        rows = [item.row if isinstance(item, Problem) else item for item in self]
-        return self if key in _STEP else [row[key] for row in rows]
+        if key in _STEP:
+            return self
+        return [(item.row if isinstance(item, Problem) else item)[key] for item in self]
 
 
 class PromptColumns(dict[str, Foreign]):

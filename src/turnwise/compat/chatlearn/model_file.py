@@ -157,7 +157,6 @@ _UNUSED = {
 }
 """Flat keys of Megatron's and of the trainer, which all models of ChatLearn's examples include."""
 _REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
-_TOKENS = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
 _KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
 _OTHERS = {
     **_REASONS,
@@ -321,31 +320,27 @@ def read_model(path: str | Path) -> ModelFile:
                 "of ChatLearn's; keep one"
             )
     if "block_size" in flat:
-        notes[_TOKENS] = ["block_size"]
+        said = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
+        notes[said] = ["block_size"]
     return ModelFile(settings | meant, flat, notes)
 
 
 def check_structure(args: Args, path: str) -> list[str]:
-    """Compare flat keys of the policy's structure with the configuration of its own model.
-
-    Returns:
-        A sentence if they cannot be compared, because `path` (model.path) is no folder here.
-
-    Raises:
-        InputError: naming the first key with another value.
-    """
-    given = {key: args[key] for key in STRUCTURE if args.get(key) is not None}
+    """Compare flat keys of the policy's structure with the configuration in `path` (model.path), of
+    which InputError names the first with another value; return a sentence if it has not all."""
     config: JsonObject = {}
     with suppress(OSError, ValueError):
         config = json.loads((Path(path).expanduser() / "config.json").read_text())
-    for key, value in given.items():
-        own = config.get(STRUCTURE[key])
-        if own is not None and own != value:
+    unknown = []
+    for key, name in STRUCTURE.items():
+        value, own = args.get(key), config.get(name)
+        if value is not None and own is None:
+            unknown.append(key)
+        elif value is not None and own != value:
             raise InputError(
-                f"{key} is {value!r}, and the model in {path} has {own!r} ({STRUCTURE[key]}): "
-                "its own configuration decides; remove the key, or set load to another folder"
+                f"{key} is {value!r}, and the model in {path} has {own!r} ({name}): its own "
+                "configuration decides; remove the key, or set load to another folder"
             )
-    unknown = [key for key in given if STRUCTURE[key] not in config]
     where = f"{_IN_FOLDER}; not compared, because there is no config.json with them in {path}"
     return sentences({where: unknown}) if unknown else []
 
