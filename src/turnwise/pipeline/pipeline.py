@@ -82,11 +82,8 @@ class Module:
         return self._settings
 
     def plan(self, config: Config, args: Args) -> None:
-        """Look at the configuration that all files make, before anything starts.
-
-        Args:
-            args: Flat keys of the policy's file, if the pipeline's file names it.
-        """
+        """Look at the configuration that all files make, and at the flat keys of the policy's file
+        that the pipeline's names, before anything starts."""
         self._planned = config
 
     def start(self, pipeline: "Pipeline") -> None:

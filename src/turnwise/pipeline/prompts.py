@@ -55,7 +55,8 @@ def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
     """Return a batch of prompts in the form of a step."""
     if isinstance(data, PromptList | PromptColumns):
         return data
-    made = PromptColumns(data) if isinstance(data, Mapping) else PromptList(data)
+    columns = isinstance(data, Mapping)
+    made: PromptList | PromptColumns = PromptColumns(data) if columns else PromptList(data)
     made.is_eval = is_eval
     return made
 
