@@ -178,6 +178,8 @@ class VLLMModule(Module):
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer; its `tokenizer` is itself, as in ChatLearn."""
         planned = self._pipeline is None
+        if planned and self.model_args["tokenizer"] is None:
+            raise InputError(f"{self.name}: model_provider reads a tokenizer that no file names")
         tokenizer: Any = read_tokenizer(self.config.model) if planned else self.template.tokenizer
         tokenizer.tokenizer = tokenizer
         return tokenizer
