@@ -84,7 +84,7 @@ class Module:
     def plan(self, config: Config, args: Args) -> None:
         """Look at the configuration that all files make, and at the flat keys of the policy's file
         that the pipeline's names, before anything starts."""
-        self._planned = config
+        self._planned, self._pipeline = config, None
 
     def start(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, and set it up."""
