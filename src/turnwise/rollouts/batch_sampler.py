@@ -312,7 +312,6 @@ def _record(context: RolloutContext, answer: _Answer) -> None:
             done.logprobs[:kept],
             [version if trained else FORCED for version, trained in own],
             done.finish_reason if kept == len(done.token_ids) else "stop",
-            done.prompt_logprobs,
             experts=done.experts[: len(done.experts) // rows * (start + kept - 1)],
         )
         index = len(trajectory.turns) - 1
