@@ -124,7 +124,7 @@ async def test_a_group_that_is_no_longer_needed_holds_up_no_other(begin: Begin) 
 
 async def test_what_nobody_waits_for_any_more_is_not_sampled_to_its_end(begin: Begin) -> None:
     run, runtime, train, _ = await begin(PagePolicy, "tests.pipeline.page")
-    calls = run.pipeline._thread._calls
+    calls = run.pipeline._calls
     await runtime.generator.pause()
     run_group = runtime.grouping(run.pipeline.config.sampling)
     waiting = [asyncio.create_task(run_group(problem, "g")) for problem in train]

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, Self, TypeVar
 
 from turnwise.core.deadlines import deadline, deadline_error
@@ -52,21 +52,6 @@ class EventLoopThread(Generic[_Opened]):
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
         )
-
-    @classmethod
-    @contextmanager
-    def around(cls, opened: _Opened, name: str) -> Iterator[Self]:
-        """Yield one whose event loop is the caller's, for the program's other threads; what they
-        submitted ends with the `with` block, and `opened` when others end it."""
-        made = cls(lambda: nullcontext(opened), name)
-        made._loop = asyncio.get_running_loop()
-        made._opened.set_result(opened)
-        made.is_open = True
-        try:
-            yield made
-        finally:
-            made.is_open, made._leaving = False, True
-            made.cancel_calls()
 
     def start(self, seconds: float) -> _Opened:
         """Open the context manager within `seconds`, and return its value; raises its error."""
@@ -115,11 +100,6 @@ class EventLoopThread(Generic[_Opened]):
             coroutine.close()
             self._ended.result()
             raise
-
-    def cancel_calls(self) -> None:
-        """Cancel all that was submitted and has not ended; called in the event loop."""
-        for call in self._calls:
-            call.cancel()
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         """Run the coroutine that `work` makes within `seconds`, and return its result, `who` in
@@ -197,7 +177,8 @@ class EventLoopThread(Generic[_Opened]):
                     await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
                 finally:
                     self._leaving = True
-                    self.cancel_calls()  # callers get the cause, not its consequences
+                    for call in self._calls:  # callers get the cause, not its consequences
+                        call.cancel()
         except asyncio.CancelledError:
             self._ended.set_result(None)
         except BaseException as error:

@@ -65,12 +65,28 @@ class BeamSearch:
         return self._found[prompt]
 
     async def _search(self, request: Request) -> list[Chunk]:
-        vllm: Foreign = await run_in_thread(import_module, "turnwise.internals.vllm")  # seconds
+        ours: Foreign = await run_in_thread(import_module, "turnwise.internals.vllm")  # seconds
         sampling = cast(SamplingConfig, request.sampling)
-        client = _Client(self._generator, request)
+        version = -1
+
+        async def generate(
+            prompt: Foreign, params: "vllm.SamplingParams", name: str, **_: object
+        ) -> AsyncGenerator[SimpleNamespace, None]:
+            """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
+            nonlocal version
+            ids = prompt["prompt_token_ids"]
+            step = request._replace(prompt=ids, sampling=copy.copy(params), id=name, whole=True)
+            async with aclosing(self._generator.stream(step)) as stream:
+                chunk = join([chunk async for chunk in stream])
+            version = max([version, *chunk.weight_versions])
+            row = chunk.alternatives[0] if chunk.alternatives else []
+            likely = {token: SimpleNamespace(logprob=value) for token, value, _ in row}
+            done = SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])
+            yield SimpleNamespace(outputs=[done])
+
         limits = self._width, sampling.max_tokens, sampling.ignore_eos
-        prompt = list(request.prompt)
-        search = vllm.beam_search(client, self._tokenizer, prompt, request.id, *limits)
+        asked = list(request.prompt), request.id
+        search = ours.beam_search(generate, self._tokenizer, *asked, *limits)
         (output,) = [output async for output in search]
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)}
 
@@ -88,33 +104,5 @@ class BeamSearch:
                 ids, reason = ids[:count], "stop"
             rows = zip(ids, answer.logprobs or (), strict=False)
             logprobs = [float(row[token].logprob) for token, row in rows]
-            chunks.append(Chunk(ids, logprobs, [client.version] * len(ids), reason))
+            chunks.append(Chunk(ids, logprobs, [version] * len(ids), reason))
         return chunks
-
-
-class _Client:
-    """The part of vLLM's engine client that its beam search uses."""
-
-    input_processor = SimpleNamespace(resolve_watermarking=lambda params: False)
-
-    def __init__(self, generator: Generator, request: Request) -> None:
-        self._generator = generator
-        self._request = request
-        self.version = -1
-        """Version of the weights that computed the last step."""
-
-    async def generate(
-        self, prompt: Foreign, params: "vllm.SamplingParams", name: str, **_: object
-    ) -> AsyncGenerator[SimpleNamespace, None]:
-        """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
-        request = self._request._replace(
-            prompt=prompt["prompt_token_ids"], sampling=copy.copy(params), id=name, whole=True
-        )
-        async with aclosing(self._generator.stream(request)) as stream:
-            chunk = join([chunk async for chunk in stream])
-        self.version = max([self.version, *chunk.weight_versions])
-        row = chunk.alternatives[0] if chunk.alternatives else []
-        likely = {token: SimpleNamespace(logprob=value) for token, value, _ in row}
-        yield SimpleNamespace(
-            outputs=[SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])]
-        )

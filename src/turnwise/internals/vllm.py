@@ -158,7 +158,7 @@ count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameter
 
 
 def beam_search(
-    client: object,
+    generate: Callable[..., AsyncGenerator[SimpleNamespace, None]],
     tokenizer: object,
     token_ids: list[int],
     name: str,
@@ -166,9 +166,12 @@ def beam_search(
     max_tokens: int,
     ignore_eos: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Search with the algorithm of vLLM's server, whose engine is `client`; answers include EOS."""
+    """Search with the algorithm of vLLM's server, whose engine has `generate`; answers include
+    EOS."""
     search = BeamSearchOnlineMixin()
-    search.engine_client, search.renderer = client, SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    watermarking = SimpleNamespace(resolve_watermarking=lambda params: False)
+    search.engine_client = SimpleNamespace(generate=generate, input_processor=watermarking)
+    search.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
     params = BeamSearchParams(width, max_tokens, ignore_eos, include_stop_str_in_output=True)
     inputs = tokens_input(token_ids)
     found: AsyncGenerator[RequestOutput, None] = search.beam_search(inputs, name, params)

@@ -45,7 +45,7 @@ from turnwise.trajectory import ExactnessReport, Trajectory
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_Parts = tuple[Runtime, TrainerGroup, TrainingStep]
+Parts = tuple[Runtime, TrainerGroup, TrainingStep]
 _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
 
@@ -245,7 +245,7 @@ class Pipeline:
         self._thread.__exit__(kind, error, traceback)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[_Parts]:
+    async def _open(self) -> AsyncIterator[Parts]:
         """Start the engines and the trainer, and bring its weights to the engines."""
         folder = Path(self.config.output_dir, self.config.name)
         # Modules check theirs when they build them.
@@ -289,7 +289,7 @@ class Pipeline:
         return self._call(lambda: self._train(groups), seconds, "the training step")
 
     async def _train(self, groups: Sequence[Group]) -> JsonObject:
-        _, _, step = self._thread.opened
+        _, _, step = self._opened()
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         made = await step.make_samples(groups)
         self.exactness += made.report
@@ -329,7 +329,7 @@ class Pipeline:
         self.check_model(name)
         seconds = self.config.training.step_timeout
         return self._call(
-            lambda: self._thread.opened[2].score(name, token_ids, masks),
+            lambda: self._opened()[2].score(name, token_ids, masks),
             seconds,
             f"the {name} model",
         )
@@ -365,7 +365,7 @@ class Pipeline:
         """
         place = _whole(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
-        _, trainer, step = self._thread.opened
+        _, trainer, step = self._opened()
         return self._call(
             lambda: self._restore(place, trainer, step), seconds, f"{place} to be loaded"
         )
@@ -398,7 +398,7 @@ class Pipeline:
         taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
         if taken and (flaw := checkpoint.incomplete_reason(place)):
             raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
-        _, trainer, step = self._thread.opened
+        _, trainer, step = self._opened()
 
         async def save() -> None:
             loop = {
@@ -416,20 +416,23 @@ class Pipeline:
         self._call(save, self.config.training.step_timeout, f"{place} to be saved")
         return place
 
+    def _opened(self) -> Parts:
+        return self._thread.opened
+
     @property
     def generator(self) -> Generator:
         """The scheduler of all engines."""
-        return self._thread.opened[0].generator
+        return self._opened()[0].generator
 
     @property
     def runner(self) -> Runner:
         """Makes the groups of the configured environment."""
-        return self._thread.opened[0].runner
+        return self._opened()[0].runner
 
     @property
     def weight_version(self) -> int:
         """The trainer's weight version, which the engines serve."""
-        return self._thread.opened[1].version
+        return self._opened()[1].version
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
         """Call a coroutine function in the pipeline's thread; returns its future."""

@@ -8,20 +8,20 @@ time, each within a deadline.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from turnwise.core.deadlines import deadline_error
-from turnwise.core.loop_thread import EventLoopThread, Work
+from turnwise.core.loop_thread import Work
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.pipeline.module import VLLMModule
 from turnwise.pipeline.outputs import rewarded_groups
-from turnwise.pipeline.pipeline import Pipeline
+from turnwise.pipeline.pipeline import Parts, Pipeline
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.batch_sampler import Batch
 from turnwise.rollouts.producer import RunGroup
@@ -54,15 +54,34 @@ class _RunsPipeline(Pipeline):
     load = _refused("load")
     save = _refused("save")
 
+    _parts: Parts | None = None
+
     @contextmanager
     def attached(self, runtime: Runtime) -> Iterator[None]:
         assert runtime.policy is not None
-        parts = runtime, runtime.policy, cast(TrainingStep, None)  # which the loop has
-        with EventLoopThread.around(parts, "the run") as self._thread:
+        self._parts = runtime, runtime.policy, cast(TrainingStep, None)  # which the loop has
+        self._loop, self._calls = asyncio.get_running_loop(), set[Future[Foreign]]()
+        try:
             yield
+        finally:
+            self._parts = None
+            self.cancel_calls()
 
     def cancel_calls(self) -> None:
-        self._thread.cancel_calls()
+        for call in list(self._calls):
+            call.cancel()
+
+    def _opened(self) -> Parts:
+        if self._parts is None:
+            raise InputError(f"{POLICY_CLASS}: the run has ended")
+        return self._parts
+
+    def submit(self, work: Work[_Result]) -> "Future[_Result]":
+        _ = self._opened()
+        call = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         future = self.submit(work)  # without a watchdog: the run has one

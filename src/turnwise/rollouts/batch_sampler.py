@@ -105,8 +105,8 @@ class Batch(Generic[_Item, _Result]):
         self.is_open = True
         self._most = most
         self._items: dict[object, _Item] = {}  # by keys of their own, because items may be equal
-        self._waiting = 0
-        self._began = False
+        self._keys: list[object] = []
+        """Those of the items that the work answers."""
         self._joined = asyncio.Event()
         self._work = asyncio.create_task(work(self))
 
@@ -120,24 +120,21 @@ class Batch(Generic[_Item, _Result]):
             self._joined.clear()
             if not await set_within(self._joined, QUIET_SECONDS):
                 self.is_open = False
-        self._began = True
+        self._keys = list(self._items)
         return list(self._items.values())
 
     async def answer(self, item: _Item) -> _Result:
         """Join, and return the answer; the work ends with the last of those that wait."""
         key = object()
         self._items[key] = item
-        self._waiting += 1
         self.is_open = len(self._items) < self._most
         self._joined.set()
         try:
             answers = await asyncio.shield(self._work)
-            return answers[[*self._items].index(key)]
+            return answers[self._keys.index(key)]
         finally:
-            self._waiting -= 1
-            if not self._began:
-                del self._items[key]
-            if not self._waiting:
+            del self._items[key]
+            if not self._items:
                 self.is_open = False
                 self._work.cancel()
 
