@@ -7,7 +7,7 @@ time, each within a deadline.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -127,7 +127,6 @@ class PolicyRun:
     @asynccontextmanager
     async def join(self, runtime: Runtime, data: "Datasets") -> "AsyncIterator[Datasets]":
         """Set the policy up, and let it make the runtime's groups; yield its own datasets."""
-        config = self.pipeline.config
         problems: list[Sequence[Problem]] = []
         run_groups: list[RunGroup] = []
         with self.pipeline.attached(runtime):
@@ -136,10 +135,9 @@ class PolicyRun:
                 build = partial(self._built, rows, is_eval)
                 built = await self._called("build_dataset", build)
                 problems.append([problem for problem, _ in built])
-                most = len(built) if is_eval else config.rollout.prompts_per_step
-                items = {problem.id: item for problem, item in built}
-                run_groups.append(_batched(partial(self._answers, items, is_eval), most))
-            runtime.grouping = lambda sampling: run_groups[sampling is config.eval.sampling]
+                run_groups.append(self._in_batches(built, is_eval))
+            held_out = self.pipeline.config.eval.sampling
+            runtime.grouping = lambda sampling: run_groups[sampling is held_out]
             yield problems[0], problems[1]
 
     def _built(self, problems: Sequence[Problem], is_eval: bool) -> list[tuple[Problem, object]]:
@@ -163,30 +161,43 @@ class PolicyRun:
             made.append((item if isinstance(item, Problem) else Problem(name, dict(item)), item))
         return made
 
-    async def _answers(
-        self, items: Mapping[str, object], is_eval: bool, batch: Batch[Problem, Group]
-    ) -> list[Group]:
-        """Return the groups of a batch, once it is its turn."""
-        async with self._turn:
-            problems, policy = await batch.complete(), self._policy
-            rows = [items[problem.id] for problem in problems]
-            hook, more = ("eval_forward", ()) if is_eval else ("forward_step", (self._calls,))
-            self._calls += not is_eval
-            forward: Foreign = getattr(policy, hook)
-            seconds = policy.deadline(len(rows)) + self.pipeline.config.rollout.environment_timeout
-            groups = await self._called(
-                hook, lambda: rewarded_groups(forward(rows, *more)), seconds
-            )
-        if len(groups) != len(problems):
-            raise InputError(
-                f"{POLICY_CLASS}: {hook} returned groups of {len(groups)} of {len(problems)} "
-                "prompts: it must answer all of a batch, in their order"
-            )
-        for group, problem in zip(groups, problems, strict=True):
-            group.problem_id = problem.id
-            for trajectory in group.trajectories:
-                trajectory.problem_id = problem.id
-        return groups
+    def _in_batches(self, made: Sequence[tuple[Problem, object]], is_eval: bool) -> RunGroup:
+        """Return what runs the group of one of these problems, in a batch with others."""
+        policy, rollout = self._policy, self.pipeline.config.rollout
+        items = {problem.id: item for problem, item in made}
+        most = len(made) if is_eval else rollout.prompts_per_step
+        hook = "eval_forward" if is_eval else "forward_step"
+        forward: Foreign = getattr(policy, hook)
+        batch: Batch[Problem, Group] | None = None
+
+        async def answers(own: Batch[Problem, Group]) -> list[Group]:
+            async with self._turn:
+                problems = await own.complete()
+                rows = [items[problem.id] for problem in problems]
+                iteration = () if is_eval else (self._calls,)
+                self._calls += not is_eval
+                seconds = policy.deadline(len(rows)) + rollout.environment_timeout
+                groups = await self._called(
+                    hook, lambda: rewarded_groups(forward(rows, *iteration)), seconds
+                )
+            if len(groups) != len(problems):
+                raise InputError(
+                    f"{POLICY_CLASS}: {hook} returned groups of {len(groups)} of {len(problems)} "
+                    "prompts: it must answer all of a batch, in their order"
+                )
+            for group, problem in zip(groups, problems, strict=True):
+                group.problem_id = problem.id
+                for trajectory in group.trajectories:
+                    trajectory.problem_id = problem.id
+            return groups
+
+        async def run_group(problem: Problem, tag: str) -> Group:
+            nonlocal batch
+            if batch is None or not batch.is_open:
+                batch = Batch(answers, most)
+            return await batch.answer(problem)
+
+        return run_group
 
     async def _called(
         self, hook: str, function: Callable[[], _Result], seconds: float | None = None
@@ -206,18 +217,3 @@ class PolicyRun:
                 raise
             why = await describe_user_error(error)
             raise InputError(f"{POLICY_CLASS}: {hook} failed: {why}") from error
-
-
-def _batched(
-    answers: Callable[[Batch[Problem, Group]], Coroutine[object, object, list[Group]]], most: int
-) -> RunGroup:
-    """Return what runs the group of one problem, in a batch of at most `most`."""
-    batch: Batch[Problem, Group] | None = None
-
-    async def run_group(problem: Problem, tag: str) -> Group:
-        nonlocal batch
-        if batch is None or not batch.is_open:
-            batch = Batch(answers, most)
-        return await batch.answer(problem)
-
-    return run_group
