@@ -97,9 +97,5 @@ def get_model(
 
 
 def print_rank_0(message: object) -> None:
-    """Print a line at once: a module is one process, whatever its engines' sizes.
-
-    Example:
-        print_rank_0("building the model ...")
-    """
+    """Print a line at once: a module is one process, whatever its engines' sizes."""
     print(message, flush=True)  # noqa: T201
