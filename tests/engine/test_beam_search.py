@@ -91,6 +91,10 @@ async def test_stop_strings_cut_what_a_beam_search_finds(
     turn = cut.turns[0]
     place = next(n for n in range(1, 7) if end in tokenizer.decode(ids[:n]))
     assert (turn.completion_token_ids, turn.finish_reason) == (ids[:place], "stop")
+    (cut,) = await search(n=1, max_tokens=6, ignore_eos=True, stop_token_ids=[ids[2]])
+    turn = cut.turns[0]
+    kept = ids[: ids.index(ids[2]) + 1]
+    assert (turn.completion_token_ids, turn.finish_reason) == (kept, "stop")
 
 
 async def test_more_beams_than_the_engine_gives_log_probs_is_a_sentence(
@@ -103,13 +107,15 @@ async def test_more_beams_than_the_engine_gives_log_probs_is_a_sentence(
 async def test_what_a_beam_search_found_is_not_trained_and_no_agents(
     make_config: Callable[..., Config], tokenizer: Any, engine: WorkerHandle
 ) -> None:
-    config = make_config(
-        sampling={"n": 2, "use_beam_search": True},
-        rollout={"loop": "agent", "agent": "tests.plain_agents:calculator"},
-    )
-    with pytest.raises(InputError, match=r"sampling\.use_beam_search: answers that a search found"):
-        check_sampled(config)
-    runner = Runner(config, tokenizer)
     row = {"question": "What is 3 plus 4?", "answer": 7}
-    with pytest.raises(InputError, match="the requests of agents and chat schedulers sample"):
-        await runner.run_group(engine, Problem("rows:1", row), config.sampling, "agents")
+    for loop, key in (("agent", "tests.plain_agents:calculator"), ("sampler", "not.there:sampler")):
+        config = make_config(
+            sampling={"n": 2, "use_beam_search": True}, rollout={"loop": loop, loop: key}
+        )
+        with pytest.raises(
+            InputError, match=r"sampling\.use_beam_search: answers that a search fo"
+        ):
+            check_sampled(config)
+        runner = Runner(config, tokenizer)
+        with pytest.raises(InputError, match="agents, chat schedulers and samplers sample"):
+            await runner.run_group(engine, Problem("rows:1", row), config.sampling, "agents")

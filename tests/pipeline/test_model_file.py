@@ -99,6 +99,7 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
         ("sampling: {temprature: 1}", "no key sampling.temprature; did you mean sampling.temp"),
         ("samplings: {n: 1}", "no key samplings; did you mean sampling?"),
         ("temprature: 1", "no key temprature; did you mean temperature?"),
+        ("temprature: 0", "no key temprature; did you mean temperature?"),
         ("sampling: {eval_temperature: 1}", "did you mean eval_sampling.temperature?"),
         ("sampling: {max_new_tokens: 1}", "sampling.max_new_tokens; did you mean sampling.max_to"),
         ("sampling: {stop_token_list: a}", "sampling.stop_token_list; did you mean sampling.stop?"),

@@ -72,7 +72,7 @@ def test_a_dataset_of_chatlearn_has_prompts_their_ids_and_the_tokenizer(tokenize
     ids = [tokenizer.encode(text)[:3] for text in TEXTS]
     assert dataset.prompts == list(zip(TEXTS, ids, strict=True))
     expected = [{"input_ids": i, "prompt": t} for t, i in dataset.prompts]
-    assert dataset.prompts_ids == dataset.data == list(dataset) == expected
+    assert dataset.prompts_ids == list(dataset) == expected
     assert (dataset.tokenizer, len(dataset), dataset[1]) == (tokenizer, 2, expected[1])
     assert dataset.collate_fn(dataset[:2]) == {"input_ids": ids, "prompt": TEXTS}
     rows = [{"question": TEXTS[0], "answer": 15}]

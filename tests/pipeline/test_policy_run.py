@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +62,10 @@ Begin = Callable[..., Any]
 
 
 @pytest.fixture
-def begin(file: Path, tokenizer: Any) -> Begin:
+async def begin(file: Path, tokenizer: Any) -> AsyncIterator[Begin]:
     """Joins a class to a run on a simulated engine."""
+
+    stack = AsyncExitStack()
 
     async def begin(kind: type[VLLMModule], module: str = HERE, *overrides: str) -> Any:
         run = PolicyRun(file, overrides, f"{module}:{kind.__name__}")
@@ -71,10 +74,12 @@ def begin(file: Path, tokenizer: Any) -> Begin:
         runtime: Any = SimpleNamespace(
             policy=object(), runner=runner, generator=engine, grouping=None
         )
-        train, heldout = await run.join(runtime, (ROWS, ROWS[:1]))
+        joined = run.join(runtime, (ROWS, ROWS[:1]))
+        train, heldout = await stack.enter_async_context(joined)
         return run, runtime, train, heldout
 
-    return begin
+    async with stack:
+        yield begin
 
 
 async def test_the_policys_class_makes_the_groups_of_the_run_in_batches(begin: Begin) -> None:
@@ -115,6 +120,31 @@ async def test_a_group_that_is_no_longer_needed_holds_up_no_other(begin: Begin) 
     first.cancel()
     assert (await second).problem_id == train[1].id
     assert run._policy.batches == [1]
+
+
+async def test_what_nobody_waits_for_any_more_is_not_sampled_to_its_end(begin: Begin) -> None:
+    run, runtime, train, _ = await begin(PagePolicy, "tests.pipeline.page")
+    calls = run.pipeline._calls
+    await runtime.generator.pause()
+    run_group = runtime.grouping(run.pipeline.config.sampling)
+    waiting = [asyncio.create_task(run_group(problem, "g")) for problem in train]
+    async with asyncio.timeout(60):
+        while not calls:
+            await asyncio.sleep(0.01)
+        for task in waiting:
+            task.cancel()
+        while calls:
+            await asyncio.sleep(0.01)
+    await runtime.generator.resume()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rollout.processes=2", "deterministic=true", "data.eval_sets={easy: easy.jsonl}"],
+)
+def test_what_a_class_of_the_policys_cannot_do_is_refused(file: Path, change: str) -> None:
+    with pytest.raises(InputError, match=f"leave out {change.partition('=')[0]}"):
+        PolicyRun(file, [change], "tests.pipeline.page:PagePolicy")
 
 
 @pytest.mark.parametrize(

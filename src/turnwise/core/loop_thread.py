@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, Self, TypeVar
 
 from turnwise.core.deadlines import deadline, deadline_error
@@ -52,16 +52,6 @@ class EventLoopThread(Generic[_Opened]):
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
         )
-
-    @classmethod
-    def around(cls, opened: _Opened, name: str) -> Self:
-        """Return one for the other threads of a program whose event loop runs here, and is ended by
-        others, as is `opened`."""
-        made = cls(lambda: nullcontext(opened), name)
-        made._loop = asyncio.get_running_loop()
-        made._opened.set_result(opened)
-        made.is_open = True
-        return made
 
     def start(self, seconds: float) -> _Opened:
         """Open the context manager within `seconds`, and return its value; raises its error."""

@@ -6,9 +6,13 @@ tokens of every beam. vLLM's engine has no beam search.
 
 import asyncio
 import copy
+import itertools
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +20,6 @@ from turnwise.config import SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Chunk, FinishReason, Generator, Request, join
-from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
@@ -27,106 +30,79 @@ class BeamSearch:
 
     Args:
         generator: Computes the steps.
-        tokenizer: The model's; its EOS ends an answer, and `sampling.stop` cuts it.
+        tokenizer: The model's; at its EOS the search ends an answer.
+        ends: All tokens that end an answer, which is cut after them, and after `sampling.stop`.
         width: Number of beams, and of answers.
     """
 
-    def __init__(self, generator: Generator, tokenizer: Foreign, width: int) -> None:
+    def __init__(
+        self, generator: Generator, tokenizer: Foreign, ends: Collection[int], width: int
+    ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
+        self._ends = ends
         self._width = width
-        self._found: dict[tuple[int, ...], asyncio.Future[list[Chunk]]] = {}
+        self._turns = defaultdict[tuple[int, ...], asyncio.Lock](asyncio.Lock)
+        self._found: dict[tuple[int, ...], list[Chunk]] = {}
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
         rank, later ones are the likeliest."""
-        return _Ranked(self, index)
+        ranks = itertools.chain([index], itertools.repeat(0))
+
+        async def stream(request: Request) -> AsyncGenerator[Chunk, None]:
+            answers = await self.answers(request)
+            yield answers[min(next(ranks), len(answers) - 1)]
+
+        return cast(Generator, SimpleNamespace(stream=stream))
 
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
         prompt = tuple(request.prompt)
-        found = self._found.get(prompt)
-        if found is None:
-            found = self._found[prompt] = asyncio.get_running_loop().create_future()
-            try:
-                found.set_result(await self._search(request))
-            except BaseException as error:
-                del self._found[prompt]  # another attempt searches again
-                cancelled = EngineError(f"the beam search of {request.id} was cancelled")
-                found.set_exception(error if isinstance(error, Exception) else cancelled)
-                found.exception()  # nobody else may be waiting
-                raise
-        return await asyncio.shield(found)
+        async with self._turns[prompt]:
+            if prompt not in self._found:
+                self._found[prompt] = await self._search(request)
+        return self._found[prompt]
 
     async def _search(self, request: Request) -> list[Chunk]:
-        vllm = await run_in_thread(_import_vllm)  # seconds
+        ours: Foreign = await run_in_thread(import_module, "turnwise.internals.vllm")  # seconds
         sampling = cast(SamplingConfig, request.sampling)
-        client = _Client(self._generator, request)
+        version = -1
+
+        async def generate(
+            prompt: Foreign, params: "vllm.SamplingParams", name: str, **_: object
+        ) -> AsyncGenerator[SimpleNamespace, None]:
+            """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
+            nonlocal version
+            ids = prompt["prompt_token_ids"]
+            step = request._replace(prompt=ids, sampling=copy.copy(params), id=name, whole=True)
+            async with aclosing(self._generator.stream(step)) as stream:
+                chunk = join([chunk async for chunk in stream])
+            version = max([version, *chunk.weight_versions])
+            row = chunk.alternatives[0] if chunk.alternatives else []
+            likely = {token: SimpleNamespace(logprob=value) for token, value, _ in row}
+            done = SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])
+            yield SimpleNamespace(outputs=[done])
+
         limits = self._width, sampling.max_tokens, sampling.ignore_eos
-        search = vllm.beam_search(
-            client, self._tokenizer, list(request.prompt), request.id, *limits
-        )
+        asked = list(request.prompt), request.id
+        search = ours.beam_search(generate, self._tokenizer, *asked, *limits)
         (output,) = [output async for output in search]
-        return [self._chunk(answer, sampling.stop, client.version) for answer in output.outputs]
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)}
 
-    def _chunk(self, answer: "vllm.CompletionOutput", stop: Sequence[str], version: int) -> Chunk:
-        ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
-        if stop:
-            ends = range(1, len(ids) + 1)
-            end = bisect_left(ends, True, key=lambda end: self._stops(ids[:end], stop))
-            if end < len(ids):
-                ids, reason = ids[: end + 1], "stop"
-        rows = zip(ids, answer.logprobs or (), strict=False)
-        logprobs = [float(row[token].logprob) for token, row in rows]
-        return Chunk(ids, logprobs, [version] * len(ids), reason)
+        def ended(ids: Sequence[int], count: int) -> bool:
+            if not sampling.stop or not ends.isdisjoint(ids[:count]):
+                return not ends.isdisjoint(ids[:count])
+            text = self._tokenizer.decode(ids[:count], skip_special_tokens=False)
+            return any(end in text for end in sampling.stop)
 
-    def _stops(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return any(end in text for end in stop)
-
-
-class _Ranked:
-    """The `Generator` of one trajectory."""
-
-    def __init__(self, search: BeamSearch, rank: int) -> None:
-        self._search = search
-        self._rank = rank
-
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        answers = await self._search.answers(request)
-        rank, self._rank = self._rank, 0
-        yield answers[min(rank, len(answers) - 1)]
-
-
-class _Client:
-    """The part of vLLM's engine client that its beam search uses."""
-
-    input_processor = SimpleNamespace(resolve_watermarking=lambda params: False)
-
-    def __init__(self, generator: Generator, request: Request) -> None:
-        self._generator = generator
-        self._request = request
-        self.version = -1
-        """Version of the weights that computed the last step."""
-
-    async def generate(
-        self, prompt: Foreign, params: "vllm.SamplingParams", name: str, **_: object
-    ) -> AsyncGenerator[SimpleNamespace, None]:
-        """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
-        request = self._request._replace(
-            prompt=prompt["prompt_token_ids"], sampling=copy.copy(params), id=name, whole=True
-        )
-        async with aclosing(self._generator.stream(request)) as stream:
-            chunk = join([chunk async for chunk in stream])
-        self.version = max([self.version, *chunk.weight_versions])
-        row = chunk.alternatives[0] if chunk.alternatives else []
-        likely = {token: SimpleNamespace(logprob=value) for token, value, _ in row}
-        yield SimpleNamespace(
-            outputs=[SimpleNamespace(finish_reason=chunk.finish_reason, logprobs=[likely])]
-        )
-
-
-def _import_vllm() -> Foreign:
-    from turnwise.internals import vllm
-
-    return vllm
+        chunks = []
+        for answer in output.outputs:
+            ids, reason = list(answer.token_ids), cast(FinishReason, answer.finish_reason)
+            count = bisect_left(range(len(ids) + 1), True, key=partial(ended, ids))
+            if count <= len(ids):
+                ids, reason = ids[:count], "stop"
+            rows = zip(ids, answer.logprobs or (), strict=False)
+            logprobs = [float(row[token].logprob) for token, row in rows]
+            chunks.append(Chunk(ids, logprobs, [version] * len(ids), reason))
+        return chunks

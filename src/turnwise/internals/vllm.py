@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
@@ -157,7 +158,7 @@ count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameter
 
 
 def beam_search(
-    client: object,
+    generate: Callable[..., AsyncGenerator[SimpleNamespace, None]],
     tokenizer: object,
     token_ids: list[int],
     name: str,
@@ -165,21 +166,15 @@ def beam_search(
     max_tokens: int,
     ignore_eos: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Search with the algorithm of vLLM's server, whose engine is `client`; answers include EOS."""
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-
-    internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
+    """Search with the algorithm of vLLM's server, whose engine has `generate`; answers include
+    EOS."""
     search = BeamSearchOnlineMixin()
-    search.engine_client, search.renderer = client, SimpleNamespace(get_tokenizer=lambda: tokenizer)
-    params = BeamSearchParams(
-        beam_width=width,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-        include_stop_str_in_output=True,
-    )
-    found: AsyncGenerator[RequestOutput, None] = search.beam_search(
-        tokens_input(token_ids), name, params
-    )
+    watermarking = SimpleNamespace(resolve_watermarking=lambda params: False)
+    search.engine_client = SimpleNamespace(generate=generate, input_processor=watermarking)
+    search.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    params = BeamSearchParams(width, max_tokens, ignore_eos, include_stop_str_in_output=True)
+    inputs = tokens_input(token_ids)
+    found: AsyncGenerator[RequestOutput, None] = search.beam_search(inputs, name, params)
     return found
 
 
@@ -189,6 +184,7 @@ def use_process_context(context: BaseContext) -> None:
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
+internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
 internal(AsyncLLM, "_run_output_handler", "self")
 internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")
 internal(OutputProcessor, "propagate_error", "self", "e")

@@ -11,8 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.compat.chatlearn.prompt_dataset import PromptPipeline, VLLMPromptPipeline
-    from turnwise.compat.chatlearn.vllm_utils import get_model, print_rank_0
+    from turnwise.compat.chatlearn.helpers import (
+        PromptPipeline,
+        VLLMPromptPipeline,
+        get_model,
+        print_rank_0,
+    )
     from turnwise.compat.verl import LLMServerManager
     from turnwise.pipeline.module import (
         ReferenceModule,
@@ -39,15 +43,12 @@ __all__ = [
     "get_model",
     "print_rank_0",
 ]
-_PLACES = {
+_HELPERS = ("PromptPipeline", "VLLMPromptPipeline", "get_model", "print_rank_0")
+_PLACES = dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers") | {
     "CompletionOutput": "turnwise.pipeline.outputs",
     "LLMServerManager": "turnwise.compat.verl",
     "Pipeline": "turnwise.pipeline.pipeline",
-    "PromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
     "RequestOutput": "turnwise.pipeline.outputs",
-    "VLLMPromptPipeline": "turnwise.compat.chatlearn.prompt_dataset",
-    "get_model": "turnwise.compat.chatlearn.vllm_utils",
-    "print_rank_0": "turnwise.compat.chatlearn.vllm_utils",
 }
 
 

@@ -31,15 +31,16 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs, RequestOutput, request_outputs
-from turnwise.pipeline.pipeline import Module, Pipeline
+from turnwise.pipeline.pipeline import Module, Pipeline, log_notes
 from turnwise.pipeline.prompts import (
     Conversation,
     ConversationProblem,
     ProblemBuilder,
     Prompt,
+    PromptColumns,
     PromptFields,
+    PromptList,
     PromptLoop,
-    is_step,
     scheduled,
 )
 from turnwise.rollouts import Group, Problem, Runner, check_failures
@@ -49,11 +50,6 @@ from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
 """Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
-_OF_A_PIPELINE = (
-    *("decode_internal", "forward_step", "eval_forward"),
-    *("conversations", "generator", "tokenizer", "_fields"),
-)
-"""Attributes that `join` makes, or that the module makes once it is in a pipeline."""
 
 
 class VLLMModule(Module):
@@ -83,16 +79,17 @@ class VLLMModule(Module):
         self._args: Args = {}
         if model_file is not None:
             self._settings, self._args, notes = read_model(model_file)
-            self.notes = sentences(notes)
+            log_notes(sentences(notes))
         self._numbers = itertools.count(1)
         self._folder: TemporaryDirectory[str] | None = None  # of the model of `model_provider`
 
     def plan(self, config: Config, args: Args) -> None:
         super().plan(config, args)
-        self.notes += check_structure(self._args, config.model.path)
-        self._args = args | self._args
+        own, self._args = self._args, args | self._args
         model: Foreign = self.model_provider()
-        self._settings |= self._provided(model)
+        provided = self._provided(model)
+        log_notes(check_structure(own, provided.get("model.path", config.model.path)))
+        self._settings |= provided
         # For `setup`, where ChatLearn's modules build it.
         self.model_provider = lambda: model  # type: ignore[method-assign]
 
@@ -128,7 +125,7 @@ class VLLMModule(Module):
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
-        for name in _OF_A_PIPELINE:
+        for name in ("conversations", "generator", "tokenizer", "_fields"):  # of no pipeline yet
             vars(self).pop(name, None)
         decode = self.decode_internal
 
@@ -146,8 +143,7 @@ class VLLMModule(Module):
         self.eval_forward = self._step(self.eval_forward, True)  # type: ignore[method-assign]
 
     def _step(self, forward: Callable[..., Foreign], is_eval: bool) -> Callable[..., Foreign]:
-        """Let a method get prompts as the batch of a scheduler, too, and return, as that of
-        ChatLearn's first version does, the outputs of `execute_step`."""
+        """Let a method read prompts as a scheduler's batch, and return `execute_step`'s outputs."""
 
         @wraps(forward)
         def step(data: Batch, *iteration: int, **named: int) -> Foreign:
@@ -182,6 +178,8 @@ class VLLMModule(Module):
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer; its `tokenizer` is itself, as in ChatLearn."""
         planned = self._pipeline is None
+        if planned and self.model_args["tokenizer"] is None:
+            raise InputError(f"{self.name}: model_provider reads a tokenizer that no file names")
         tokenizer: Any = read_tokenizer(self.config.model) if planned else self.template.tokenizer
         tokenizer.tokenizer = tokenizer
         return tokenizer
@@ -340,7 +338,7 @@ class VLLMModule(Module):
             def forward_step(self, data, iteration=0):
                 return self.execute_step(data["seq_group_metadata_list"], {}, {}, {})
         """
-        if not is_step(batch):
+        if not isinstance(batch, PromptList | PromptColumns):
             raise InputError(
                 f"{self.name}: execute_step takes what forward_step or eval_forward got, or its "
                 f"seq_group_metadata_list, not {repr(batch)[:80]}"

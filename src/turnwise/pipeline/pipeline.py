@@ -45,9 +45,14 @@ from turnwise.trajectory import ExactnessReport, Trajectory
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_Parts = tuple[Runtime, TrainerGroup, TrainingStep]
+Parts = tuple[Runtime, TrainerGroup, TrainingStep]
 _OPTIONAL = ("data.path",)
 """Keys that a configuration may omit, because the program provides the prompts."""
+
+
+def log_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        logger.warning("%s", note)
 
 
 class Module:
@@ -64,14 +69,11 @@ class Module:
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
-        self.notes: list[str] = []
-        """One sentence for each group of the file's keys that do not do what they did in
-        ChatLearn."""
         self._settings: Settings = {}
         self._planned: Config | None = None
         if model_file is not None:
             self._settings, _, notes = model_settings(name, self.role, model_file)
-            self.notes = sentences(notes)
+            log_notes(sentences(notes))
         self._pipeline: Pipeline | None = None
 
     @property
@@ -80,12 +82,9 @@ class Module:
         return self._settings
 
     def plan(self, config: Config, args: Args) -> None:
-        """Look at the configuration that all files make, before anything starts.
-
-        Args:
-            args: Flat keys of the policy's file, if the pipeline's file names it.
-        """
-        self._planned = config
+        """Look at the configuration that all files make, and at the flat keys of the policy's file
+        that the pipeline's names, before anything starts."""
+        self._planned, self._pipeline = config, None
 
     def start(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, and set it up."""
@@ -189,10 +188,8 @@ class Pipeline:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence for each group of keys of the files that do not do what they did in
-        ChatLearn."""
-        own = [] if self._file is None else self._file.notes
-        return list(dict.fromkeys([*own, *(n for module in self._modules for n in module.notes)]))
+        """Sentences about the file's keys that do not do what they did in ChatLearn."""
+        return [] if self._file is None else self._file.notes
 
     def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
         """Show new modules the configuration of all modules' files."""
@@ -233,8 +230,7 @@ class Pipeline:
             Path(config.output_dir, config.name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
-        for note in self.notes:
-            logger.warning("%s", note)
+        log_notes(self.notes)
         with ExitStack() as stack:
             stack.enter_context(self._thread)
             self._thread.start(
@@ -249,7 +245,7 @@ class Pipeline:
         self._thread.__exit__(kind, error, traceback)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[_Parts]:
+    async def _open(self) -> AsyncIterator[Parts]:
         """Start the engines and the trainer, and bring its weights to the engines."""
         folder = Path(self.config.output_dir, self.config.name)
         # Modules check theirs when they build them.
@@ -293,7 +289,7 @@ class Pipeline:
         return self._call(lambda: self._train(groups), seconds, "the training step")
 
     async def _train(self, groups: Sequence[Group]) -> JsonObject:
-        _, _, step = self._thread.opened
+        _, _, step = self._opened()
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         made = await step.make_samples(groups)
         self.exactness += made.report
@@ -333,7 +329,7 @@ class Pipeline:
         self.check_model(name)
         seconds = self.config.training.step_timeout
         return self._call(
-            lambda: self._thread.opened[2].score(name, token_ids, masks),
+            lambda: self._opened()[2].score(name, token_ids, masks),
             seconds,
             f"the {name} model",
         )
@@ -369,7 +365,7 @@ class Pipeline:
         """
         place = _whole(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
-        _, trainer, step = self._thread.opened
+        _, trainer, step = self._opened()
         return self._call(
             lambda: self._restore(place, trainer, step), seconds, f"{place} to be loaded"
         )
@@ -402,7 +398,7 @@ class Pipeline:
         taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
         if taken and (flaw := checkpoint.incomplete_reason(place)):
             raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
-        _, trainer, step = self._thread.opened
+        _, trainer, step = self._opened()
 
         async def save() -> None:
             loop = {
@@ -420,20 +416,23 @@ class Pipeline:
         self._call(save, self.config.training.step_timeout, f"{place} to be saved")
         return place
 
+    def _opened(self) -> Parts:
+        return self._thread.opened
+
     @property
     def generator(self) -> Generator:
         """The scheduler of all engines."""
-        return self._thread.opened[0].generator
+        return self._opened()[0].generator
 
     @property
     def runner(self) -> Runner:
         """Makes the groups of the configured environment."""
-        return self._thread.opened[0].runner
+        return self._opened()[0].runner
 
     @property
     def weight_version(self) -> int:
         """The trainer's weight version, which the engines serve."""
-        return self._thread.opened[1].version
+        return self._opened()[1].version
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
         """Call a coroutine function in the pipeline's thread; returns its future."""

@@ -7,77 +7,92 @@ time, each within a deadline.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
-from turnwise.config import SamplingConfig
-from turnwise.core.deadlines import deadline
-from turnwise.core.json_types import JsonObject
-from turnwise.core.loop_thread import EventLoopThread, Work
+from turnwise.core.deadlines import deadline_error
+from turnwise.core.loop_thread import Work
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.pipeline.module import VLLMModule
 from turnwise.pipeline.outputs import rewarded_groups
-from turnwise.pipeline.pipeline import Pipeline
+from turnwise.pipeline.pipeline import Parts, Pipeline
 from turnwise.rollouts import Group, Problem
+from turnwise.rollouts.batch_sampler import Batch
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.runtime import Runtime, TrainingStep
-from turnwise.training.model import ModelName
+
+if TYPE_CHECKING:
+    from turnwise.run.commands import Datasets
 
 POLICY_CLASS = "models.policy.module"
-_GATHER_SECONDS = 0.05  # time for groups that begin together to become one batch
-_GRACE_SECONDS = 10.0  # time after a call's own deadline after which the event loop is stuck
 
 _Result = TypeVar("_Result")
-_Datasets = tuple[Sequence[Problem], Sequence[Problem]]
+
+
+def _refused(method: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise InputError(
+            f"{POLICY_CLASS}: `turnwise pipeline` trains, saves and resumes by itself (load in the "
+            f"policy's file names the model to start from): leave out {method}, or write a program "
+            "with Pipeline"
+        )
+
+    return refuse
 
 
 class _RunsPipeline(Pipeline):
     """A pipeline whose engines and trainer are those of the command's run."""
 
-    def attach(self, runtime: Runtime) -> None:
+    train = _refused("train")
+    score = _refused("score")
+    load = _refused("load")
+    save = _refused("save")
+
+    _parts: Parts | None = None
+
+    @contextmanager
+    def attached(self, runtime: Runtime) -> Iterator[None]:
         assert runtime.policy is not None
-        parts = runtime, runtime.policy, cast(TrainingStep, None)  # which the loop has
-        self._thread = EventLoopThread.around(parts, "the run")
+        self._parts = runtime, runtime.policy, cast(TrainingStep, None)  # which the loop has
+        self._loop, self._calls = asyncio.get_running_loop(), set[Future[Foreign]]()
+        try:
+            yield
+        finally:
+            self._parts = None
+            self.cancel_calls()
+
+    def cancel_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+    def _opened(self) -> Parts:
+        if self._parts is None:
+            raise InputError(f"{POLICY_CLASS}: the run has ended")
+        return self._parts
+
+    def submit(self, work: Work[_Result]) -> "Future[_Result]":
+        _ = self._opened()
+        call = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        async def within() -> _Result:  # the run has a watchdog already
-            async with deadline(seconds, f"waited for {who}: no answer"):
-                return await work()
-
-        future = self.submit(within)
+        future = self.submit(work)  # without a watchdog: the run has one
         try:
-            return future.result(seconds + _GRACE_SECONDS)
+            return future.result(seconds)
+        except TimeoutError:
+            raise deadline_error(seconds, f"waited for {who}: no answer") from None
         except CancelledError:
             raise TurnwiseError(f"{who} was cancelled") from None
         finally:
             future.cancel()
-
-    def train(self, *outputs: Mapping[str, object]) -> NoReturn:
-        _refuse("train")
-
-    def score(
-        self, name: ModelName, token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
-    ) -> NoReturn:
-        _refuse("score")
-
-    def load(self, folder: str | Path) -> NoReturn:
-        _refuse("load")
-
-    def save(self, folder: str | Path, state: Mapping[str, object] | None = None) -> NoReturn:
-        _refuse("save")
-
-
-def _refuse(method: str) -> NoReturn:
-    raise InputError(
-        f"{POLICY_CLASS}: `turnwise pipeline` trains, saves and resumes by itself (load in the "
-        f"policy's file names the model to start from): leave out {method}, or write a program "
-        "with Pipeline"
-    )
 
 
 class PolicyRun:
@@ -94,50 +109,48 @@ class PolicyRun:
             raise InputError(f"{POLICY_CLASS}: {path} is no subclass of turnwise.VLLMModule")
         self._policy: VLLMModule = kind("policy")
         self.pipeline = _RunsPipeline(file, self._policy, overrides=overrides)
-        if self.pipeline.config.rollout.processes > 1:
+        config = self.pipeline.config
+        given = {
+            "rollout.processes": config.rollout.processes > 1,
+            "environments": config.environments,
+            "data.eval_sets": config.data.eval_sets,
+            "deterministic": config.deterministic,
+        }
+        if unusable := [key for key, value in given.items() if value]:
             raise InputError(
-                f"{POLICY_CLASS}: the policy's class makes its batches in one process; set "
-                "rollout.processes to 1"
+                f"{POLICY_CLASS}: the policy's class makes its batches in one process, as prompts "
+                f"come, of one training and one held-out dataset: leave out {', '.join(unusable)}"
             )
         self._calls = 0
+        self._turn = asyncio.Lock()
 
-    async def join(self, runtime: Runtime, data: _Datasets) -> _Datasets:
-        """Set the policy up; return its datasets, whose groups the runtime has it make."""
-        config = self.pipeline.config
-        self.pipeline.attach(runtime)
-        seconds = config.engine.start_timeout
-        start = partial(self._policy.start, self.pipeline)
-        await self._called("setup", start, seconds, "engine.start_timeout")
-        turn = asyncio.Lock()
-        batches: dict[bool, _Batches] = {}
+    @asynccontextmanager
+    async def join(self, runtime: Runtime, data: "Datasets") -> "AsyncIterator[Datasets]":
+        """Set the policy up, and let it make the runtime's groups; yield its own datasets."""
         problems: list[Sequence[Problem]] = []
-        for is_eval, rows in enumerate(data):
-            items: dict[str, object] = {}
-            build = partial(self._built, rows, bool(is_eval), items)
-            built = await self._called("build_dataset", build, seconds, "engine.start_timeout")
-            problems.append(built)
-            most = 0 if is_eval else config.rollout.prompts_per_step
-            answers = partial(self._answers, items, bool(is_eval))
-            batches[bool(is_eval)] = _Batches(answers, turn, most)
+        run_groups: list[RunGroup] = []
+        with self.pipeline.attached(runtime):
+            await self._called("setup", partial(self._policy.start, self.pipeline))
+            for rows, is_eval in zip(data, (False, True), strict=True):
+                build = partial(self._built, rows, is_eval)
+                built = await self._called("build_dataset", build)
+                problems.append([problem for problem, _ in built])
+                run_groups.append(self._in_batches(built, is_eval))
+            held_out = self.pipeline.config.eval.sampling
+            runtime.grouping = lambda sampling: run_groups[sampling is held_out]
+            yield problems[0], problems[1]
 
-        def grouping(sampling: SamplingConfig) -> RunGroup:
-            return batches[sampling is config.eval.sampling].run_group
-
-        runtime.grouping = grouping
-        return problems[0], problems[1]
-
-    def _built(
-        self, problems: Sequence[Problem], is_eval: bool, items: dict[str, object]
-    ) -> list[Problem]:
-        """Return the problems of `build_dataset`, and add its items by the problems' names."""
+    def _built(self, problems: Sequence[Problem], is_eval: bool) -> list[tuple[Problem, object]]:
+        """Return the items of `build_dataset`, each after its problem."""
         if not problems:
             return []
         policy, prompts = self._policy, list[Foreign](problem.row for problem in problems)
         own = type(policy).build_dataset is not VLLMModule.build_dataset
-        if own and policy.model_args["prompt_key"] is None and all(map(_is_text, prompts)):
+        bare = all(row.keys() == {"prompt"} and isinstance(row["prompt"], str) for row in prompts)
+        if own and bare and policy.model_args["prompt_key"] is None:
             prompts = [row["prompt"] for row in prompts]  # as ChatLearn reads its files
         more = {"is_eval": True} if is_eval else {}
-        made: list[Problem] = []
+        made: list[tuple[Problem, object]] = []
         for number, item in enumerate(policy.build_dataset(prompts, **more), start=1):
             name = f"{policy.name}-eval:{number}" if is_eval else f"{policy.name}:{number}"
             if not isinstance(item, Problem | Mapping):
@@ -145,107 +158,62 @@ class PolicyRun:
                     f"{POLICY_CLASS}: build_dataset made {repr(item)[:80]}, which is neither a "
                     "problem nor a mapping with token ids"
                 )
-            made.append(item if isinstance(item, Problem) else Problem(name, dict(item)))
-            items[made[-1].id] = item
+            made.append((item if isinstance(item, Problem) else Problem(name, dict(item)), item))
         return made
 
-    async def _answers(
-        self, items: Mapping[str, object], is_eval: bool, problems: Sequence[Problem]
-    ) -> list[Group]:
-        """Return the groups of a batch."""
-        policy, batch = self._policy, [items[problem.id] for problem in problems]
-        hook, number = "eval_forward" if is_eval else "forward_step", self._calls
-        self._calls += not is_eval
+    def _in_batches(self, made: Sequence[tuple[Problem, object]], is_eval: bool) -> RunGroup:
+        """Return what runs the group of one of these problems, in a batch with others."""
+        policy, rollout = self._policy, self.pipeline.config.rollout
+        items = {problem.id: item for problem, item in made}
+        most = len(made) if is_eval else rollout.prompts_per_step
+        hook = "eval_forward" if is_eval else "forward_step"
+        forward: Foreign = getattr(policy, hook)
+        batch: Batch[Problem, Group] | None = None
 
-        def forward() -> list[Group]:
-            data: Foreign = batch
-            return rewarded_groups(
-                policy.eval_forward(data) if is_eval else policy.forward_step(data, number)
-            )
+        async def answers(own: Batch[Problem, Group]) -> list[Group]:
+            async with self._turn:
+                problems = await own.complete()
+                rows = [items[problem.id] for problem in problems]
+                iteration = () if is_eval else (self._calls,)
+                self._calls += not is_eval
+                seconds = policy.deadline(len(rows)) + rollout.environment_timeout
+                groups = await self._called(
+                    hook, lambda: rewarded_groups(forward(rows, *iteration)), seconds
+                )
+            if len(groups) != len(problems):
+                raise InputError(
+                    f"{POLICY_CLASS}: {hook} returned groups of {len(groups)} of {len(problems)} "
+                    "prompts: it must answer all of a batch, in their order"
+                )
+            for group, problem in zip(groups, problems, strict=True):
+                group.problem_id = problem.id
+                for trajectory in group.trajectories:
+                    trajectory.problem_id = problem.id
+            return groups
 
-        rollout = self.pipeline.config.rollout
-        seconds = policy.deadline(len(batch)) + rollout.environment_timeout
-        groups = await self._called(hook, forward, seconds, "rollout.trajectory_timeout")
-        if len(groups) != len(problems):
-            raise InputError(
-                f"{POLICY_CLASS}: {hook} returned groups of {len(groups)} of {len(problems)} "
-                "prompts: it must answer all of a batch, in their order"
-            )
-        for group, problem in zip(groups, problems, strict=True):
-            group.problem_id, group.environment = problem.id, problem.environment
-            for trajectory in group.trajectories:
-                trajectory.problem_id = problem.id
-        return groups
+        async def run_group(problem: Problem, tag: str) -> Group:
+            nonlocal batch
+            if batch is None or not batch.is_open:
+                batch = Batch(answers, most)
+            return await batch.answer(problem)
+
+        return run_group
 
     async def _called(
-        self, hook: str, function: Callable[[], _Result], seconds: float, key: str
+        self, hook: str, function: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
         """Call a method of the class; an error of its own becomes a sentence."""
+        key = "rollout.trajectory_timeout"
+        if seconds is None:
+            seconds, key = self.pipeline.config.engine.start_timeout, "engine.start_timeout"
         try:
             result: _Result = await call_user_code(
                 function, name=f"{hook} of {POLICY_CLASS}", seconds=seconds, key=key
             )
-        except (TurnwiseError, OSError):
-            raise
-        except Exception as error:
+            return result
+        except BaseException as error:
+            self.pipeline.cancel_calls()  # the thread may go on, but samples no more
+            if not isinstance(error, Exception) or isinstance(error, TurnwiseError | OSError):
+                raise
             why = await describe_user_error(error)
             raise InputError(f"{POLICY_CLASS}: {hook} failed: {why}") from error
-        return result
-
-
-def _is_text(row: JsonObject) -> bool:
-    return row.keys() == {"prompt"} and isinstance(row["prompt"], str)
-
-
-class _Batches:
-    """Gathers the problems of groups that begin together, and answers one batch at a `turn`, of at
-    most `most` problems; 0 means any number."""
-
-    def __init__(
-        self,
-        answers: Callable[[Sequence[Problem]], Awaitable[list[Group]]],
-        turn: asyncio.Lock,
-        most: int = 0,
-    ) -> None:
-        self._answers = answers
-        self._turn = turn
-        self._most = most
-        self._waiting: list[tuple[Problem, asyncio.Future[Group]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run_group(self, problem: Problem, tag: str) -> Group:
-        answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
-        self._waiting.append((problem, answer))
-        if len(self._waiting) == 1:
-            self._begin()
-        return await answer
-
-    def _begin(self) -> None:
-        task = asyncio.create_task(self._next())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _next(self) -> None:
-        """Answer those that wait once it is their turn."""
-        async with self._turn:
-            await asyncio.sleep(_GATHER_SECONDS)
-            waiting = [(problem, answer) for problem, answer in self._waiting if not answer.done()]
-            most = self._most or len(waiting)
-            batch, self._waiting = waiting[:most], waiting[most:]
-            if self._waiting:
-                self._begin()
-            if not batch:
-                return
-            try:
-                groups = await self._answers([problem for problem, _ in batch])
-            except BaseException as error:
-                for _, answer in batch:
-                    if isinstance(error, Exception) and not answer.done():
-                        answer.set_exception(error)
-                    answer.cancel()
-                if not isinstance(error, Exception):
-                    raise
-                return
-            for (_, answer), group in zip(batch, groups, strict=True):
-                if not answer.done():  # or the run no longer needs it
-                    answer.set_result(group)

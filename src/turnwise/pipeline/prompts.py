@@ -6,7 +6,6 @@ All but rows are answered in one turn, by an environment and a loop of their own
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
@@ -36,8 +35,9 @@ class PromptList(list[Foreign]):
     def __getitem__(self, key: Foreign) -> Foreign:
         if not isinstance(key, str):
             return super().__getitem__(key)
-        rows = [item.row if isinstance(item, Problem) else item for item in self]
-        return self if key in _STEP else [row[key] for row in rows]
+        if key in _STEP:
+            return self
+        return [(item.row if isinstance(item, Problem) else item)[key] for item in self]
 
 
 class PromptColumns(dict[str, Foreign]):
@@ -53,16 +53,12 @@ class PromptColumns(dict[str, Foreign]):
 
 def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
     """Return a batch of prompts in the form of a step."""
-    if is_step(data):
+    if isinstance(data, PromptList | PromptColumns):
         return data
     columns = isinstance(data, Mapping)
     made: PromptList | PromptColumns = PromptColumns(data) if columns else PromptList(data)
     made.is_eval = is_eval
     return made
-
-
-def is_step(data: object) -> TypeGuard[PromptList | PromptColumns]:
-    return isinstance(data, PromptList | PromptColumns)
 
 
 class Conversation:

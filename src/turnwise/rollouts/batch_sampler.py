@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
 
 QUIET_SECONDS = 0.1
-"""Time without another trajectory after which a batch that is not full is sampled."""
+"""Time without another item after which a batch that is not full begins."""
 _UNUSED = "sampler_unused_call"  # event: a call of which no answer holds a token
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class RolloutSampler(Protocol):
@@ -86,46 +89,53 @@ class _Answer:
     """The calls that sampled it, in order, each with the number of its tokens that are in it."""
 
 
-class _Batch:
-    """The trajectories that one call of the sampler samples; others join until it begins."""
+class Batch(Generic[_Item, _Result]):
+    """Items that one call answers; others join until it begins.
+
+    Args:
+        work: Answers, in their order, the items for which it waits by `complete`.
+        most: Largest number of items.
+    """
 
     def __init__(
-        self, sample: "Callable[[_Batch], Coroutine[object, object, dict[int, _Answer]]]"
+        self,
+        work: "Callable[[Batch[_Item, _Result]], Coroutine[object, object, Sequence[_Result]]]",
+        most: int,
     ) -> None:
-        self.contexts: list[RolloutContext] = []
-        self._open = True
+        self.is_open = True
+        self._most = most
+        self._items: dict[object, _Item] = {}  # by keys of their own, because items may be equal
+        self._keys: list[object] = []
+        """Those of the items that the work answers."""
         self._joined = asyncio.Event()
-        self._left = 0
-        self._work = asyncio.create_task(sample(self))
+        self._work = asyncio.create_task(work(self))
 
-    def takes(self, context: RolloutContext) -> bool:
-        first = self.contexts[0]
-        same = first.sampling == context.sampling and first.engine is context.engine
-        return self._open and same and first.rollout.sampler == context.rollout.sampler
+    @property
+    def first(self) -> _Item:
+        return next(iter(self._items.values()))
 
-    async def complete(self) -> None:
-        """Wait until all trajectories of a step are here, or no other comes for a moment."""
-        first = self.contexts[0]
-        most = first.rollout.prompts_per_step * first.sampling.n
-        if first.seed is not None:  # in deterministic runs nothing depends on who comes first
-            most = 1
-        while len(self.contexts) < most:
+    async def complete(self) -> list[_Item]:
+        """Wait until the batch is full, or no other item comes for a moment; return the items."""
+        while self.is_open:
             self._joined.clear()
             if not await set_within(self._joined, QUIET_SECONDS):
-                break
-        self._open = False
-        self.contexts.sort(key=lambda one: (one.route.group, one.trajectory.sample_index))
+                self.is_open = False
+        self._keys = list(self._items)
+        return list(self._items.values())
 
-    async def answer(self, context: RolloutContext) -> _Answer:
-        """Join, and return the answer; the work ends with the last of the trajectories."""
-        self.contexts.append(context)
+    async def answer(self, item: _Item) -> _Result:
+        """Join, and return the answer; the work ends with the last of those that wait."""
+        key = object()
+        self._items[key] = item
+        self.is_open = len(self._items) < self._most
         self._joined.set()
         try:
-            return (await asyncio.shield(self._work))[id(context)]
+            answers = await asyncio.shield(self._work)
+            return answers[self._keys.index(key)]
         finally:
-            self._left += 1
-            if self._left == len(self.contexts):
-                self._open = False
+            del self._items[key]
+            if not self._items:
+                self.is_open = False
                 self._work.cancel()
 
 
@@ -134,20 +144,26 @@ class SamplerLoop:
     once."""
 
     def __init__(self) -> None:
-        self._batch: _Batch | None = None
+        self._batch: Batch[RolloutContext, _Answer] | None = None
         self._samplers: dict[str, Callable[..., Foreign]] = {}
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        if self._batch is None or not self._batch.takes(context):
-            self._batch = _Batch(self._sample)
+        def kind(one: RolloutContext) -> Sequence[object]:
+            return one.sampling, one.rollout.sampler, id(one.engine)
+
+        batch = self._batch
+        if batch is None or not batch.is_open or kind(batch.first) != kind(context):
+            most = context.rollout.prompts_per_step * context.sampling.n
+            # In deterministic runs nothing depends on who comes first.
+            batch = self._batch = Batch(self._sample, most if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
-            answer = await self._batch.answer(context)
+            answer = await batch.answer(context)
         _record(context, answer)
 
-    async def _sample(self, batch: _Batch) -> dict[int, _Answer]:
-        await batch.complete()
-        contexts, rollout = batch.contexts, batch.contexts[0].rollout
-        path = rollout.sampler or ""
+    async def _sample(self, batch: Batch[RolloutContext, _Answer]) -> list[_Answer]:
+        joined = await batch.complete()
+        contexts = sorted(joined, key=lambda one: (one.route.group, one.trajectory.sample_index))
+        rollout, path = contexts[0].rollout, contexts[0].rollout.sampler or ""
         call = partial(
             call_user_code,
             name=f"the sampler {path}",
@@ -173,7 +189,8 @@ class SamplerLoop:
             if not answer.whole:
                 answer.ids = [*await context.first_prompt(context.problem), *answer.ids]
         await run_in_thread(_find_calls, answers, contexts, llm.calls)
-        return {id(each): answer for each, answer in zip(contexts, answers, strict=True)}
+        found = dict(zip(map(id, contexts), answers, strict=True))
+        return [found[id(context)] for context in joined]
 
 
 def load_sampler(path: str) -> Callable[..., Foreign]:

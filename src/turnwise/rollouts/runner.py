@@ -47,6 +47,7 @@ from turnwise.errors import (
 )
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
+from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
@@ -370,12 +371,13 @@ class Runner:
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
         if sampling.use_beam_search:
-            if isinstance(stage.loop, HttpAgentLoop | ChatSchedulerLoop):
+            if isinstance(stage.loop, HttpAgentLoop | ChatSchedulerLoop | SamplerLoop):
                 raise InputError(
-                    "sampling.use_beam_search: the requests of agents and chat schedulers sample; "
-                    "choose another rollout.loop"
+                    "sampling.use_beam_search: the requests of agents, chat schedulers and "
+                    "samplers sample; choose another rollout.loop"
                 )
-            search = BeamSearch(engine, self._tokenizer, sampling.n)
+            ends = self.template.stop_token_ids
+            search = BeamSearch(engine, self._tokenizer, ends, sampling.n)
         run = _Run(engine, problem, sampling, name, stage, group, search)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop

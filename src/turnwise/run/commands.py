@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     """Called with the trajectories of each group of a command, also of one that was not run."""
     Datasets = tuple[Sequence[Problem], Sequence[Problem]]
     """Problems to train on, and held-out ones."""
-    Join = Callable[[Runtime, Datasets], Awaitable[Datasets]]
+    Join = Callable[[Runtime, Datasets], AbstractAsyncContextManager[Datasets]]
 
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
@@ -89,7 +89,7 @@ class ProgramInputs:
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
     eval_rows: Sequence[JsonObject] | Mapping[str, Sequence[JsonObject]] | None = None
     """Held-out rows, or several sets by name; they replace data.eval_path and data.eval_sets."""
-    join: "Join | None" = None  # takes part in the run once its engines and trainer have started
+    join: "Join | None" = None  # takes part in a run, and gives its datasets
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -190,10 +190,11 @@ async def train(
             from turnwise.observe.prometheus import serving_metrics
             from turnwise.run.trainer import TrainingLoop
 
-            async with _opened(config, inputs, problems, display, folder.path) as runtime:
-                data = problems, heldout
+            async with AsyncExitStack() as opened:
+                opening = _opened(config, inputs, problems, display, folder.path)
+                runtime, data = await opened.enter_async_context(opening), (problems, heldout)
                 if inputs.join is not None:
-                    data = await inputs.join(runtime, data)
+                    data = await opened.enter_async_context(inputs.join(runtime, data))
                 loop = TrainingLoop(config, runtime, *data, folder, display, start)
                 host, port = config.serving.host, config.metrics.port
                 scheduler, rows = runtime.manager.scheduler, folder.metrics.rows

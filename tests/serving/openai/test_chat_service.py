@@ -10,7 +10,7 @@ import pytest
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.chat.tool_parser import is_object
 from turnwise.config import Config
-from turnwise.serving.openai.chat_service import read
+from turnwise.serving.openai.plain_request import read
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate

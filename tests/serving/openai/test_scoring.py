@@ -10,6 +10,7 @@ import pytest
 from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory, audit
 
 ELSEWHERE = {"frequency_penalty": 0.0}
@@ -131,3 +132,24 @@ async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
         if number == 0:
             assert turn.added_logprobs[0] is None
         assert turn.added_logprobs[number == 0 :] == pytest.approx(scores[number == 0 :])
+
+
+async def test_a_prompt_that_the_engine_has_in_its_cache_is_scored_as_a_whole(
+    engine: WorkerHandle, make_config: Callable[..., Config]
+) -> None:
+    """By vLLM's application, too, in each turn."""
+    server = OpenAIServer(make_config(serving={"port": 0}), engine)
+    transport = httpx.ASGITransport(await server.application())
+    sampling = SamplingConfig(max_tokens=4, prompt_logprobs=True)
+    messages = [{"role": "user", "content": "What is 12 plus 30? " * 8}]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for more in (ELSEWHERE, {}, ELSEWHERE):
+            trajectory = Trajectory("p")
+            session = server.sessions.open_private(trajectory, sampling=sampling)
+            path = f"/sessions/{session.id}/v1/chat/completions"
+            answer = await http.post(path, json={"model": "any", "messages": messages, **more})
+            assert answer.status_code == 200, answer.text
+            (turn,) = trajectory.turns
+            assert turn.added_logprobs is not None
+            assert len(turn.added_logprobs) == len(turn.added_token_ids)
+            assert [place for place, one in enumerate(turn.added_logprobs) if one is None] == [0]

@@ -157,8 +157,18 @@ _UNUSED = {
 }
 """Flat keys of Megatron's and of the trainer, which all models of ChatLearn's examples include."""
 _REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
-_TOKENS = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
 _KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
+_OTHERS = {
+    **_REASONS,
+    **{
+        key: f"no effect in the other models' files; {owner}'s file sets it"
+        for owner, keys in [*reversed(_FLAT.items()), ("policy", _KNOWN)]
+        for key in keys
+        if key not in _COMPANION
+    },
+    **dict.fromkeys(STRUCTURE, _IN_FOLDER),
+}
+"""The same, and other models' keys, in the files of the models beside the policy."""
 
 _RENAMED = {
     "tokenizer": {
@@ -291,14 +301,12 @@ def read_model(path: str | Path) -> ModelFile:
                     settings |= _leaves(_SECTIONS[section][name], value)
                 else:
                     flat[name] = value
-            elif asks_for_nothing(name, value):
-                pass
             elif not section and name in _REASONS:
                 if value and value != "None":
                     notes.setdefault(_REASONS[name], []).append(name)
-            elif name in UNNEEDED_KEYS:
+            elif name in UNNEEDED_KEYS and not asks_for_nothing(name, value):
                 notes.setdefault(f"no effect; {REPLACED_KEYS[name]}", []).append(name)
-            else:
+            elif not asks_for_nothing(name, value):
                 mistakes.append(f"{place}: {_unknown(section, name)}")
     flat = {key: value for key, value in flat.items() if value not in (None, "None")}
     mistakes = mistakes or [f"{path}: {mistake}" for mistake in _mistakes(flat)]
@@ -312,31 +320,27 @@ def read_model(path: str | Path) -> ModelFile:
                 "of ChatLearn's; keep one"
             )
     if "block_size" in flat:
-        notes[_TOKENS] = ["block_size"]
+        said = "the number of tokens in a block of vLLM's KV cache, and no size in MB"
+        notes[said] = ["block_size"]
     return ModelFile(settings | meant, flat, notes)
 
 
 def check_structure(args: Args, path: str) -> list[str]:
-    """Compare flat keys of the policy's structure with the configuration of its own model.
-
-    Returns:
-        A sentence if they cannot be compared, because `path` (model.path) is no folder here.
-
-    Raises:
-        InputError: naming the first key with another value.
-    """
-    given = {key: args[key] for key in STRUCTURE if args.get(key) is not None}
+    """Compare flat keys of the policy's structure with the configuration in `path` (model.path), of
+    which InputError names the first with another value; return a sentence if it has not all."""
     config: JsonObject = {}
     with suppress(OSError, ValueError):
         config = json.loads((Path(path).expanduser() / "config.json").read_text())
-    for key, value in given.items():
-        own = config.get(STRUCTURE[key])
-        if own is not None and own != value:
+    unknown = []
+    for key, name in STRUCTURE.items():
+        value, own = args.get(key), config.get(name)
+        if value is not None and own is None:
+            unknown.append(key)
+        elif value is not None and own != value:
             raise InputError(
-                f"{key} is {value!r}, and the model in {path} has {own!r} ({STRUCTURE[key]}): "
-                "its own configuration decides; remove the key, or set load to another folder"
+                f"{key} is {value!r}, and the model in {path} has {own!r} ({name}): its own "
+                "configuration decides; remove the key, or set load to another folder"
             )
-    unknown = [key for key in given if STRUCTURE[key] not in config]
     where = f"{_IN_FOLDER}; not compared, because there is no config.json with them in {path}"
     return sentences({where: unknown}) if unknown else []
 
@@ -419,14 +423,15 @@ def args_of(config: Config, own: Args) -> Args:
     """Return a configuration under ChatLearn's names, with a model's other flat keys."""
     sampling, held_out = config.sampling, config.eval.sampling
     both = {"temperature", "top_k", "top_p"}
+    path = None if config.model.path == UNNAMED else config.model.path
     return {
         "prompt_key": None,
         "vllm_prompt_key": "prompt",
         "vllm_input_ids_key": "input_ids",
         "init_shuffle_prompts": 0,
         **own,
-        "load": None if config.model.path == UNNAMED else config.model.path,
-        "tokenizer": config.model.tokenizer or config.model.path,
+        "load": path,
+        "tokenizer": config.model.tokenizer or path,
         "num_inference_per_prompt": 1,  # `n` holds it
         "seq_length": config.model.max_length,
         "max_new_tokens": sampling.max_tokens,
@@ -475,7 +480,7 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
                     mistakes.append(f"there is no key {full}{nearest(full, [*known_keys()])}")
         elif value in (None, "None"):
             pass
-        elif why := _why_unused(str(key)):
+        elif why := _OTHERS.get(str(key)):
             if value:
                 notes.setdefault(why, []).append(str(key))
         else:
@@ -487,25 +492,10 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
         keys = {"model.path": "model", "model.dtype": "dtype"}
         settings = {REWARDS: [{"name": name} | {keys[k]: v for k, v in settings.items()}]}
     elif not trains:
-        settings = _moved(settings, role)
+        section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
+        moved = {"training.learning_rate": f"{section}.learning_rate"}
+        settings = {
+            f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
+            for key, value in settings.items()
+        }
     return ModelFile(settings, {}, notes)
-
-
-def _why_unused(key: str) -> str:
-    """Return what is said of another model's flat key, or Megatron's; "" of one that is unknown."""
-    if key in STRUCTURE:
-        return _IN_FOLDER
-    for owner, keys in (("policy", _KNOWN), *_FLAT.items()):
-        if key in keys and key not in _COMPANION:
-            return f"no effect in the other models' files; {owner}'s file sets it"
-    return _REASONS.get(key, "")
-
-
-def _moved(settings: Settings, role: str) -> Settings:
-    """Return the settings of a reference or value model under the keys of the algorithm."""
-    section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
-    moved = {"training.learning_rate": f"{section}.learning_rate"}
-    return {
-        f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
-        for key, value in settings.items()
-    }

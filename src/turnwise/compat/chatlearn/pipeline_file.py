@@ -165,8 +165,6 @@ class PipelineFile:
         known = [*_OWN_SECTIONS, *Config.model_fields]
         for name in sorted(map(str, self._tree.keys() - {*known})):
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
-        if self._section("runtime_env"):
-            self._note("no effect; the nodes' own environments count", "runtime_env")
         entries: dict[str, Tree] = {}
         for name, entry in models.items():
             if entry is not None and not isinstance(entry, dict):
@@ -189,8 +187,11 @@ class PipelineFile:
             kind = "grpo"
         self._models(entries, kind)
         self._runtime(runtime, entries)
-        if variables := self._section("runtime_env").get("env_vars"):
-            self._put("ray_env", variables, "runtime_env.env_vars")
+        for key, value in self._section("runtime_env").items():
+            if key == "env_vars":
+                self._put("ray_env", value or {}, f"runtime_env.{key}")
+            else:
+                self._note("no effect; the nodes' own environments count", f"runtime_env.{key}")
         if self._mistakes:
             raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
         for key, kinds in _ONLY_FOR.items():
@@ -246,7 +247,21 @@ class PipelineFile:
                     "(a reward's name ends in _reward)"
                 )
                 continue
-            settings, file = self._of_file(name, role, entry), str(entry.get("model_config_file"))
+            settings, file = Settings(), str(entry.get("model_config_file"))
+            if "module" in entry and role == "policy":
+                self.module = str(entry["module"])
+            elif "module" in entry:
+                self._mistakes.append(
+                    f"models.{name}.module: only the policy may have a class of its own here; a "
+                    "reward's own code is a function, and other classes need a program (Pipeline)"
+                )
+            if "model_config_file" in entry:
+                path = self._path.parent / Path(file).expanduser()
+                read = read_model(path) if role == "policy" else model_settings(name, role, path)
+                settings = read.settings
+                self.args |= read.args
+                for said, keys in read.notes.items():
+                    self._note(said, *keys)
             number = entry.get("num_gpu") or entry.get("num_device")
             if role == "reward":
                 part: Tree = settings[REWARDS][0] if settings else {"name": name}
@@ -274,24 +289,6 @@ class PipelineFile:
                     self._mistakes.append(f"models.{name}.{key} is for rewards")
         if rewards:
             self._put(REWARDS, rewards, "models")
-
-    def _of_file(self, name: str, role: str, entry: Tree) -> Settings:
-        """Return the settings of a model's file, if it has one; take the policy's own class."""
-        if "module" in entry and role == "policy":
-            self.module = str(entry["module"])
-        elif "module" in entry:
-            self._mistakes.append(
-                f"models.{name}.module: only the policy may have a class of its own here; a "
-                "reward's own code is a function, and other classes need a program (Pipeline)"
-            )
-        if "model_config_file" not in entry:
-            return {}
-        path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
-        read = read_model(path) if role == "policy" else model_settings(name, role, path)
-        self.args |= read.args
-        for said, keys in read.notes.items():
-            self._note(said, *keys)
-        return read.settings
 
     def _note(self, said: str, *keys: str) -> None:
         self._notes.setdefault(said, []).extend(keys)

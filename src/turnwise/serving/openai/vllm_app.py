@@ -13,7 +13,6 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -461,6 +460,7 @@ class EngineClient:
                 sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
                 if session.sampling is not None and session.sampling.prompt_logprobs:
                     sampling.prompt_logprobs = params.prompt_logprobs or 0
+                    sampling.skip_reading_prefix_cache = True  # which leaves prompts unscored
             asked = Request(
                 prompt,
                 sampling,
@@ -470,12 +470,10 @@ class EngineClient:
                 whole=not streamed,
             )
             with_logprobs = params.num_logprobs is not None
-            scored = params.prompt_logprobs is not None  # else only the session records them
+            scored = params.prompt_logprobs is not None  # a session may record them unasked
             async with aclosing(stream(asked)) as chunks:
                 async for chunk in chunks:
-                    if not scored:
-                        chunk = replace(chunk, prompt_alternatives=[])
-                    for output in _outputs(request.request_id, chunk, with_logprobs):
+                    for output in _outputs(request.request_id, chunk, with_logprobs, scored):
                         self._outputs.process_outputs([output])
                     if chunk.finish_reason is not None and context is not None:
                         context.texts[key] = getattr(detokenizer, "output_text", "")
@@ -483,12 +481,14 @@ class EngineClient:
             queue.put(client_error(error))
 
 
-def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[vllm.EngineCoreOutput]:
+def _outputs(
+    request_id: str, chunk: Chunk, with_logprobs: bool, scored: bool
+) -> Iterator[vllm.EngineCoreOutput]:
     """Yield a chunk in vLLM's form, for its detokenizer."""
     finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
     # vLLM finds a stop string again, cuts the text before it, and ends the request.
     by_string = isinstance(chunk.stop_reason, str)
-    prompt = chunk.prompt_alternatives  # they come with the first chunk
+    prompt = chunk.prompt_alternatives if scored else []  # they come with the first chunk
     rows: Alternatives = []
     if with_logprobs:
         pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)

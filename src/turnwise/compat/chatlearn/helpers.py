@@ -1,8 +1,8 @@
-"""ChatLearn's datasets of prompts, with its names: token ids, and the text that they come from."""
+"""ChatLearn's datasets of prompts, and its helpers for modules, with its names."""
 
-from collections.abc import Mapping, Sequence
-from typing import overload
+from collections.abc import Callable, Mapping, Sequence
 
+from turnwise.compat.chatlearn.model_file import Args
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
@@ -20,23 +20,10 @@ class PromptPipeline(Sequence[JsonObject]):
     prompts_ids: list[JsonObject]
     """The items: `input_ids`, `prompt`, and any other fields."""
 
-    @property
-    def data(self) -> list[JsonObject]:
-        """The items, by the name of later versions."""
-        return self.prompts_ids
-
-    @data.setter
-    def data(self, items: list[JsonObject]) -> None:
-        self.prompts_ids = items
-
     def __len__(self) -> int:
         return len(self.prompts_ids)
 
-    @overload
-    def __getitem__(self, index: int) -> JsonObject: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[JsonObject]: ...
-    def __getitem__(self, index: int | slice) -> JsonObject | list[JsonObject]:
+    def __getitem__(self, index: Foreign) -> Foreign:
         return self.prompts_ids[index]
 
     def collate_fn(self, samples: Sequence[JsonObject]) -> dict[str, list[Foreign]]:
@@ -86,3 +73,29 @@ class VLLMPromptPipeline(PromptPipeline):
             ids = list(tokenizer.encode(text))[:max_prompt_length]
             self.prompts.append((text, ids))
             self.prompts_ids.append({**row, "input_ids": ids, "prompt": text})
+
+
+def get_model(
+    model_provider: Callable[[], Foreign], args: Args | None = None, wrap_with_ddp: bool = False
+) -> Foreign:
+    """Return the model of a `model_provider`, for evaluation; engines and trainer load their own.
+
+    Args:
+        args: The module's `model_args`; their `load` is returned where the provider returns None,
+            because the model is that of the files.
+        wrap_with_ddp: Not looked at: the trainer shards its own model.
+
+    Example:
+        class Policy(VLLMModule):
+            def setup(self):
+                self.model = get_model(self.model_provider, self.model_args)
+    """
+    model = model_provider()
+    if model is None:
+        return (args or {}).get("load")
+    return model.eval() if hasattr(model, "eval") else model
+
+
+def print_rank_0(message: object) -> None:
+    """Print a line at once: a module is one process, whatever its engines' sizes."""
+    print(message, flush=True)  # noqa: T201
