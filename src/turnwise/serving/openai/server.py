@@ -185,8 +185,8 @@ class OpenAIServer:
                 self._extend, app, name=hook, seconds=seconds, key=timeout
             )
             if not isinstance(extended, FastAPI):
-                kind = type(extended).__name__
-                raise InputError(f"{hook} must return the application, not {kind}")
+                returned = type(extended).__name__
+                raise InputError(f"{hook} must return the application, not {returned}")
         # Around the sessions: the chat service answers most chats before the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()
