@@ -177,6 +177,7 @@ class OpenAIServer:
         app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
         # vLLM's middleware handles scaling, browsers and its own metrics.
         app.user_middleware.clear()
+        app.middleware_stack = None  # vLLM has built one, and then none could be added
         extended = app
         if self._extend is not None:
             hook, timeout = "_setup_vllm_openai_api_server", "engine.start_timeout"
