@@ -27,26 +27,17 @@ _PARAMETER = re.compile(
     r"""<(?:\w+:)?parameter(?:=|\s+name=)["']?([^<>"']+)["']?>"""
     r"|<arg_key>([^<>]*)</arg_key>\s*<arg_value>"
 )
-_PARAMETER_ENDS = re.compile(r"</(?:\w+:)?parameter>|</arg_value>")
+_PARAMETER_ENDS = re.compile(r"(?:</(?:\w+:)?parameter>|</arg_value>)\s*")
 _TOKEN = re.compile(
     r"""\s*+(?:([{}\[\]:,])|("[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+')|([\w.+-]++))""",
     re.DOTALL,
 )
 """Part of JSON: punctuation, a string, or another value."""
-_CONSTANTS = {
-    "true": True,
-    "True": True,
-    "false": False,
-    "False": False,
-    "null": None,
-    "None": None,
-}
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _EXACT = 2**53  # from here on, not every whole number is a double
 _MAX_DEPTH = 16  # so that text with many brackets costs no more than other text
-
-_Read = tuple[Foreign, int]
-"""A value, and the position after it."""
+_Read = tuple[Foreign, int]  # a value, and the position after it
 
 
 def divide_at_calls(text: str) -> tuple[list[str], list[Foreign]]:
@@ -92,23 +83,22 @@ def _json_call(text: str, at: int) -> _Read | None:
 
 
 def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
-    """Read a function's tag, if there is one, and the parameters after it, of which the last in the
-    text ends at `closed`."""
+    """Read a function's tag, if there is one, and the parameters after it; the last one in the text
+    ends at `closed`."""
     function = _FUNCTION.match(text, at)
     values: dict[str, Foreign] = {}
-    end = at = at if function is None else function.end()
-    while at < closed and (opening := _PARAMETER.match(text, at)) is not None:
-        closing = _PARAMETER_ENDS.search(text, opening.end())
-        if closing is None:
-            break
-        name = opening[1] if opening[1] is not None else opening[2]
-        values[name.strip()] = _whole(text[opening.end() : closing.start()].strip())
-        at = end = closing.end()
-        while at < len(text) and text[at].isspace():
-            at += 1
+    at = at if function is None else function.end()
+    while (
+        at < closed
+        and (opening := _PARAMETER.match(text, at))
+        and (closing := _PARAMETER_ENDS.search(text, opening.end()))
+    ):
+        name = (opening[1] or opening[2]).strip()
+        values[name] = _whole(text[opening.end() : closing.start()].strip())
+        at = closing.end()
     if function is None and not values:
         return None
-    return (function and function[1].strip(), values), end
+    return (function and function[1].strip(), values), at
 
 
 def _whole(text: str) -> Foreign:
@@ -126,9 +116,8 @@ def _value(text: str, at: int, depth: int = 0) -> _Read | None:
     if quoted:
         return _unquoted(quoted), found.end()
     if word:
-        if word in _CONSTANTS:
-            return _CONSTANTS[word], found.end()
-        return (_number(word), found.end()) if _NUMBER.fullmatch(word) else None
+        known = word in _WORDS or _NUMBER.fullmatch(word)
+        return (_WORDS[word] if word in _WORDS else _number(word), found.end()) if known else None
     return _members(text, found.end(), mark == "{", depth + 1) if mark in "{[" else None
 
 

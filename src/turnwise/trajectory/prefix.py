@@ -10,6 +10,7 @@ others said may not.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
@@ -66,11 +67,10 @@ def replace_prefix_tokens(
     if again != rendered and not _is_same(str(decode(rendered)), str(decode(again))):
         raise _turn_lost("other turns differ too")
     opening = template[len(template) - template[::-1].index(eos) :]
-    header = _header(str(decode(opening))) if opening else ""
-    change: tuple[str, str] | None = None
-    if finished != rendered:
-        change = _difference(decode, finished, rendered, eos, header, drops_content)
-    if change is not None:
+    header = _header(str(decode(opening)))
+    if finished != rendered and (
+        change := _difference(decode, finished, rendered, eos, header, drops_content)
+    ):
         own, sent = change
         at = common_prefix(own, sent)
         raise TrajectoryError(
@@ -162,34 +162,26 @@ def _difference(
         if our_ids == their_ids:
             continue
         own, shown = str(decode(our_ids)), str(decode(their_ids))
-        said, said_sent = _answer(own, header), _answer(shown, header)
+        parts, parts_sent = _answer(own, header), _answer(shown, header)
+        if parts is None or parts_sent is None:
+            parts = parts_sent = "", ""
+        (others, said), (others_sent, said_sent) = parts, parts_sent
         if _is_others(own, header) or _is_others(shown, header):
-            others = own, shown
-        elif said and said_sent:
-            others = _BARE_TAG.sub("", said[0]), _BARE_TAG.sub("", said_sent[0])
-        else:
-            others = "", ""
-        if "".join(others[0].split()) != "".join(others[1].split()):
-            return others
-        if said and said_sent and _has_other_calls(said[1], said_sent[1]):
-            return said[1], said_sent[1]
-        if whole and not (
-            _is_same(own, shown)
-            or (said and said_sent and _is_same_answer(said[1], said_sent[1], drops_content))
-        ):
+            others, others_sent = own, shown
+        if "".join(others.split()) != "".join(others_sent.split()):
+            return others, others_sent
+        is_same = _is_same_answer(said, said_sent, drops_content)
+        if is_same is None:
+            return said, said_sent
+        if whole and not is_same and not _is_same(own, shown):
             return whole
     return None
 
 
 def _turns(ids: list[int], eos: int) -> list[list[int]]:
     """Divide ids at each EOS, which ends a turn, or stands in what somebody said."""
-    turns: list[list[int]] = [[]]
-    for token in ids:
-        if token == eos:
-            turns.append([])
-        else:
-            turns[-1].append(token)
-    return turns
+    ends = [-1, *(place for place, token in enumerate(ids) if token == eos), len(ids)]
+    return [ids[start + 1 : end] for start, end in pairwise(ends)]
 
 
 def _header(opening: str) -> str:
@@ -223,31 +215,24 @@ def _is_same(sampled: str, sent: str) -> bool:
     return len(sent) in _continued(sent, ends, _plain(sampled[begun:]))
 
 
-def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool:
+def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None:
     """Return whether the model's part of a turn has the same calls, however they are written, and
-    the same text before them; the text after each is the same, or its parser dropped it."""
+    the same text before them; the text after each is the same, or its parser dropped it. None if
+    one of as many calls is another."""
     (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
-    (first, *rest), calls = divide_at_calls(said)
-    (first_sent, *rest_sent), calls_sent = divide_at_calls(said_sent)
+    (texts, calls), (texts_sent, calls_sent) = divide_at_calls(said), divide_at_calls(said_sent)
+    if len(calls) == len(calls_sent) and calls != calls_sent:
+        return None
     return (
         bool(calls)
-        and calls == calls_sent
+        and len(calls) == len(calls_sent)
         and thought_sent in ("", thought)
-        and (
-            _plain(first) == _plain(first_sent)
-            or (drops_content and _was_dropped(first, first_sent))
-        )
         and all(
-            _plain(after) == _plain(after_sent) or _was_dropped(after, after_sent)
-            for after, after_sent in zip(rest, rest_sent, strict=True)
+            _plain(text) == _plain(text_sent)
+            or ((place > 0 or drops_content) and _was_dropped(text, text_sent))
+            for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True))
         )
     )
-
-
-def _has_other_calls(sampled: str, sent: str) -> bool:
-    """Return whether a text has as many calls as the sampled one, and another one among them."""
-    (_, own), (_, shown) = (divide_at_calls(_reasoned(text)[1]) for text in (sampled, sent))
-    return len(own) == len(shown) and own != shown
 
 
 def _was_dropped(text: str, sent: str) -> bool:
@@ -258,12 +243,14 @@ def _was_dropped(text: str, sent: str) -> bool:
 
 
 def _answer(turn: str, header: str) -> tuple[str, str] | None:
-    """Divide a turn where the model's part begins; None where that is not known."""
+    """Return what others said in a turn, without tags, and what the model said after it; None where
+    that is not known."""
     if header:
         turn = turn.lstrip()
         return ("", turn.removeprefix(header)) if turn.startswith(header) else None
-    tags = list(_ANSWER_BEGINS.finditer(turn))
-    return (turn[: tags[-1].start()], turn[tags[-1].end() :]) if tags else None
+    if not (tags := list(_ANSWER_BEGINS.finditer(turn))):
+        return None
+    return _BARE_TAG.sub("", turn[: tags[-1].start()]), turn[tags[-1].end() :]
 
 
 def _reasoned(text: str) -> tuple[str, str]:
