@@ -6,8 +6,8 @@ is JSON, after a mark or with a name and arguments, or parameters between tags. 
 """
 
 import json
-import math
 import re
+from functools import partial
 
 from turnwise.core.optional import Foreign
 
@@ -33,9 +33,9 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 """Part of JSON: punctuation, a string, or another value."""
-_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, and JSON's
+_DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_EXACT = 2**53  # from here on, not every whole number is a double
 _MAX_DEPTH = 16  # so that text with many brackets costs no more than other text
 _Read = tuple[Foreign, int]  # a value, and the position after it
 
@@ -107,43 +107,32 @@ def _whole(text: str) -> Foreign:
     return text if read is None or text[read[1] :].strip() else read[0]
 
 
-def _value(text: str, at: int, depth: int = 0) -> _Read | None:
+def _value(text: str, at: int) -> _Read | None:
     """Read JSON, or Python's spelling of it, maybe with trailing commas; None where it is not."""
-    found = _TOKEN.match(text, at)
-    if found is None or depth > _MAX_DEPTH:
+    parts: list[str] = []
+    depth = 0
+    while (found := _TOKEN.match(text, at)) is not None and depth <= _MAX_DEPTH:
+        (mark, quoted, word), at = found.groups(), found.end()
+        if (mark or "{") in "{[" and parts and parts[-1] not in "{[,:":
+            return None
+        if quoted:
+            mark = json.dumps(_unquoted(quoted))
+        elif word:
+            is_number = _NUMBER.fullmatch(word) and not word.lstrip("-").isdecimal()
+            mark = repr(float(word)) if is_number else WORDS.get(word, word)
+        elif mark in "}]" and parts[-1:] == [","]:
+            parts.pop()
+        parts.append(mark)
+        depth += _DEPTHS.get(mark, 0)
+        if depth <= 0:
+            break
+    else:
         return None
-    mark, quoted, word = found.groups()
-    if quoted:
-        return _unquoted(quoted), found.end()
-    if word:
-        known = word in _WORDS or _NUMBER.fullmatch(word)
-        return (_WORDS[word] if word in _WORDS else _number(word), found.end()) if known else None
-    return _members(text, found.end(), mark == "{", depth + 1) if mark in "{[" else None
-
-
-def _members(text: str, at: int, named: bool, depth: int) -> _Read | None:
-    """Read the rest of an object, `named`, or of a list."""
-    names: list[str] = []
-    values: list[Foreign] = []
-    closing = "}" if named else "]"
-    while (token := _TOKEN.match(text, at)) is not None:
-        if token[1] == closing:
-            made = dict(zip(names, values, strict=True)) if named else values
-            return made, token.end()
-        if named:
-            colon = _TOKEN.match(text, token.end())
-            if not token[2] or colon is None or colon[1] != ":":
-                return None
-            names.append(_unquoted(token[2]))
-            at = colon.end()
-        if (read := _value(text, at, depth)) is None:
-            return None
-        values.append(read[0])
-        following = _TOKEN.match(text, read[1])
-        if following is None or following[1] not in (",", closing):
-            return None
-        at = following.end() if following[1] == "," else read[1]
-    return None
+    read = partial(json.loads, parse_int=_number, parse_float=_number, parse_constant=str)
+    try:
+        return read(" ".join(parts)), at
+    except ValueError:
+        return None
 
 
 def _unquoted(quoted: str) -> str:
@@ -156,9 +145,6 @@ def _unquoted(quoted: str) -> str:
         return body
 
 
-def _number(word: str) -> tuple[str, str]:
-    """Return a number in a form that no other value has: `1e3`, `1000` and `1000.0` are one."""
-    number = float(word)
-    if math.isinf(number) or (abs(number) >= _EXACT and word.lstrip("+-").isdecimal()):
-        return "number", word
-    return "number", str(int(number)) if number.is_integer() else repr(number)
+def _number(word: str) -> tuple[str, float]:
+    """Return a number as what no other value equals; `1e3`, `1000` and `1000.0` are one."""
+    return "number", int(word) if word.lstrip("-").isdecimal() else float(word)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory.calls import divide_at_calls
+from turnwise.trajectory.calls import WORDS, divide_at_calls
 from turnwise.trajectory.trajectory import common_prefix
 
 
@@ -135,8 +135,7 @@ _HEADER = re.compile(rf"(?:{_TAG.pattern}|\w)+")
 _ROLE = re.compile(rf"\s*({_TAG.pattern})(\w+)")
 _ANSWER_BEGINS = re.compile(r"\[/[A-Z_]+\]|<｜Assistant｜>|<｜tool▁outputs?▁end｜>")
 """Tags before what the model says, of templates in which only its turns end with EOS."""
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_LITERAL = re.compile(r"\b(?:True|False|None)\b")
+_WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 
 
 def _difference(
@@ -282,7 +281,7 @@ def _continued(text: str, ends: set[int], part: str) -> set[int]:
 
 
 def _plain(text: str) -> str:
-    text = _BARE_TAG.sub("", _LITERAL.sub(lambda found: _LITERALS[found[0]], text))
+    text = _BARE_TAG.sub("", _WORD.sub(lambda found: WORDS[found[0]], text))
     return "".join(c for c in text if not c.isspace() and c not in "\"'`\\")
 
 
