@@ -97,8 +97,7 @@ class Mailbox:
 class EngineWorker:
     """An actor's class: one `VllmEngine`, with its own OpenAI server if the configuration says so.
 
-    A subclass may override `_create_engine`, `_setup_vllm_server` and
-    `_setup_vllm_openai_api_server`, which run once, before the worker serves anything.
+    A subclass may override `_create_engine`, and what begins with `_setup_vllm`.
 
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
@@ -193,10 +192,9 @@ class EngineWorker:
     def _setup_vllm_server(self) -> tuple[threading.Thread, str, "uvicorn.Server"]:
         """Open this worker's OpenAI server, which answers once this has returned; a hook.
 
-        Returns:
-            A thread that ends when the server does, the server's base URL, and uvicorn's server,
-            which ends when its `should_exit` is set. The server runs on the engine's event loop,
-            because vLLM's sockets are not safe across threads: join the thread in another one only.
+        Returns a thread that ends when the server does, the base URL, and uvicorn's server, which
+        ends when its `should_exit` is set. It runs on the engine's event loop, because vLLM's
+        sockets are not safe across threads: join the thread in another one only.
         """
         assert self._server is not None
         server = self._server.listen()

@@ -1,8 +1,7 @@
 """Tool calls in an assistant's text, in one form for all spellings of the same call.
 
-A server parses the calls that a model writes, and the chat template prints them again: with their
-keys in another order, `1000.0` for `1e3`, `ü` for `\\u00fc`, and without a trailing comma. A call
-is JSON, after a mark or with a name and arguments, or parameters between tags. All else is text.
+A chat template prints calls that were parsed in its own way: `1000.0` for `1e3`. A call is JSON,
+after a mark or with a name and arguments, or parameters between tags; all else is text.
 """
 
 import json

@@ -146,11 +146,10 @@ def _difference(
     header: str,
     drops_content: bool,
 ) -> tuple[str, str] | None:
-    """Return texts of the sampled and of the rendered history that differ; None if these are the
-    same conversation.
+    """Return texts of the sampled and of the rendered history that differ, or None.
 
-    What another role said, as far as the template shows it, must have the same text but for white
-    space; `header` is what each turn of the model begins with.
+    What others said, as far as the template shows it, may differ in white space alone; `header` is
+    what each turn of the model begins with.
     """
     sampled, sent = str(decode(model)), str(decode(template))
     whole = None if _is_same(sampled, sent) else (_plain(sampled), _plain(sent))
