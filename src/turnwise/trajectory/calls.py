@@ -6,6 +6,7 @@ after a mark or with a name and arguments, or parameters between tags; all else 
 
 import json
 import re
+from contextlib import suppress
 from functools import partial
 
 from turnwise.core.optional import Foreign
@@ -115,7 +116,12 @@ def _value(text: str, at: int) -> _Read | None:
         if (mark or "{") in "{[" and parts and parts[-1] not in "{[,:":
             return None
         if quoted:
-            mark = json.dumps(_unquoted(quoted))
+            body = quoted[1:-1]
+            if quoted[0] == "'":
+                body = body.replace("\\'", "'").replace('"', '\\"')
+            with suppress(ValueError):  # an escape that JSON does not know stays as it is
+                body = json.loads(f'"{body}"', strict=False)
+            mark = json.dumps(body)
         elif word:
             is_number = _NUMBER.fullmatch(word) and not word.lstrip("-").isdecimal()
             mark = repr(float(word)) if is_number else WORDS.get(word, word)
@@ -132,16 +138,6 @@ def _value(text: str, at: int) -> _Read | None:
         return read(" ".join(parts)), at
     except ValueError:
         return None
-
-
-def _unquoted(quoted: str) -> str:
-    body = quoted[1:-1]
-    if quoted[0] == "'":
-        body = body.replace("\\'", "'").replace('"', '\\"')
-    try:
-        return str(json.loads(f'"{body}"', strict=False))
-    except ValueError:
-        return body
 
 
 def _number(word: str) -> tuple[str, float]:

@@ -219,25 +219,19 @@ def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None
     one of as many calls is another."""
     (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
     (texts, calls), (texts_sent, calls_sent) = divide_at_calls(said), divide_at_calls(said_sent)
-    if len(calls) == len(calls_sent) and calls != calls_sent:
-        return None
-    return (
-        bool(calls)
-        and len(calls) == len(calls_sent)
-        and thought_sent in ("", thought)
-        and all(
-            _plain(text) == _plain(text_sent)
-            or ((place > 0 or drops_content) and _was_dropped(text, text_sent))
-            for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True))
-        )
-    )
-
-
-def _was_dropped(text: str, sent: str) -> bool:
-    """Return whether of the text beside a call only tags were sent; the text itself has no others,
-    so that it is no turn of somebody else."""
-    tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
-    return not _plain(sent) and tags <= set(_TAG.findall(sent))
+    if calls != calls_sent:
+        return None if len(calls) == len(calls_sent) else False
+    if not calls or thought_sent not in ("", thought):
+        return False
+    for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True)):
+        if _plain(text) == _plain(text_sent):
+            continue
+        # Dropped but for its tags, which are all there: it is no turn of somebody else.
+        tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
+        may_drop = place > 0 or drops_content
+        if not may_drop or _plain(text_sent) or not tags <= set(_TAG.findall(text_sent)):
+            return False
+    return True
 
 
 def _answer(turn: str, header: str) -> tuple[str, str] | None:
