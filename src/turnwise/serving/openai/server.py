@@ -182,12 +182,13 @@ class OpenAIServer:
         if self._extend is not None:
             hook, timeout = "_setup_vllm_openai_api_server", "engine.start_timeout"
             seconds = self._config.engine.start_timeout
-            extended = await call_user_code(
+            returned: object = await call_user_code(
                 self._extend, app, name=hook, seconds=seconds, key=timeout
             )
-            if not isinstance(extended, FastAPI):
-                returned = type(extended).__name__
-                raise InputError(f"{hook} must return the application, not {returned}")
+            if not isinstance(returned, FastAPI):
+                given = type(returned).__name__
+                raise InputError(f"{hook} must return the application, not {given}")
+            extended = returned
         # Around the sessions: the chat service answers most chats before the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()
