@@ -108,7 +108,8 @@ def test_a_part_that_is_one_of_several_kinds_is_checked_as_that_kind(
 
 @pytest.mark.parametrize("key", sorted(REPLACED_KEYS))
 def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> None:
-    """And one whose value asks for nothing is no mistake."""
+    """`best_of`, `early_stopping`, `length_penalty` and others; one whose value asks for nothing is
+    no mistake."""
     with pytest.raises(InputError, match=rf"engine\.{key} is not supported: .*(sampling|engine)"):
         load_config(file, [f"engine.{key}=7"])
     for value in ("false", "null", "0", "[]", "{ranking: false}", "None"):
@@ -234,7 +235,7 @@ VERLS_KEYS = [f"{section}.{name}" for section, all_ in VERLS_PAGE.items() for na
 
 
 def test_every_key_of_verls_page_is_answered_from_one_table() -> None:
-    """By a key that is there, or by a sentence whose keys are there."""
+    """Those of `ppo_trainer.yaml`, by a key or by a sentence whose keys are there."""
     known = known_keys()
     named = re.compile(rf"\b(?:{'|'.join(dict.fromkeys(k.partition('.')[0] for k in known))})\.\S+")
     assert [key for key in VERLS_KEYS if verl_answer(key) is None] == []

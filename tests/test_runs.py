@@ -168,6 +168,7 @@ def test_a_run_ended_and_then_killed_in_mid_step_goes_on_bit_for_bit(whole: Path
 
 
 def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> None:
+    """`training.max_staleness` is 0."""
     config = str(whole.parents[1] / "config.yaml")
     subprocess.run(
         [

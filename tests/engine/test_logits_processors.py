@@ -108,7 +108,8 @@ def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch
 async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
     worker: WorkerHandle, model_path: str
 ) -> None:
-    """Processors of every request and of one; two and three parameters; a class; log-probs."""
+    """`engine.logits_processors` and those of one request, with `(input_ids, scores)` or three
+    parameters; a class, with a state for each request; log-probs."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     samplings = [chosen("even", max_tokens=24), chosen(max_tokens=24), chosen("repeat_prompt")]
     counting = [{"qualname": named("Count"), "args": [200], "kwargs": {"step": 3}}]
@@ -317,7 +318,7 @@ async def test_a_callable_that_fails_ends_its_request_alone(
 async def test_only_names_that_match_are_imported(
     worker: WorkerHandle, client: AsyncOpenAI, name: str, said: str
 ) -> None:
-    """The engine checks by itself, whatever stands before it, and so does the server."""
+    """The engine checks by itself, whatever stands before it, and so does `turnwise serve`."""
     with pytest.raises((InputError, TrajectoryError), match=said):
         await generate(worker, Request(PROMPT, chosen(name), f"refused {name}"))
     with pytest.raises(openai.APIStatusError, match=said) as caught:

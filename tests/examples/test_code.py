@@ -78,8 +78,9 @@ async def test_code_is_run_inside_the_answer(
     template: ChatTemplate,
     model_path: str,
 ) -> None:
-    """A result is spliced into the turn, masked, in one branch, and what is sampled after
-    it has the log-probs that Transformers gives for these very ids."""
+    """A result is spliced into the turn, masked, in one branch, and what is sampled after it has
+    the log-probs that Transformers gives for these very ids. Its tags are those of
+    `rollout.result_format`."""
     example = load_config(EXAMPLE / "config.yaml")
     config = make_config(
         environment=example.environment,

@@ -194,7 +194,7 @@ def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
-    """Flat keys, variables of the environment, and files that are included."""
+    """Flat keys such as `eval_top_k`, variables of the environment, and included files."""
     base = write(chatlearn.parent, pipeline="environment: a:B\ndata: {path: d}")
     settings = read_model(chatlearn)[0]
     config = load_config(base, settings=settings)

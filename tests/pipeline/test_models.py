@@ -145,6 +145,7 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(file: Path) -
 def test_the_reference_gives_the_logprobs_that_transformers_computes(
     file: Path, seen: Seen
 ) -> None:
+    """By `ReferenceModule`."""
     model = AutoModelForCausalLM.from_pretrained(folder_of(file, "reference")).float().eval()
     for step in seen["ppo"]["steps"]:
         for ids, mask, ours in zip(
@@ -157,6 +158,7 @@ def test_the_reference_gives_the_logprobs_that_transformers_computes(
 
 
 def test_the_value_model_gives_what_transformers_computes(file: Path, seen: Seen) -> None:
+    """By `ValueModule`."""
     model = AutoModelForSequenceClassification.from_pretrained(folder_of(file, "reward")).eval()
     first, second = seen["ppo"]["steps"]
     for ids, mask, ours in zip(
@@ -188,6 +190,7 @@ def test_the_reward_model_gives_what_transformers_computes(
 
 
 def test_ppo_trains_the_policy_in_the_engines_processes(seen: Seen) -> None:
+    """By `PolicyTrainer.train_step`, as it is in ChatLearn, with `training.colocated`."""
     for number, step in enumerate(seen["ppo"]["steps"], start=1):
         metrics = step["metrics"]
         assert (metrics["weight_version"], metrics["trajectories"]) == (number, SAMPLES)

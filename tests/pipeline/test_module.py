@@ -78,7 +78,7 @@ class Ported(VLLMModule):
 
 
 def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: Any) -> None:
-    """Dataset, request, forward step and decoding."""
+    """Dataset, request, forward step and decoding. The step is `generate_vllm(data, is_eval)`."""
     policy = join(Ported("policy"))
     prompts = ["Seven plus eight", "What is a group?"]
     items = policy.build_dataset(prompts)
@@ -169,6 +169,7 @@ def test_the_names_of_a_prompts_fields_come_from_the_models_file(
 def test_prompts_that_are_too_long_are_cut_to_what_new_tokens_leave(
     join: Join, template: ChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """To `seq_length - max_new_tokens`."""
     policy = join(VLLMModule("policy"))
     assert policy.longest_prompt() == CONTEXT - NEW
     assert policy.longest_prompt(is_eval=True) == CONTEXT - 5

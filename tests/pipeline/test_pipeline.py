@@ -101,6 +101,7 @@ def test_the_texts_are_those_of_the_tokens(seen: Seen, tokenizer: Any) -> None:
 
 
 def test_training_brings_its_weights_to_the_engines(seen: Seen) -> None:
+    """By `Pipeline.train`."""
     assert versions(seen["first"]) == {-1, 0}
     trained = seen["trained"]
     assert trained["weight_version"] == 1
@@ -120,6 +121,7 @@ def test_outputs_that_are_too_old_train_nothing(seen: Seen) -> None:
 
 
 def test_evaluation_is_greedy_and_trains_nothing(seen: Seen) -> None:
+    """By `eval.sampling`, as by verl's `val_kwargs`."""
     assert len(seen["eval_before"]["all_tokens"]) == ITEMS
     assert seen["eval_before"] == seen["eval_again"]
     assert max(seen["eval_before"]["response_token_length"]) <= 8
@@ -217,7 +219,7 @@ def test_token_ids_are_answered_and_trained_on_as_they_are(seen: Seen) -> None:
 
 
 def test_a_checkpoint_brings_back_weights_and_version(seen: Seen) -> None:
-    """To the trainer and to the engines, and training continues from there."""
+    """To the trainer and to the engines, by `load_checkpoint`; training continues from there."""
     loaded = seen["loaded"]
     assert loaded["folder"].endswith("checkpoints/step-0007")
     (before, later), (after, version) = loaded["before"], loaded["after"]

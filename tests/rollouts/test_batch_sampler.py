@@ -214,7 +214,7 @@ async def test_a_sampler_of_the_users_samples_a_batch_that_is_trained_token_by_t
 async def test_ids_that_a_sampler_adds_are_context_and_what_it_cuts_is_gone(
     simulated: SimulatedEngine, sampling: Callable[..., TrajectorySampler], tokenizer: Any
 ) -> None:
-    """Token ids as answers; the same tokens as the engine's, up to the cut."""
+    """Token ids as answers, which no call of `llm` gave; the engine's tokens, up to the cut."""
     result = tokenizer.encode(" -> 42", add_special_tokens=False)
     trajectories = [t async for t in sampling(simulated, "with_results")]
     assert len(trajectories) == 4

@@ -254,6 +254,7 @@ def test_a_few_failures_do_not_end_a_step() -> None:
 
 
 async def test_one_group_runs_side_by_side(attempt: Callable[..., Any]) -> None:
+    """As coroutines around one `AsyncLLM`."""
     group = await attempt([call("crowd") + END, "Done." + END], n=16)
     assert [t.sample_index for t in group.trajectories] == list(range(16))
     assert {t.messages[2]["content"] for t in group.trajectories} == {"all here"}

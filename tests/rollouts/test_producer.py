@@ -109,6 +109,7 @@ async def test_nothing_begins_for_steps_after_the_last() -> None:
 
 
 async def test_a_step_takes_its_groups_in_the_order_in_which_they_began() -> None:
+    """By `rollout.prompts_per_step`."""
     groups = Groups()
     expected = [problem.id for problem in ProblemStream(PROBLEMS, 0).take(8)]
     async with producing(config(1), groups) as producer:

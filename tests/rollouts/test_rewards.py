@@ -114,6 +114,7 @@ async def test_without_parts_the_reward_is_the_environments_own() -> None:
 
 
 async def test_parts_are_weighted_and_added_and_kept_as_they_were() -> None:
+    """By `rollout.rewards`."""
     parts = [
         {"weight": 0.5},
         {"function": f"{HERE}:turns", "weight": -2.0},

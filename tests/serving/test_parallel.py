@@ -76,6 +76,7 @@ async def shards(worker: Any) -> list[psutil.Process]:
 async def test_a_sharded_engine_computes_what_transformers_does(
     fleet: Fleet, model_path: str
 ) -> None:
+    """By `engine.tensor_parallel_size`."""
     _, manager = fleet
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for worker in manager.engines:
@@ -132,7 +133,8 @@ async def test_a_tool_runs_once_whatever_the_number_of_shards(
 async def test_a_function_inside_an_answer_runs_once_whatever_the_number_of_shards(
     fleet: Fleet, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Its result, which each shard would have another of, is the same for all."""
+    """Its result, which each shard would have another of, is the same for all. As with a
+    `FunctionProcessor`."""
 
     def ids(text: str) -> list[int]:
         encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -93,6 +93,7 @@ async def long_tailed_sessions(slowdown: float, seed: int, concurrency: int = 51
 @pytest.mark.parametrize("slowdown", [1.0, 4.0], ids=["alike", "one-four-times-slower"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_load_is_even_and_sessions_stay_at_home(slowdown: float, seed: int) -> None:
+    """By `serving.overload`."""
     traffic = run_virtually(long_tailed_sessions(slowdown, seed))
     assert traffic.balance(int(slowdown > 1)) >= 0.9, traffic.loads
     assert traffic.at_home >= 0.95, traffic.events

@@ -90,7 +90,7 @@ def held(config: Config, engine: Held) -> VllmAsyncGenerationWorker:
 async def test_rows_are_yielded_as_they_are_ready(
     make_config: Callable[..., Config], texts: bool
 ) -> None:
-    """The engine still samples the other rows."""
+    """The engine still samples the other rows. As with `async_engine`."""
     engine = Held(3)
     worker = held(make_config(), engine)
     rows: AsyncIterator[tuple[int, Any]] = (
@@ -360,7 +360,8 @@ async def test_other_nodes_reach_a_workers_server(
 
 
 async def test_a_worker_can_serve_by_itself(ported: WorkerHandle, http: httpx.AsyncClient) -> None:
-    """As with `expose_http_server`; until it is shut down, so this is the last of these tests."""
+    """By `serving.worker_servers`, NeMo-RL's `expose_http_server`; the last of these tests, because
+    it shuts it down."""
     model = (await http.get("/models")).json()["data"][0]["id"]
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
     answer = (await http.post("/completions", json=body)).json()

@@ -53,6 +53,7 @@ def reference_logprobs(model: Any, completion: Completion, sampling: SamplingCon
 async def test_logprobs_are_those_that_the_trainer_computes(
     engine: WorkerHandle, reference: Any, sampling: SamplingConfig
 ) -> None:
+    """The engine is the section `engine`, in verl `rollout.name=vllm`."""
     before = time.time()
     completion = await generate(engine, Request(PROMPT, sampling, "logprobs"))
     assert completion.queued is None

@@ -159,6 +159,7 @@ def toolbox(*functions: object, timeout: float = 60, max_chars: int = 100) -> To
 
 
 def test_a_schema_comes_from_type_hints_and_the_docstring() -> None:
+    """As for the functions of `tools`."""
     (schema,) = toolbox(shout).schemas
     assert schema["type"] == "function"
     function = schema["function"]
@@ -222,6 +223,7 @@ async def test_what_a_tool_raises_is_an_answer_whatever_it_is(function: object, 
 
 
 async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None:
+    """By `rollout.tool_timeout`."""
     started = time.perf_counter()
     box = toolbox(hang, timeout=0.5)
     results = await asyncio.gather(*(box.call("hang", "{}") for _ in range(100)))

@@ -48,6 +48,7 @@ def cost(batch: list[Sample], layout: Layout) -> int:
 
 @given(lengths, st.integers(60, 200), layouts)
 def test_a_micro_batch_keeps_to_its_budget(lengths: list[int], budget: int, layout: Layout) -> None:
+    """By `training.micro_batch_tokens`."""
     samples = [sample(length, number // 4) for number, length in enumerate(lengths)]
     samples = [replace(s, sequence=n, pair_id=n, trajectory=n) for n, s in enumerate(samples)]
     for (share,) in plan_micro_batches(samples, 1, 2, budget, layout):

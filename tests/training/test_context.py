@@ -92,6 +92,7 @@ def be_rank(rank: int, ranks: int, store: Path, reply: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_log_probs_and_gradients_are_those_of_one_rank(tmp_path: Path, ranks: int) -> None:
+    """By `training.context_parallel`."""
     replies = in_processes([(be_rank, rank, ranks, tmp_path / "store") for rank in range(ranks)])
     for kind in KINDS:
         for packed in (False, True):

@@ -78,6 +78,7 @@ def perturbed(path: Path) -> Any:
 def test_perturbed_routers_keep_the_recorded_choice_and_learn(
     tmp_path: Path, packed: bool, recompute: bool
 ) -> None:
+    """By `engine.routing_replay`."""
     path = moe(tmp_path / "moe", **EXPERTS)
     rows = [token_ids(1, 30), token_ids(2, 17)]
     recorded = [choices(loaded(path), ids)[1] for ids in rows]

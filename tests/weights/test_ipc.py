@@ -90,6 +90,7 @@ def test_an_engine_may_be_there_before_its_trainer(link: IpcLink, pool: ThreadPo
 
 
 def test_the_buffers_are_two_and_as_small_as_the_model(link: IpcLink) -> None:
+    """By `weights.transport: ipc`."""
     tensors = [("a", torch.zeros(100)), ("b", torch.zeros(100))]
     sender = link.sender(tensors)
     assert sender._buffer_bytes < 2000

@@ -166,7 +166,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 async def test_the_pages_loop_trains_our_engine(
     ready: WorkerHandle, model_path: str, page: Any, transport: str
 ) -> None:
-    """After each step the engine samples from the trainer's weights."""
+    """After each step the engine samples from the trainer's weights. By `refit_sender`."""
     trained = Model(model_path)
     before = trained.state()
     length = torch.full((4,), len(PROMPT))

@@ -51,6 +51,7 @@ async def original_weights_after(engine: WorkerHandle, trainer: Trainer) -> Asyn
 async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
     engine: WorkerHandle, trainer: Trainer
 ) -> None:
+    """By `weights.transport`."""
     assert trainer.model.config.tie_word_embeddings  # the case that a plain reload gets wrong
     for version in (1, 2, 3):
         trainer.perturb(0.05)

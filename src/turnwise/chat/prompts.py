@@ -7,7 +7,7 @@ and begins a branch; a template that raises or drops a message is refused.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -152,7 +152,11 @@ def spliced_prompt(
         try:
             return replace_prefix_tokens(template.tokenizer, required, *ids)
         except TrajectoryError:
-            if not _leaves_out_content(template, shown, required, lambda m: rendered(m) == ids):
+            # A template may leave out what is said before calls, which the client has sent.
+            said = [m["content"].strip() for m in shown if m.get("tool_calls")]
+            bare = [{**m, "content": ""} if m.get("tool_calls") else m for m in shown]
+            own = template.decode_all(required)
+            if not any(said) or any(one not in own for one in said) or rendered(bare) != ids:
                 raise
             return replace_prefix_tokens(template.tokenizer, required, *ids, drops_content=True)
     except TrajectoryError as error:
@@ -166,25 +170,11 @@ def _with_objects(message: Message) -> Message:
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
-        with suppress(ValueError, TypeError, KeyError):  # no JSON, an object already, or none
+        with suppress(ValueError, TypeError, KeyError, RecursionError):  # no JSON, or an object
             if isinstance(read := json.loads(function["arguments"]), dict):
                 function["arguments"] = read
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _leaves_out_content(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    required: Sequence[int],
-    has_same_ids: Callable[[Sequence[Message]], bool],
-) -> bool:
-    """Return whether the template leaves out what the model said before its calls, and the
-    `required` ids have it as the messages do."""
-    said = [m["content"].strip() for m in messages if m.get("tool_calls")]
-    bare = [{**m, "content": ""} if m.get("tool_calls") else m for m in messages]
-    text = template.decode_all(required) if any(said) else ""
-    return any(said) and all(content in text for content in said) and has_same_ids(bare)
 
 
 def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:

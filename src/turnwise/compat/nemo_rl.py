@@ -171,8 +171,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
     async def update_weights_from_collective_async(self) -> bool:
         """Load the weights that a sender of `refit_sender("collective", ...)` broadcasts; returns
         and raises as `update_weights_via_ipc_zmq_async` does."""
-        in_flight = self._config.weights.in_flight
-        await self._engine.receive_weights("collective", in_flight=in_flight)
+        await self._engine.receive_weights("collective", in_flight=self._config.weights.in_flight)
         return True
 
     async def reset_prefix_cache_async(self) -> None:

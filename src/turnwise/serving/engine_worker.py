@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise import errors
-from turnwise.config import Config, EngineConfig
+from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
 from turnwise.core.json_types import JsonObject
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from turnwise.core.optional import Foreign
-    from turnwise.engine.vllm_engine import VllmEngine
     from turnwise.internals.vllm import AsyncLLM
     from turnwise.serving.chat_scheduler import ChatBackend
     from turnwise.serving.openai import OpenAIServer
@@ -98,8 +97,7 @@ class Mailbox:
 class EngineWorker:
     """An actor's class: one `VllmEngine`, with its own OpenAI server if the configuration says so.
 
-    A subclass may override `_create_engine`, `_setup_vllm_server` and
-    `_setup_vllm_openai_api_server`, which run once, before the worker serves anything.
+    A subclass may override `_create_engine`, and what begins with `_setup_vllm`.
 
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
@@ -135,6 +133,10 @@ class EngineWorker:
 
     async def post_init_async(self) -> int:
         """Build the engine, which takes seconds; returns this process's id."""
+        from turnwise.engine.adapters import EngineAdapters
+        from turnwise.engine.vllm_engine import VllmEngine
+        from turnwise.internals import vllm
+
         logs.follow()
         config, engine = self._config, self._config.engine
         if self._bundle_indices is not None:
@@ -151,20 +153,6 @@ class EngineWorker:
         served = config.serving.worker_servers or config.metrics.port is not None
         if engine.metrics is None and served:
             changes["metrics"] = True
-        self._engine = self._make_engine(engine.model_copy(update=changes))
-        await self._engine.load_adapters()
-        if config.serving.worker_servers:
-            await import_server()
-            self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
-            if self._server is not None:
-                await self._server.serve()
-        freeze_gc()
-        return os.getpid()
-
-    def _make_engine(self, engine: EngineConfig) -> "VllmEngine":
-        from turnwise.engine.adapters import EngineAdapters
-        from turnwise.engine.vllm_engine import VllmEngine
-        from turnwise.internals import vllm
 
         def start(_: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
             self._metrics = metrics
@@ -173,18 +161,26 @@ class EngineWorker:
                 raise InputError("_create_engine must set self.llm, as the one it overrides does")
             return self.llm
 
-        made = VllmEngine(
-            self._config.model,
-            engine,
+        self._engine = VllmEngine(
+            config.model,
+            engine.model_copy(update=changes),
             seed=self._seed,
-            deterministic=self._config.deterministic,
-            adapters=EngineAdapters.of(self._config),
+            deterministic=config.deterministic,
+            adapters=EngineAdapters.of(config),
             worker_extension=WORKER_EXTENSION,
             name=self._name,
             start=start,
         )
         vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
-        return made
+        await self._engine.load_adapters()
+        if config.serving.worker_servers:
+            make, extend = await import_server(), self._setup_vllm_openai_api_server
+            self._server = make(self._server_config(), self._engine, port=0, extend=extend)
+            self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
+            if self._server.base_url:  # else a subclass has a server of its own
+                await self._server.serve()
+        freeze_gc()
+        return os.getpid()
 
     def _create_engine(self, llm_kwargs: JsonObject) -> None:
         """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
@@ -196,18 +192,13 @@ class EngineWorker:
     def _setup_vllm_server(self) -> tuple[threading.Thread, str, "uvicorn.Server"]:
         """Open this worker's OpenAI server, which answers once this has returned; a hook.
 
-        Returns:
-            A thread that ends when the server does, the server's base URL, and uvicorn's server,
-            which ends when its `should_exit` is set. The server runs on the engine's event loop,
-            because vLLM's sockets are not safe across threads: join the thread in another one only.
+        Returns a thread that ends when the server does, the base URL, and uvicorn's server, which
+        ends when its `should_exit` is set. It runs on the engine's event loop, because vLLM's
+        sockets are not safe across threads: join the thread in another one only.
         """
-        from turnwise.serving.openai.server import OpenAIServer
-
-        extend = self._setup_vllm_openai_api_server
-        self._server = OpenAIServer(self._server_config(), self._engine, port=0, extend=extend)
+        assert self._server is not None
         server = self._server.listen()
-        name = f"{self._name}-server"
-        thread = threading.Thread(target=self._server.ended.wait, name=name, daemon=True)
+        thread = threading.Thread(target=self._server.ended.wait, daemon=True)
         thread.start()
         return thread, self._server.base_url, server
 
@@ -215,9 +206,8 @@ class EngineWorker:
         """Return the server's application, which has all routes; a hook for subclasses that add
         routes and middleware.
 
-        Middleware runs around all requests that have the server's key. Like routes that are
-        coroutines, it runs on the engine's event loop, and must not block it; other routes run in
-        threads.
+        Middleware runs around all requests that have the server's key. It and coroutines run on the
+        engine's event loop, which they must not block; other routes run in threads.
         """
         return app
 
@@ -258,10 +248,9 @@ class EngineWorker:
         head is gone, the process ends by itself after `exit_after` seconds."""
         if exit_after is not None:
             asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
-        if self._server is not None:
-            await self._server.stop()
-        elif self.http_server is not None:  # a subclass's own
+        if self._server is not None and self.http_server is not None:
             self.http_server.should_exit = True
+            await self._server.stop()
         await self._engine.shutdown()
         return True
 

@@ -1,13 +1,13 @@
 """Tool calls in an assistant's text, in one form for all spellings of the same call.
 
-A server parses the calls that a model writes, and the chat template prints them again: with their
-keys in another order, `1000.0` for `1e3`, `ü` for `\\u00fc`, and without a trailing comma. A call
-is JSON, after a mark or with a name and arguments, or parameters between tags. All else is text.
+A chat template prints calls that were parsed in its own way: `1000.0` for `1e3`. A call is JSON,
+after a mark or with a name and arguments, or parameters between tags; all else is text.
 """
 
 import json
-import math
 import re
+from contextlib import suppress
+from functools import partial
 
 from turnwise.core.optional import Foreign
 
@@ -27,26 +27,17 @@ _PARAMETER = re.compile(
     r"""<(?:\w+:)?parameter(?:=|\s+name=)["']?([^<>"']+)["']?>"""
     r"|<arg_key>([^<>]*)</arg_key>\s*<arg_value>"
 )
-_PARAMETER_ENDS = re.compile(r"</(?:\w+:)?parameter>|</arg_value>")
+_PARAMETER_ENDS = re.compile(r"(?:</(?:\w+:)?parameter>|</arg_value>)\s*")
 _TOKEN = re.compile(
     r"""\s*+(?:([{}\[\]:,])|("[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+')|([\w.+-]++))""",
     re.DOTALL,
 )
 """Part of JSON: punctuation, a string, or another value."""
-_CONSTANTS = {
-    "true": True,
-    "True": True,
-    "false": False,
-    "False": False,
-    "null": None,
-    "None": None,
-}
+WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, and JSON's
+_DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_EXACT = 2**53  # from here on, not every whole number is a double
 _MAX_DEPTH = 16  # so that text with many brackets costs no more than other text
-
-_Read = tuple[Foreign, int]
-"""A value, and the position after it."""
+_Read = tuple[Foreign, int]  # a value, and the position after it
 
 
 def divide_at_calls(text: str) -> tuple[list[str], list[Foreign]]:
@@ -92,23 +83,22 @@ def _json_call(text: str, at: int) -> _Read | None:
 
 
 def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
-    """Read a function's tag, if there is one, and the parameters after it, of which the last in the
-    text ends at `closed`."""
+    """Read a function's tag, if there is one, and the parameters after it; the last one in the text
+    ends at `closed`."""
     function = _FUNCTION.match(text, at)
     values: dict[str, Foreign] = {}
-    end = at = at if function is None else function.end()
-    while at < closed and (opening := _PARAMETER.match(text, at)) is not None:
-        closing = _PARAMETER_ENDS.search(text, opening.end())
-        if closing is None:
-            break
-        name = opening[1] if opening[1] is not None else opening[2]
-        values[name.strip()] = _whole(text[opening.end() : closing.start()].strip())
-        at = end = closing.end()
-        while at < len(text) and text[at].isspace():
-            at += 1
+    at = at if function is None else function.end()
+    while (
+        at < closed
+        and (opening := _PARAMETER.match(text, at))
+        and (closing := _PARAMETER_ENDS.search(text, opening.end()))
+    ):
+        name = (opening[1] or opening[2]).strip()
+        values[name] = _whole(text[opening.end() : closing.start()].strip())
+        at = closing.end()
     if function is None and not values:
         return None
-    return (function and function[1].strip(), values), end
+    return (function and function[1].strip(), values), at
 
 
 def _whole(text: str) -> Foreign:
@@ -117,59 +107,39 @@ def _whole(text: str) -> Foreign:
     return text if read is None or text[read[1] :].strip() else read[0]
 
 
-def _value(text: str, at: int, depth: int = 0) -> _Read | None:
+def _value(text: str, at: int) -> _Read | None:
     """Read JSON, or Python's spelling of it, maybe with trailing commas; None where it is not."""
-    found = _TOKEN.match(text, at)
-    if found is None or depth > _MAX_DEPTH:
+    parts: list[str] = []
+    depth = 0
+    while (found := _TOKEN.match(text, at)) is not None and depth <= _MAX_DEPTH:
+        (mark, quoted, word), at = found.groups(), found.end()
+        if (mark or "{") in "{[" and parts and parts[-1] not in "{[,:":
+            return None
+        if quoted:
+            body = quoted[1:-1]
+            if quoted[0] == "'":
+                body = body.replace("\\'", "'").replace('"', '\\"')
+            with suppress(ValueError):  # an escape that JSON does not know stays as it is
+                body = json.loads(f'"{body}"', strict=False)
+            mark = json.dumps(body)
+        elif word:
+            is_number = _NUMBER.fullmatch(word) and not word.lstrip("-").isdecimal()
+            mark = repr(float(word)) if is_number else WORDS.get(word, word)
+        elif mark in "}]" and parts[-1:] == [","]:
+            parts.pop()
+        parts.append(mark)
+        depth += _DEPTHS.get(mark, 0)
+        if depth <= 0:
+            break
+    else:
         return None
-    mark, quoted, word = found.groups()
-    if quoted:
-        return _unquoted(quoted), found.end()
-    if word:
-        if word in _CONSTANTS:
-            return _CONSTANTS[word], found.end()
-        return (_number(word), found.end()) if _NUMBER.fullmatch(word) else None
-    return _members(text, found.end(), mark == "{", depth + 1) if mark in "{[" else None
-
-
-def _members(text: str, at: int, named: bool, depth: int) -> _Read | None:
-    """Read the rest of an object, `named`, or of a list."""
-    names: list[str] = []
-    values: list[Foreign] = []
-    closing = "}" if named else "]"
-    while (token := _TOKEN.match(text, at)) is not None:
-        if token[1] == closing:
-            made = dict(zip(names, values, strict=True)) if named else values
-            return made, token.end()
-        if named:
-            colon = _TOKEN.match(text, token.end())
-            if not token[2] or colon is None or colon[1] != ":":
-                return None
-            names.append(_unquoted(token[2]))
-            at = colon.end()
-        if (read := _value(text, at, depth)) is None:
-            return None
-        values.append(read[0])
-        following = _TOKEN.match(text, read[1])
-        if following is None or following[1] not in (",", closing):
-            return None
-        at = following.end() if following[1] == "," else read[1]
-    return None
-
-
-def _unquoted(quoted: str) -> str:
-    body = quoted[1:-1]
-    if quoted[0] == "'":
-        body = body.replace("\\'", "'").replace('"', '\\"')
+    read = partial(json.loads, parse_int=_number, parse_float=_number, parse_constant=str)
     try:
-        return str(json.loads(f'"{body}"', strict=False))
+        return read(" ".join(parts)), at
     except ValueError:
-        return body
+        return None
 
 
-def _number(word: str) -> tuple[str, str]:
-    """Return a number in a form that no other value has: `1e3`, `1000` and `1000.0` are one."""
-    number = float(word)
-    if math.isinf(number) or (abs(number) >= _EXACT and word.lstrip("+-").isdecimal()):
-        return "number", word
-    return "number", str(int(number)) if number.is_integer() else repr(number)
+def _number(word: str) -> tuple[str, float]:
+    """Return a number as what no other value equals; `1e3`, `1000` and `1000.0` are one."""
+    return "number", int(word) if word.lstrip("-").isdecimal() else float(word)

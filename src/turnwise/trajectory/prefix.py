@@ -10,10 +10,11 @@ others said may not.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory.calls import divide_at_calls
+from turnwise.trajectory.calls import WORDS, divide_at_calls
 from turnwise.trajectory.trajectory import common_prefix
 
 
@@ -66,11 +67,10 @@ def replace_prefix_tokens(
     if again != rendered and not _is_same(str(decode(rendered)), str(decode(again))):
         raise _turn_lost("other turns differ too")
     opening = template[len(template) - template[::-1].index(eos) :]
-    header = _header(str(decode(opening))) if opening else ""
-    change: tuple[str, str] | None = None
-    if finished != rendered:
-        change = _difference(decode, finished, rendered, eos, header, drops_content)
-    if change is not None:
+    header = _header(str(decode(opening)))
+    if finished != rendered and (
+        change := _difference(decode, finished, rendered, eos, header, drops_content)
+    ):
         own, sent = change
         at = common_prefix(own, sent)
         raise TrajectoryError(
@@ -135,8 +135,7 @@ _HEADER = re.compile(rf"(?:{_TAG.pattern}|\w)+")
 _ROLE = re.compile(rf"\s*({_TAG.pattern})(\w+)")
 _ANSWER_BEGINS = re.compile(r"\[/[A-Z_]+\]|<｜Assistant｜>|<｜tool▁outputs?▁end｜>")
 """Tags before what the model says, of templates in which only its turns end with EOS."""
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_LITERAL = re.compile(r"\b(?:True|False|None)\b")
+_WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 
 
 def _difference(
@@ -147,11 +146,10 @@ def _difference(
     header: str,
     drops_content: bool,
 ) -> tuple[str, str] | None:
-    """Return texts of the sampled and of the rendered history that differ; None if these are the
-    same conversation.
+    """Return texts of the sampled and of the rendered history that differ, or None.
 
-    What another role said, as far as the template shows it, must have the same text but for white
-    space; `header` is what each turn of the model begins with.
+    What others said, as far as the template shows it, may differ in white space alone; `header` is
+    what each turn of the model begins with.
     """
     sampled, sent = str(decode(model)), str(decode(template))
     whole = None if _is_same(sampled, sent) else (_plain(sampled), _plain(sent))
@@ -162,34 +160,26 @@ def _difference(
         if our_ids == their_ids:
             continue
         own, shown = str(decode(our_ids)), str(decode(their_ids))
-        said, said_sent = _answer(own, header), _answer(shown, header)
+        parts, parts_sent = _answer(own, header), _answer(shown, header)
+        if parts is None or parts_sent is None:
+            parts = parts_sent = "", ""
+        (others, said), (others_sent, said_sent) = parts, parts_sent
         if _is_others(own, header) or _is_others(shown, header):
-            others = own, shown
-        elif said and said_sent:
-            others = _BARE_TAG.sub("", said[0]), _BARE_TAG.sub("", said_sent[0])
-        else:
-            others = "", ""
-        if "".join(others[0].split()) != "".join(others[1].split()):
-            return others
-        if said and said_sent and _has_other_calls(said[1], said_sent[1]):
-            return said[1], said_sent[1]
-        if whole and not (
-            _is_same(own, shown)
-            or (said and said_sent and _is_same_answer(said[1], said_sent[1], drops_content))
-        ):
+            others, others_sent = own, shown
+        if "".join(others.split()) != "".join(others_sent.split()):
+            return others, others_sent
+        is_same = _is_same_answer(said, said_sent, drops_content)
+        if is_same is None:
+            return said, said_sent
+        if whole and not is_same and not _is_same(own, shown):
             return whole
     return None
 
 
 def _turns(ids: list[int], eos: int) -> list[list[int]]:
     """Divide ids at each EOS, which ends a turn, or stands in what somebody said."""
-    turns: list[list[int]] = [[]]
-    for token in ids:
-        if token == eos:
-            turns.append([])
-        else:
-            turns[-1].append(token)
-    return turns
+    ends = [-1, *(place for place, token in enumerate(ids) if token == eos), len(ids)]
+    return [ids[start + 1 : end] for start, end in pairwise(ends)]
 
 
 def _header(opening: str) -> str:
@@ -223,47 +213,36 @@ def _is_same(sampled: str, sent: str) -> bool:
     return len(sent) in _continued(sent, ends, _plain(sampled[begun:]))
 
 
-def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool:
+def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None:
     """Return whether the model's part of a turn has the same calls, however they are written, and
-    the same text before them; the text after each is the same, or its parser dropped it."""
+    the same text before them; the text after each is the same, or its parser dropped it. None if
+    one of as many calls is another."""
     (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
-    (first, *rest), calls = divide_at_calls(said)
-    (first_sent, *rest_sent), calls_sent = divide_at_calls(said_sent)
-    return (
-        bool(calls)
-        and calls == calls_sent
-        and thought_sent in ("", thought)
-        and (
-            _plain(first) == _plain(first_sent)
-            or (drops_content and _was_dropped(first, first_sent))
-        )
-        and all(
-            _plain(after) == _plain(after_sent) or _was_dropped(after, after_sent)
-            for after, after_sent in zip(rest, rest_sent, strict=True)
-        )
-    )
-
-
-def _has_other_calls(sampled: str, sent: str) -> bool:
-    """Return whether a text has as many calls as the sampled one, and another one among them."""
-    (_, own), (_, shown) = (divide_at_calls(_reasoned(text)[1]) for text in (sampled, sent))
-    return len(own) == len(shown) and own != shown
-
-
-def _was_dropped(text: str, sent: str) -> bool:
-    """Return whether of the text beside a call only tags were sent; the text itself has no others,
-    so that it is no turn of somebody else."""
-    tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
-    return not _plain(sent) and tags <= set(_TAG.findall(sent))
+    (texts, calls), (texts_sent, calls_sent) = divide_at_calls(said), divide_at_calls(said_sent)
+    if calls != calls_sent:
+        return None if len(calls) == len(calls_sent) else False
+    if not calls or thought_sent not in ("", thought):
+        return False
+    for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True)):
+        if _plain(text) == _plain(text_sent):
+            continue
+        # Dropped but for its tags, which are all there: it is no turn of somebody else.
+        tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
+        may_drop = place > 0 or drops_content
+        if not may_drop or _plain(text_sent) or not tags <= set(_TAG.findall(text_sent)):
+            return False
+    return True
 
 
 def _answer(turn: str, header: str) -> tuple[str, str] | None:
-    """Divide a turn where the model's part begins; None where that is not known."""
+    """Return what others said in a turn, without tags, and what the model said after it; None where
+    that is not known."""
     if header:
         turn = turn.lstrip()
         return ("", turn.removeprefix(header)) if turn.startswith(header) else None
-    tags = list(_ANSWER_BEGINS.finditer(turn))
-    return (turn[: tags[-1].start()], turn[tags[-1].end() :]) if tags else None
+    if not (tags := list(_ANSWER_BEGINS.finditer(turn))):
+        return None
+    return _BARE_TAG.sub("", turn[: tags[-1].start()]), turn[tags[-1].end() :]
 
 
 def _reasoned(text: str) -> tuple[str, str]:
@@ -295,7 +274,7 @@ def _continued(text: str, ends: set[int], part: str) -> set[int]:
 
 
 def _plain(text: str) -> str:
-    text = _BARE_TAG.sub("", _LITERAL.sub(lambda found: _LITERALS[found[0]], text))
+    text = _BARE_TAG.sub("", _WORD.sub(lambda found: WORDS[found[0]], text))
     return "".join(c for c in text if not c.isspace() and c not in "\"'`\\")
 
 

@@ -511,17 +511,15 @@ def refit_sender(
     rank: int = 0,
     timeout: float = WAIT_SECONDS,
 ) -> WeightSender:
-    """Make the sender of one rank of your own trainer, for an engine that is a
-    `VllmAsyncGenerationWorker`.
+    """Make the sender of one rank of your own trainer, for a `VllmAsyncGenerationWorker`.
 
-    Its `state_dict_info` is for `prepare_refit_info_async`. `send` serves the engine's
-    `update_weights_via_ipc_zmq_async` or `update_weights_from_collective_async`, and with
-    `collective`, `join` meets its `init_collective_async` before.
+    Its `state_dict_info` is for `prepare_refit_info_async`, `send` for one of the two updates, and
+    with `collective`, `join` for `init_collective_async`.
 
     Args:
         transport: `ipc` or `collective`.
-        tensors: Names, as in the model's files, and shapes of the tensors of every update, in their
-            order; DTensors have the shapes of the whole.
+        tensors: Names, as in the model's files, and shapes of the whole tensors of every update, in
+            their order.
         dtype: Type that the engine loads.
         device: Device of the tensors; None is the CPU.
         rank: This rank of the trainer. All must send; on a CPU only those of rank 0 arrive.

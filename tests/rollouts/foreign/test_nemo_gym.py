@@ -97,6 +97,7 @@ def play(address: str, row: dict[str, Any]) -> Any:
 
 
 async def test_a_session_is_seeded_used_and_verified() -> None:
+    """By `environment: nemo_gym:`, with `seed_session` and `verify`."""
     async with (
         served() as (counter, address),
         play(address, ROW) as episode,
@@ -146,6 +147,7 @@ def test_a_conversation_is_a_response() -> None:
 
 
 def test_the_input_is_text() -> None:
+    """It is in `responses_create_params`."""
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert read_input({"input": [{"role": "developer", "content": parts}]}) == [
         {"role": "system", "content": "ab"}

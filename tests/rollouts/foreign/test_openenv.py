@@ -87,6 +87,7 @@ def names(episode: Episode) -> list[str]:
 
 @both
 async def test_the_tools_of_a_server_are_the_models(which: str) -> None:
+    """As with an `MCPToolClient`, which calls them by `CallToolAction`."""
     row = {"prompt": "Add 1 and 2.", "expected": 3}
     async with served(which, "calculator") as url, play(url, row) as episode:
         assert episode.problem == [{"role": "user", "content": "Add 1 and 2."}]
@@ -227,6 +228,7 @@ async def test_a_conversation_with_an_environment(which: str, run: Callable[...,
 async def test_more_trajectories_than_places_wait_for_one(
     which: str, run: Callable[..., Any]
 ) -> None:
+    """By `max_concurrent_envs`."""
     async with served(which, "echo", sessions=1) as url:
         group = await run(load_environment(f"openenv:{url}"), [call("act", '{"message": "bye"}')])
     assert group.dropped == {}

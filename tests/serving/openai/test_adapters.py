@@ -156,6 +156,7 @@ async def ask(server: OpenAIServer, client: AsyncOpenAI, api: str, model: str) -
 async def test_requests_choose_an_adapter_by_their_model(
     server: OpenAIServer, client: AsyncOpenAI, api: str
 ) -> None:
+    """By `serving.adapters`."""
     answers = [
         await ask(server, client, api, name) for name in (server.model_name, "polite", "terse")
     ]

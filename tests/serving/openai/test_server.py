@@ -119,6 +119,7 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
     way: str,
     stream: bool,
 ) -> None:
+    """By `/v1/chat/completions`."""
     session = f"{way}-{stream}"
     base = f"{http.base_url}/sessions/{session}/v1" if way == "path" else str(client.base_url)
     headers = {"X-Session-ID": session} if way == "header" else {}

@@ -531,6 +531,7 @@ def test_losses_that_trl_has_by_a_name_of_their_own(
 def test_masks_of_tokens_and_the_entropy_bonus(
     tables: Tables, trl_compute_loss: Callable[..., torch.Tensor], term: str, loss_type: str
 ) -> None:
+    """The bonus is that of `entropy_coef`."""
     (reduction,) = (name for name, types in TRL_LOSS_TYPES.items() if loss_type in types)
     config = config_of(reduction=reduction, **TERMS[term])
     theirs = trl_loss(trl_compute_loss, tables, config, loss_type)

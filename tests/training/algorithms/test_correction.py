@@ -49,6 +49,7 @@ NAMES = ["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_ma
 def test_weights_are_those_of_the_formulas(
     name: str, stale_only: bool, lengths: list[int], seed: int
 ) -> None:
+    """By `algorithm.correction`."""
     tokens = some_tokens(lengths, seed=seed, spread=0.6)
     config = CorrectionConfig.model_validate({"name": name, "stale_only": stale_only, "high": 1.5})
     weights = correction_weights(tokens, config)

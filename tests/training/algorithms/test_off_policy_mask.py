@@ -22,7 +22,8 @@ def made(tokens: Tokens, threshold: float | None, coef: float = 0.0) -> Objectiv
 
 
 def test_only_what_is_bad_and_far_is_left_out() -> None:
-    """The engine's log-probs are the old ones: a log ratio of -1 is a drift of 1."""
+    """The engine's log-probs are the old ones: a log ratio of -1 is a drift of 1. By
+    `off_policy_mask_threshold`."""
     tokens = tokens_of(
         [[-1.0, -0.2], [-1.0, -0.2], [-0.4, -0.4], [0.9, 0.9], [-1.0]],
         [[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [0.0]],

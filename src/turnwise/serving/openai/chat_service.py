@@ -34,6 +34,7 @@ from turnwise.chat.session_store import SessionStore
 from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.protocol import (
@@ -387,9 +388,7 @@ class ChatService:
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
             ids = prompts.token_ids_of({name: required}, name)
-            return await in_thread_if_long(
-                messages, lambda: prompts.spliced_prompt(template, asked, ids)
-            )
+            return await run_in_thread(prompts.spliced_prompt, template, asked, ids)
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:

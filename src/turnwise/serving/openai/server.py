@@ -141,6 +141,7 @@ class OpenAIServer:
             await server.startup(sockets=[listening])
         except BaseException:
             listening.close()
+            self.ended.set()
             raise
         listening.listen(QUEUE)  # asyncio sets a shorter queue
 
@@ -176,7 +177,18 @@ class OpenAIServer:
         app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
         # vLLM's middleware handles scaling, browsers and its own metrics.
         app.user_middleware.clear()
-        extended = app if self._extend is None else await self._extended(self._extend, app)
+        app.middleware_stack = None  # vLLM has built one, and then none could be added
+        extended = app
+        if self._extend is not None:
+            hook, timeout = "_setup_vllm_openai_api_server", "engine.start_timeout"
+            seconds = self._config.engine.start_timeout
+            returned: object = await call_user_code(
+                self._extend, app, name=hook, seconds=seconds, key=timeout
+            )
+            if not isinstance(returned, FastAPI):
+                given = type(returned).__name__
+                raise InputError(f"{hook} must return the application, not {given}")
+            extended = returned
         # Around the sessions: the chat service answers most chats before the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()
@@ -186,21 +198,6 @@ class OpenAIServer:
         for kind, arguments, options in reversed(added):
             layers = kind(layers, *arguments, **options)
         return guarded(layers, serving, key, self.sessions)
-
-    async def _extended(self, extend: Callable[[FastAPI], FastAPI], app: FastAPI) -> FastAPI:
-        extended = await call_user_code(
-            extend,
-            app,
-            name="_setup_vllm_openai_api_server",
-            seconds=self._config.engine.start_timeout,
-            key="engine.start_timeout",
-        )
-        if not isinstance(extended, FastAPI):
-            raise InputError(
-                "_setup_vllm_openai_api_server must return the application, not "
-                f"{type(extended).__name__}"
-            )
-        return extended
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
