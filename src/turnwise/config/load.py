@@ -130,10 +130,10 @@ def has_secrets(config: Config) -> bool:
 
 
 def masked_value(name: str, value: object, before: object = None) -> object:
-    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret.
+    """Mask a value whose key (the end of a dotted one) or form marks it as a secret.
 
-    An item of a list, which follows `before` there, may be an argument of a command: --token WORD,
-    --key=WORD.
+    `before` is None outside of a list, "" at its start, and else the item before: an item may be an
+    argument of a command (--token WORD, --key=WORD).
     """
     if isinstance(value, str) and isinstance(before, str):
         option, separator, _ = value.partition("=")
