@@ -1,4 +1,4 @@
-"""The metrics of a step: one typed record, which is a line of metrics.jsonl.
+"""The metrics of a step: one typed record, which `MetricsLog` writes as a line of metrics.jsonl.
 
 Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
 declares, and the documentation their meanings.
