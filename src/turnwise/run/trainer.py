@@ -70,12 +70,15 @@ class TrainingLoop:
         """Seconds of the current step, by the loop's phase."""
         self._accuracy: float | None = None
         """Accuracy on held-out problems after the current step; None if not evaluated."""
-        self._finished = self._saved = 0 if resume is None else resume.step
-        """The last step that is finished, and the last one that is saved."""
+        self._finished = 0 if resume is None else resume.step
+        """The last step that is finished."""
+        self._saved = self._finished
+        """The last step that is saved."""
         self._saved_at = time.monotonic()
-        self._resumable: JsonObject | None = None
-        """The producer's state after the finished step, in a synchronous run: groups of the next
-        one that have begun must begin again, as they do in a run that is not interrupted."""
+        self._state_between_steps: JsonObject | None = None
+        """The producer's state after the last finished step, before groups of the next one begin:
+        needed where a run is asked to end after they have begun. None when asynchronous, and until
+        a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
 
     def in_flight(self) -> int:
@@ -190,7 +193,7 @@ class TrainingLoop:
             self._seconds = {}
             self._finished = step
             if not self._config.training.max_staleness:
-                self._resumable = self._producer.state()
+                self._state_between_steps = self._producer.state()
             training = self._config.training
             every, minutes = training.checkpoint_every, training.checkpoint_minutes
             old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
@@ -284,7 +287,7 @@ class TrainingLoop:
             await self._policy.save(place)
             state = {
                 "step": step,
-                "producer": self._resumable or self._producer.state(),
+                "producer": self._state_between_steps or self._producer.state(),
                 "versions": list(self._step.versions),
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,
