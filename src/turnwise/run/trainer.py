@@ -67,7 +67,7 @@ class TrainingLoop:
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
-        """Seconds of the current step, by the loop's phase."""
+        """Seconds since the last line of metrics, by the loop's phase."""
         self._accuracy: float | None = None
         """Accuracy on held-out problems after the current step; None if not evaluated."""
         self._finished = 0 if resume is None else resume.step
@@ -143,6 +143,7 @@ class TrainingLoop:
                 metrics.add(update)
                 metrics.add_evaluation(evaluation)
                 metrics.step_seconds = time.perf_counter() - started
+                metrics.phase_seconds = dict(self._seconds)
                 await self._report(metrics)
             if self._reached:
                 await self._save(0)
@@ -164,8 +165,15 @@ class TrainingLoop:
         return self._resume.step + 1
 
     async def _consume(self, first: int) -> None:
-        """Train steps from `first` on."""
+        """Train steps from `first` on.
+
+        The order matters: weights before evaluation, which is of the new ones; the line of metrics
+        before the checkpoint, so that no saved step lacks its line (the seconds of saving are in
+        the next step's line); `advance` last, so that a checkpoint of a synchronous run holds no
+        group of the next step.
+        """
         previous = time.perf_counter()
+        self._seconds = {}  # those of `_begin` are no part of the first step
         self._saved_at = time.monotonic()
         for step in range(first, self._config.training.steps + 1):
             if (batch := await self._wait_for_batch(step)) is None:
