@@ -107,7 +107,7 @@ class MetricsConfig(Section):
 
 
 class AlarmsConfig(Section):
-    """Thresholds of the alarms of a run; null, or 0 for a number of steps, disables one."""
+    """Thresholds of the alarms of a run; null disables an alarm; for `flat_steps` it is 0."""
 
     steps: PositiveInt = 3
     """Number of consecutive steps that must all pass a threshold."""
