@@ -114,6 +114,8 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     assert [row["weight_version"] for row in rows] == [0, 1, 2, 3]
     measured = [row["step"] for row in rows if row["accuracy_heldout"] is not None]
     assert measured == [0, 2, 3]
+    assert [row["step"] for row in rows if "evaluate" in row["phase_seconds"]] == measured
+    assert rows[0]["phase_seconds"].keys() == {"weights", "evaluate"}
     assert done.stdout.count("step ") == 4
     for part in (
         "starting Ray",

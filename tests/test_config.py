@@ -627,7 +627,7 @@ def unread(keys: Iterable[str]) -> list[str]:
 
 def test_secrets_are_masked_in_what_leaves_the_machine() -> None:
     mcp = {
-        "url": "https://me:PASSWORD@host/mcp",
+        "url": "https://me:PASSWORD@host/mcp?api_key=LITERAL-query&page=2&token=LITERAL-last",
         "headers": {"X-Any": "LITERAL-header", "Authorization": "Bearer ${TOKEN}"},
     }
     command = {
@@ -646,7 +646,12 @@ def test_secrets_are_masked_in_what_leaves_the_machine() -> None:
     shown = json.dumps(tree)
     assert "LITERAL" not in shown
     assert "PASSWORD" not in shown
-    assert "https://***@host/mcp" in shown
+    assert '"https://***@host/mcp?api_key=***&page=2&token=***"' in shown
+    assert masked_value("url", "http://host/?apiKey=${KEY}#top") == "http://host/?apiKey=${KEY}#top"
+    assert masked_value("urls", ["http://host?token=x#top", "a=b"]) == [
+        "http://host?token=***#top",
+        "a=b",
+    ]
     assert "Bearer ${TOKEN}" in shown
     assert '"tokenizer_mode": "slow"' in shown
     assert '"args": ["--token", "***", "--api-key=***", "--verbose"]' in shown

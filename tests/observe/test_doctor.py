@@ -32,7 +32,7 @@ from turnwise.observe.doctor import (
     size,
     spread,
 )
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, check_template
 
 LEFT = "34159-tp:0-[0-1]-cpushm_0"
 
@@ -156,6 +156,20 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
     assert "; an engine's cache holds " in found["memory"].detail
     assert found["log-probs"].detail.startswith(
         "padded micro-batches; from the model's own: padded"
+    )
+
+
+def test_what_the_bridge_does_is_said_in_words(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = ("keeps", "exact", "keeps", "forks", "refuses")
+    results = [check_template.CaseResult("a case", verdict) for verdict in verdicts]
+    monkeypatch.setattr(check_template, "check_template", lambda _: results)
+    found = ConfigChecks(config).template()
+    assert found.state == "warning"
+    assert found.detail == (
+        "5 kinds of conversation: 2 keeping the sampled text, 1 exact, 1 starting a new branch, "
+        "1 refused by the template"
     )
 
 

@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe import trackers as trackers_module
-from turnwise.observe.trackers import Tracker, Trackers
+from turnwise.observe.trackers import MetricsLog, Tracker
 from turnwise.trajectory import Trajectory
 
 STEP = {
@@ -65,7 +65,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_file_has_everything_and_tensorboard_the_numbers(tmp_path: Path) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     sinks.write(STEP)
     sinks.write({"step": 2, "reward_mean": 0.75})
     sinks.close()
@@ -81,7 +81,7 @@ def said(text: str) -> Trajectory:
 
 
 def test_conversations_are_texts_of_tensorboard(tmp_path: Path) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     sinks.write_samples(2, [said("Hello.\n# no title"), said("Bye.")])
     sinks.close()
     texts = {
@@ -97,7 +97,7 @@ def test_conversations_are_texts_of_tensorboard(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_null_and_json_for_everybody(tmp_path: Path) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     sinks.write({"step": 1, "loss": float("nan"), "deep": {"a": [float("inf"), 1.0]}, "x": 2})
     sinks.close()
 
@@ -111,13 +111,13 @@ def test_what_is_not_finite_is_null_and_json_for_everybody(tmp_path: Path) -> No
 
 
 def test_a_run_that_goes_on_loses_the_steps_that_it_makes_again(tmp_path: Path) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     for step in range(5):
         sinks.write({"step": step, "x": step})
     sinks.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')
-    again = Trackers(tmp_path, config(), after_step=2)
+    again = MetricsLog(tmp_path, config(), after_step=2)
     assert again.rows == lines(tmp_path) == [{"step": step, "x": step} for step in range(3)]
     again.write({"step": 3, "x": 30})
     again.close()
@@ -128,11 +128,11 @@ def test_a_run_that_goes_on_loses_the_steps_that_it_makes_again(tmp_path: Path) 
 
 def test_there_must_be_something_to_go_on_with(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no .*metrics\.jsonl to resume from"):
-        Trackers(tmp_path, config(), after_step=2)
+        MetricsLog(tmp_path, config(), after_step=2)
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(TurnwiseError, match=r"metrics\.jsonl cannot be written: No space left"):
         sinks.write(STEP)
@@ -155,7 +155,7 @@ def offline(calls: list[int]) -> Tracker:
 def test_a_sink_that_fails_is_warned_about_once_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sinks = Trackers(tmp_path, config())
+    sinks = MetricsLog(tmp_path, config())
     calls = list[int]()
     sinks._trackers = {"wandb": offline(calls), **sinks._trackers, "mlflow": offline([])}
     with caplog.at_level(logging.WARNING):
@@ -177,17 +177,17 @@ INSTALLED = [name for name in TRACKERS if importlib.util.find_spec(name)]
 @pytest.mark.parametrize("name", [name for name in TRACKERS if name not in INSTALLED])
 def test_a_tracker_that_is_missing_names_its_package(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=f"trackers names {name}, .*: pip install {name}"):
-        Trackers(tmp_path, config(trackers=[name]))
+        MetricsLog(tmp_path, config(trackers=[name]))
 
 
 def goes_on(folder: Path, name: str) -> None:
     """A run of three steps, gone on with after the second."""
-    sinks = Trackers(folder, config(trackers=[name], name="trial"))
+    sinks = MetricsLog(folder, config(trackers=[name], name="trial"))
     for step in range(3):
         sinks.write({**STEP, "step": step})
     sinks.write_samples(2, [said("Hello."), said("Bye.")])
     sinks.close()
-    again = Trackers(folder, config(trackers=[name], name="trial"), after_step=1)
+    again = MetricsLog(folder, config(trackers=[name], name="trial"), after_step=1)
     for step in (2, 3):
         again.write({**STEP, "step": step})
     assert set(again._trackers) == {"TensorBoard", name}, "none has failed"
@@ -274,7 +274,7 @@ def test_a_tracker_that_does_not_answer_gets_no_more_metrics(
     monkeypatch.setattr(trackers_module, "_CALL_SECONDS", 0.1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(trackers_module._TRACKERS, "wandb", start)
-    trackers = Trackers(tmp_path, config(trackers=["wandb"]))
+    trackers = MetricsLog(tmp_path, config(trackers=["wandb"]))
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             trackers.write({**STEP, "step": step})
@@ -289,5 +289,5 @@ def test_a_tracker_that_does_not_answer_gets_no_more_metrics(
     monkeypatch.setattr(trackers_module, "_START_SECONDS", 0.1)
     monkeypatch.setitem(trackers_module._TRACKERS, "wandb", lambda *_: Slow(gate, starts=False))
     with pytest.raises(InputError, match=r"wandb does not start: the tracker wandb did not answer"):
-        Trackers(tmp_path, config(trackers=["wandb"]))
+        MetricsLog(tmp_path, config(trackers=["wandb"]))
     gate.set()

@@ -19,7 +19,7 @@ from turnwise.config.explain import explain_config
 from turnwise.errors import InputError
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
-from turnwise.observe.trackers import Trackers
+from turnwise.observe.trackers import MetricsLog
 from turnwise.rollouts import Batch, Group, Problem, ProblemStream, Runner, TrajectorySampler
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.data import load_heldout, load_training
@@ -363,7 +363,7 @@ def test_metrics_have_each_environment_by_its_name(tmp_path: Path) -> None:
 
         def close(self) -> None: ...
 
-    trackers = Trackers(tmp_path, parse_config(tree(tmp_path)))
+    trackers = MetricsLog(tmp_path, parse_config(tree(tmp_path)))
     trackers._trackers["spy"] = Spy()  # type: ignore[assignment]
     trackers.write(row)
     trackers.close()

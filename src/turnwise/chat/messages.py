@@ -68,6 +68,11 @@ class Conversation:
             prefixes.append(_hash(prefixes[-1] + digest))
         return prefixes
 
+    @property
+    def opening(self) -> bytes:
+        """Digest of the first message; empty if there is none."""
+        return self.prefixes[:2][-1]
+
     @cached_property
     def tools_digest(self) -> bytes:
         """Digest of the tools; no tools and an empty list are the same."""

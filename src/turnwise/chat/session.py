@@ -59,11 +59,10 @@ class _RecordedTurn:
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
     """The answer; None before it is read, and after a later turn is settled."""
-    _answered: bytes = b""
+    _answered: bytes = b""  # what `read_answer` returned
 
-    @property
-    def answered(self) -> bytes:
-        """Digest of the messages and the answer after them."""
+    def read_answer(self) -> bytes:
+        """Read the answer, once, and return the digest of the conversation that ends with it."""
         if self.read is not None:
             self.answer, self.read = self.read(), None
             self._answered = extended_by(self.prefix, self.answer)
@@ -157,8 +156,7 @@ class Session:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
         if before is None:
-            opening = asked.prefixes[:2][-1]
-            started = opening in self._openings
+            started = asked.opening in self._openings
             return NextPrompt(None, "history_changed" if started else "new_conversation")
         index, covered = before.index, before.length + 1
         continued = continue_turn(
@@ -172,13 +170,18 @@ class Session:
         return continued if continued.token_ids is None else replace(continued, covered=covered)
 
     def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
-        """Return the turn that a request continues: the longest one, the latest among equals."""
+        """Return the turn that a request continues: the longest one, the latest among equals.
+
+        A turn is continued when its messages and its answer are the beginning of what was sent, and
+        at least one message follows.
+        """
         prefixes, tools, sent = asked.prefixes, asked.tools_digest, len(asked.messages)
         # A copy: the event loop settles turns while a thread looks for one. Reading an answer takes
         # time: only those that may fit.
         for turn in [*self._unsettled]:
             if turn.length + 1 < sent and prefixes[turn.length] == turn.prefix:
                 self._index(turn)
+        # Its answer and at least one more message were sent: at most sent - 2 messages led to it.
         for length in range(sent - 2, -1, -1):
             if (found := self._by_answer.get((prefixes[length + 1], tools))) is not None:
                 return found
@@ -186,7 +189,7 @@ class Session:
 
     def _index(self, turn: _RecordedTurn) -> None:
         """Make a turn findable by its conversation, answer included."""
-        key = turn.answered, turn.tools
+        key = turn.read_answer(), turn.tools
         known = self._by_answer.get(key)
         if known is None or known.index <= turn.index:
             self._by_answer[key] = turn
@@ -229,11 +232,9 @@ class Session:
         )
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
-        index, prefixes = len(self.trajectory.turns) - 1, asked.prefixes
-        self._last = _RecordedTurn(
-            index, len(asked.messages), prefixes[-1], asked.tools_digest, answer
-        )
-        self._openings.add(prefixes[:2][-1])
+        index, sent = len(self.trajectory.turns) - 1, len(asked.messages)
+        self._last = _RecordedTurn(index, sent, asked.prefixes[-1], asked.tools_digest, answer)
+        self._openings.add(asked.opening)
         self._unsettled.append(self._last)
         self.size += (
             _TURN_BYTES
@@ -284,8 +285,7 @@ class Session:
             session.settle()  # what an answer holds is counted when it is read
         for session in (self, *reversed(self.children.values())):
             if (last := session._last) is not None:
-                _ = last.answered
-                assert last.answer is not None
+                assert last.answer is not None  # `settle` has read it
                 trajectory.messages = [*map(dict, session._sent), answer_view(last.answer)]
                 break
         trajectory.status = "max_turns" if self.refused_turns else "completed"

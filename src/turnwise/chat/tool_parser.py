@@ -51,28 +51,49 @@ class ToolFormat:
         among those that were read; `tools` are offered, `arguments` are those of the calls read."""
         text = text.rpartition("</think>")[2]
         openings = [self.bare(tool) for tool in tools] if self.bare else []
-        shown = _SPACE.sub(r"\1", text.strip()) if openings else ""
-        if not arguments:
-            begun = any(mark in text for mark in self.begins)
-            begun = begun or any(opening in shown for opening in openings)
-            part = len(shown) > 1 and any(opening.startswith(shown) for opening in openings)
-            return (
-                begun
-                or part
-                or any(
-                    text.endswith(mark[:length])
-                    for mark in self.begins
-                    if not mark[0].isalnum()  # no plain word
-                    for length in range(_SHORTEST_PART, len(mark))
-                )
-            )
-        where, marks = (
-            (shown, openings) if self.bare else (text, [self.each] if self.each else self.begins)
-        )
-        calls = sum(where.count(mark) for mark in marks)
-        calls -= sum(args.count(mark) for args in arguments for mark in marks) if calls else 0
-        ended = len(re.findall(self.ends, text)) if self.ends else calls
-        return calls > len(arguments) or ended < max(calls, 1 if self.ends else 0)
+        if arguments:
+            return self._has_another_call(text, openings, arguments)
+        return self._begins_a_call(text, openings)
+
+    def _begins_a_call(self, text: str, openings: Sequence[str]) -> bool:
+        """Return whether a text without a call that was read begins one."""
+        # No call was read: is one begun, or is the end of the text the beginning of a mark?
+        if any(mark in text for mark in self.begins):
+            return True
+        parts = [
+            mark[:length]
+            for mark in self.begins
+            if not mark[0].isalnum()  # no plain word
+            for length in range(_SHORTEST_PART, len(mark))
+        ]
+        if text.endswith(tuple(parts)):
+            return True
+        compact = _without_space(text)
+        if any(opening in compact for opening in openings):
+            return True
+        return len(compact) > 1 and any(opening.startswith(compact) for opening in openings)
+
+    def _has_another_call(
+        self, text: str, openings: Sequence[str], arguments: Sequence[str]
+    ) -> bool:
+        """Return whether a text has a call besides those with `arguments`, which were read."""
+        # Some were read: count the marks of calls, without those that the arguments quote.
+        if self.bare:
+            where, marks = _without_space(text), openings
+        else:
+            where, marks = text, [self.each] if self.each else self.begins
+        found = sum(where.count(mark) for mark in marks)
+        quoted = sum(call.count(mark) for call in arguments for mark in marks)
+        begun = max(0, found - quoted)
+        # More calls begin than were read, or fewer end than begin.
+        if begun > len(arguments):
+            return True
+        return bool(self.ends) and len(re.findall(self.ends, text)) < max(1, begun)
+
+
+def _without_space(text: str) -> str:
+    """Return a text as `ToolFormat.bare` writes a call: without space after its punctuation."""
+    return _SPACE.sub(r"\1", text.strip())
 
 
 def is_object(arguments: str) -> bool:

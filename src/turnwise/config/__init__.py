@@ -5,13 +5,7 @@ config` prints, and a test checks that the code reads it. This package imports n
 nor Ray, and only `errors` from the rest of turnwise.
 """
 
-from turnwise.config.algorithm import (
-    PARTS,
-    AlgorithmConfig,
-    OwnAdvantage,
-    OwnLoss,
-    TrainingConfig,
-)
+from turnwise.config.algorithm import PARTS, AlgorithmConfig, OwnAdvantage, OwnLoss
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, UNNEEDED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
@@ -34,6 +28,7 @@ from turnwise.config.rollout import (
 )
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
+from turnwise.config.training import TrainingConfig
 
 __all__ = [
     "ALIASES",

@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -29,6 +30,7 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_SECTIONS = ("env", "headers", "ray_env")  # any value may be a secret
 _USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
+_PARAMETER = re.compile(r"(?<=[?&#])([^=?&#\s]+)=([^&#\s]+)")  # of a URL: name and value
 _REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # names an environment variable, no secret
 
 
@@ -119,7 +121,8 @@ def masked(config: Config) -> dict[str, object]:
     """Return a configuration as plain values, with a mask for each value that may be a secret.
 
     Those are the values of `headers`, `env` and `ray_env`, texts whose key is called a token, key,
-    secret, password or the like, and users in URLs. `serving.api_key` is left out.
+    secret, password or the like, and users and such parameters in URLs. `serving.api_key` is left
+    out.
     """
     tree = config.model_dump(mode="json", exclude=_OUT_OF_FILES)
     return {key: masked_value(key, value) for key, value in tree.items()}
@@ -130,18 +133,8 @@ def has_secrets(config: Config) -> bool:
     return masked(config) != config.model_dump(mode="json", exclude=_OUT_OF_FILES)
 
 
-def masked_value(name: str, value: object, before: object = None) -> object:
-    """Return a value, masked where its key (the end of a dotted one) or its form says: a secret.
-
-    An item of a list, which follows `before` there, may be an argument of a command: --token WORD,
-    --key=WORD.
-    """
-    if isinstance(value, str) and isinstance(before, str):
-        option, separator, _ = value.partition("=")
-        if separator and option.startswith("-") and _is_secret(option):
-            return f"{option}={MASK}"
-        if before.startswith("-") and _is_secret(before) and not value.startswith("-"):
-            return MASK
+def masked_value(name: str, value: object) -> object:
+    """Mask a value whose key (the end of a dotted one) or form marks it as a secret."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {
@@ -150,14 +143,33 @@ def masked_value(name: str, value: object, before: object = None) -> object:
         }
     if isinstance(value, list | tuple):
         return [
-            masked_value(name, item, previous)
-            for previous, item in zip(["", *value], value, strict=False)
+            masked_value(name, _masked_argument(before, item))
+            for before, item in pairwise(["", *value])
         ]
     if not isinstance(value, str) or not value:
         return value
     if _is_secret(name) and not _REFERENCE.fullmatch(value):
         return MASK
-    return _USER.sub(f"{MASK}@", value)
+    return _USER.sub(f"{MASK}@", _PARAMETER.sub(_masked_parameter, value))
+
+
+def _masked_argument(before: object, value: object) -> object:
+    """Mask an item of a list that is a command's secret, as --key=WORD or, after the item
+    `before`, as WORD in --token WORD."""
+    if not isinstance(value, str) or not isinstance(before, str):
+        return value
+    option, separator, _ = value.partition("=")
+    if separator and option.startswith("-") and _is_secret(option):
+        return f"{option}={MASK}"
+    if before.startswith("-") and _is_secret(before) and not value.startswith("-"):
+        return MASK
+    return value
+
+
+def _masked_parameter(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    secret = _is_secret(name) and not _REFERENCE.fullmatch(value)
+    return f"{name}={MASK}" if secret else found[0]
 
 
 def _is_secret(name: str) -> bool:

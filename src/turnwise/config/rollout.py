@@ -242,7 +242,8 @@ class RolloutConfig(Section):
     tool_timeout: Seconds = 30.0
     """Deadline in seconds for one tool call."""
     tool_max_chars: PositiveInt = 8192
-    """Largest number of characters of a tool result; the rest is cut off."""
+    """Largest number of characters of a tool result; the rest is cut off. Above about 8,000 it does
+    nothing for the tools `python` and `shell`, which keep 8,000 bytes of a call's output."""
     result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """For loop interleaved: the text of a result within the assistant's turn."""
     call_start: str | None = None

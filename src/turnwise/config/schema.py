@@ -4,18 +4,18 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from turnwise.config.algorithm import (
-    AlarmsConfig,
-    AlgorithmConfig,
-    MetricsConfig,
-    TrainingConfig,
-    TrajectoriesConfig,
-)
+from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
+from turnwise.config.training import (
+    AlarmsConfig,
+    MetricsConfig,
+    TrainingConfig,
+    TrajectoriesConfig,
+)
 
 
 class Config(Section):

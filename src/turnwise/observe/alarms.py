@@ -5,11 +5,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from turnwise.config import Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 
+_MEAN = "<mean>"  # place of the mean in a sentence
 _NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
 
 
@@ -20,6 +22,14 @@ class Alarm:
     name: str  # key of the threshold in the section `alarms`
     step: int
     message: str  # one sentence: the figures, and what helps
+
+
+class Share(NamedTuple):
+    """A share of a step that an alarm watches."""
+
+    limit: float | None  # the threshold; None disables the alarm
+    value: float
+    sentence: str  # the alarm's, with `_MEAN` for the mean over the last steps
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
@@ -43,10 +53,10 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
 
     def messages() -> Iterator[tuple[str, str]]:
         last = [dict(_shares(row, config)) for row in rows[-steps:]]
-        for name, (limit, _, sentence) in last[-1].items():
-            shares = [found[name][1] for found in last]
-            if limit and len(last) == steps and min(shares) > limit:
-                said = sentence.replace("{}", f"{statistics.fmean(shares):.0%}")
+        for name, share in last[-1].items():
+            values = [shares[name].value for shares in last]
+            if share.limit and len(last) == steps and min(values) > share.limit:
+                said = share.sentence.replace(_MEAN, f"{statistics.fmean(values):.0%}")
                 yield name, f"{said} (a mean over {steps} steps)"
         for name, check in _TRENDS.items():
             if getattr(config.alarms, name) and (message := check(rows, config)):
@@ -63,60 +73,58 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
     return find
 
 
-def _shares(
-    row: JsonObject, config: Config
-) -> Iterator[tuple[str, tuple[float | None, float, str]]]:
-    """Yield the shares of a step: name, limit, value, and the sentence with {} for the mean."""
+def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
+    """Yield the shares of a step, each with its key in the section `alarms`."""
     alarms, training = config.alarms, config.training
-    said = "{} of the groups have no signal: all their rewards are equal"
+    said = f"{_MEAN} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:
         said += (
             "; raise sampling.n, choose problems that the model solves sometimes, set "
             "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
         )
-    share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
-    yield "no_signal", (alarms.no_signal, share, said)
+    silent = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
+    yield "no_signal", Share(alarms.no_signal, silent, said)
     said = (
-        "{} of the trajectories end at their maximum length: raise sampling.max_tokens or "
+        f"{_MEAN} of the trajectories end at their maximum length: raise sampling.max_tokens or "
         "model.max_length, or discourage long answers (algorithm.overlong_tokens)"
     )
     ended = row.get("statuses", {})
     cut_off = ended.get("length", 0) + ended.get("context_full", 0)
-    yield "truncated", (alarms.truncated, _share(cut_off, row["trajectories"]), said)
+    yield "truncated", Share(alarms.truncated, _share(cut_off, row["trajectories"]), said)
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
     said = (
-        f"{{}} of the tool calls fail (in the last step {_listed(failed)}): read what was called "
-        "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
+        f"{_MEAN} of the tool calls fail (in the last step {_listed(failed)}): read what was "
+        "called with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
-    yield "tool_errors", (alarms.tool_errors, _share(sum(failed.values()), called), said)
+    yield "tool_errors", Share(alarms.tool_errors, _share(sum(failed.values()), called), said)
     counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # no failure
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
     said = (
-        f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
+        f"{_MEAN} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
-    yield "dropped", (alarms.dropped, _share(lost, lost + row["trajectories"]), said)
+    yield "dropped", Share(alarms.dropped, _share(lost, lost + row["trajectories"]), said)
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
         if training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )
-    said = f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
+    said = f"the trainer waits for rollouts during {_MEAN} of a step; {advice} may help"
     waiting = row.get("phase_seconds", {}).get("idle", 0)
-    yield "idle", (alarms.idle, _share(waiting, row.get("step_seconds", 0)), said)
+    yield "idle", Share(alarms.idle, _share(waiting, row.get("step_seconds", 0)), said)
     if bound := training.max_staleness:
         by_age: dict[str, int] = row.get("staleness", {})
         versions = bound * training.versions_per_step
         old = sum(count for age, count in by_age.items() if int(age) >= versions)
         said = (
-            f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "
+            f"{_MEAN} of the trained tokens are as old as training.max_staleness allows ({bound} "
             f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
             "engines, or correct for it (algorithm.correction)"
         )
-        yield "stale", (alarms.stale, _share(old, sum(by_age.values())), said)
+        yield "stale", Share(alarms.stale, _share(old, sum(by_age.values())), said)
 
 
 def logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
@@ -222,4 +230,5 @@ _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
     check.__name__: check
     for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)
 }
-"""Alarms of all steps so far; "" is none."""
+"""Checks of how a run goes, by their keys in the section `alarms`: each gets the lines of all steps
+so far, and returns its alarm's sentence, or "" for none."""

@@ -311,16 +311,16 @@ class ConfigChecks:
     def template(self) -> Finding:
         """Check how the bridge works with the model's chat template, and what it leaves out."""
         from turnwise.chat.template import load_template, missing_stop
-        from turnwise.trajectory.check_template import TOOLS, check_template
+        from turnwise.trajectory.check_template import TOOLS, VERDICTS, check_template
         from turnwise.trajectory.left_out import left_out
 
         template = load_template(self.config, self._tokenizer)
         if template.missing:
             return Finding("chat template", "warning", template.missing)
-        findings = check_template(template)
-        counts = Counter(finding.verdict for finding in findings)
-        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-        said = f"{len(findings)} kinds of conversation: {said}"
+        results = check_template(template)
+        counts = Counter(result.verdict for result in results)
+        said = ", ".join(f"{n} {VERDICTS[verdict].short}" for verdict, n in counts.most_common())
+        said = f"{len(results)} kinds of conversation: {said}"
         if hidden := left_out(template, TOOLS):
             said += f"; it leaves out {', '.join(hidden)}"
         if stop := missing_stop(self.config, template):

@@ -1,4 +1,4 @@
-"""The metrics of a step: one typed record, which is a line of metrics.jsonl.
+"""The metrics of a step: one typed record, which `MetricsLog` writes as a line of metrics.jsonl.
 
 Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
 declares, and the documentation their meanings.
@@ -160,7 +160,9 @@ class StepMetrics:
     update; at step 0, on the canary prompt; null if nothing was trained."""
     logprob_diff_max: Annotated[float | None, Series("turnwise_logprob_diff_max")] = None
     """Largest such difference; null if nothing was trained."""
-    staleness: Annotated[Counts, Series("turnwise_stale_tokens_total", "staleness")] = None
+    staleness: Annotated[
+        Counts, Series("turnwise_trained_tokens_by_staleness_total", "staleness")
+    ] = None
     """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
     them and those at the start of the training step."""
     staleness_max: Annotated[int, Series("turnwise_staleness")] = 0
@@ -203,7 +205,8 @@ class StepMetrics:
         ),
     ] = None
     """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
-    waiting times of trajectories, summed over them (generate, tools, reward, agent)."""
+    waiting times of trajectories, summed over them (generate, tools, reward, agent). A checkpoint
+    is saved after its step's line is written, so `save` is that of the step before."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         groups = batch.groups

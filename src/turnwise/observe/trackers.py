@@ -1,8 +1,8 @@
-"""Writers of a run's metrics: metrics.jsonl, TensorBoard if installed, configured trackers.
+"""The log of a run's metrics (`MetricsLog`): metrics.jsonl, and the trackers, which get copies.
 
-metrics.jsonl is the record: a failure to write it ends the run. The other trackers are copies: one
-that fails, or does not answer in time, is reported once, and gets no more metrics. All calls block;
-make them in a thread.
+Trackers are TensorBoard, if it is installed, and those that are configured. A failure to write
+metrics.jsonl ends the run. A tracker that fails, or does not answer in time, is reported once, and
+gets no more metrics. All calls block; make them in a thread.
 """
 
 import importlib
@@ -46,9 +46,10 @@ class Tracker(NamedTuple):
     close: Callable[[], None]
 
 
-class Trackers:
-    """One run's metrics, written one step at a time; later ones than `after_step`, from which a run
-    is resumed, are removed, or hidden where a tracker cannot delete."""
+class MetricsLog:
+    """One run's metrics, written one step at a time to metrics.jsonl and to the trackers. Where a
+    run is resumed after `after_step`, later ones are removed from the file and hidden in
+    TensorBoard; the other trackers keep them."""
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
         for name in config.trackers:

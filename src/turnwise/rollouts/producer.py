@@ -187,7 +187,8 @@ class GroupProducer:
             return Batch(groups, discarded, ended - began, self._stream.pools())
 
     async def advance(self, step: int) -> None:
-        """Allow more groups to begin: the trainer finished a step and is sending its weights."""
+        """Allow the next groups to begin; the training loop calls it when a step is finished, and
+        saved if a checkpoint is due."""
         async with self._changed:
             self._allowed = self._bound(step)
             self._changed.notify_all()

@@ -16,7 +16,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.timeline import TIMELINE
-from turnwise.observe.trackers import Trackers
+from turnwise.observe.trackers import MetricsLog
 from turnwise.rollouts.evaluation import GroupLog
 from turnwise.rollouts.group import write_times
 from turnwise.run.token_values import TokenColumns, write_columns
@@ -106,7 +106,7 @@ class RunDir:
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._config = config
-        self.metrics = Trackers(self.path, config, None if resume is None else resume.step)
+        self.metrics = MetricsLog(self.path, config, None if resume is None else resume.step)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
         with self._place("trajectories", "step", step) as path:

@@ -67,15 +67,18 @@ class TrainingLoop:
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
-        """Seconds of the current step, by the loop's phase."""
+        """Seconds since the last line of metrics, by the loop's phase."""
         self._accuracy: float | None = None
         """Accuracy on held-out problems after the current step; None if not evaluated."""
-        self._finished = self._saved = 0 if resume is None else resume.step
-        """The last step that is finished, and the last one that is saved."""
+        self._finished = 0 if resume is None else resume.step
+        """The last step that is finished."""
+        self._saved = self._finished
+        """The last step that is saved."""
         self._saved_at = time.monotonic()
-        self._resumable: JsonObject | None = None
-        """The producer's state after the finished step, in a synchronous run: groups of the next
-        one that have begun must begin again, as they do in a run that is not interrupted."""
+        self._state_between_steps: JsonObject | None = None
+        """The producer's state after the last finished step, before groups of the next one begin:
+        needed where a run is asked to end after they have begun. None when asynchronous, and until
+        a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
 
     def in_flight(self) -> int:
@@ -140,6 +143,7 @@ class TrainingLoop:
                 metrics.add(update)
                 metrics.add_evaluation(evaluation)
                 metrics.step_seconds = time.perf_counter() - started
+                metrics.phase_seconds = dict(self._seconds)
                 await self._report(metrics)
             if self._reached:
                 await self._save(0)
@@ -161,8 +165,15 @@ class TrainingLoop:
         return self._resume.step + 1
 
     async def _consume(self, first: int) -> None:
-        """Train steps from `first` on."""
+        """Train steps from `first` on.
+
+        The order matters: weights before evaluation, which is of the new ones; the line of metrics
+        before the checkpoint, so that no saved step lacks its line (the seconds of saving are in
+        the next step's line); `advance` last, so that a checkpoint of a synchronous run holds no
+        group of the next step.
+        """
         previous = time.perf_counter()
+        self._seconds = {}  # those of `_begin` are no part of the first step
         self._saved_at = time.monotonic()
         for step in range(first, self._config.training.steps + 1):
             if (batch := await self._wait_for_batch(step)) is None:
@@ -190,7 +201,7 @@ class TrainingLoop:
             self._seconds = {}
             self._finished = step
             if not self._config.training.max_staleness:
-                self._resumable = self._producer.state()
+                self._state_between_steps = self._producer.state()
             training = self._config.training
             every, minutes = training.checkpoint_every, training.checkpoint_minutes
             old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
@@ -284,7 +295,7 @@ class TrainingLoop:
             await self._policy.save(place)
             state = {
                 "step": step,
-                "producer": self._resumable or self._producer.state(),
+                "producer": self._state_between_steps or self._producer.state(),
                 "versions": list(self._step.versions),
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,

@@ -78,10 +78,12 @@ class WorkerSupervisor:
         self.engine: WorkerHandle | None = None
         """Engine of the running process; None while there is none."""
         self.given_up = ""
-        """Reason why the worker could not be restarted; "" unless it was given up."""
+        """Reason why a worker that is down could not be restarted, once it has used up its
+        `restarts`; "" otherwise. It is tried again for ever, at growing intervals."""
         self.restarts = 0
-        """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, but for
-        those after a death that a single request caused, even if that is found out later."""
+        """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, at most
+        `serving.max_restarts`; without those after a death that a single request caused, even if
+        that is found out later."""
         self._serving = serving
         self._fleet = fleet
         self._failure = ""  # reason of the last failed request; "" after a successful health check
@@ -254,7 +256,8 @@ class AsyncLLMServerManager:
 
     @property
     def given_up(self) -> dict[str, str]:
-        """Reasons why workers could not be restarted, by name; further attempts follow."""
+        """Reasons why workers that have used up `serving.max_restarts` are down, by name; each is
+        tried again for ever, at growing intervals."""
         return {one.name: one.given_up for one in self._supervisors if one.given_up}
 
     async def start(self) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory.bridge import bridge, overlap
@@ -37,26 +38,38 @@ TOOLS: Tools = [
     }
 ]
 _THOUGHT_END = "</think>"
-_VERDICTS = {
-    "exact": "bridged, and the text is the template's rendering",
-    "keeps": "bridged; the template would rewrite earlier turns, the model sees its own",
-    "forks": "a new branch begins here",
-    "refuses": "the template does not take such a conversation",
+
+
+class Verdict(NamedTuple):
+    """A verdict in words, after the number of its cases."""
+
+    short: str
+    long: str
+
+
+VERDICTS = {
+    "exact": Verdict("exact", "bridged, and the text is the template's rendering"),
+    "keeps": Verdict(
+        "keeping the sampled text",
+        "bridged; the template would rewrite earlier turns, the model sees its own",
+    ),
+    "forks": Verdict("starting a new branch", "a new branch begins here"),
+    "refuses": Verdict("refused by the template", "the template does not take such a conversation"),
 }
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseResult:
     """The bridge's result in one case."""
 
     case: str
     verdict: str
-    """exact, keeps, forks or refuses; see the report's last lines."""
+    """exact, keeps, forks or refuses; see `VERDICTS`."""
     detail: str = ""
     """The reason, or the difference from the template's rendering; "" if exact."""
 
 
-def check_template(template: ChatTemplate) -> list[Finding]:
+def check_template(template: ChatTemplate) -> list[CaseResult]:
     """Try the bridge on every kind of conversation that agent loops make; InputError without a
     template."""
     if template.missing:
@@ -108,7 +121,7 @@ def _try(
     after: list[Message],
     tools: Tools | None = None,
     cut_off: bool = False,
-) -> Finding:
+) -> CaseResult:
     try:
         opening = template.render_text(before, tools=tools)
         sampled = content = str(turn["content"])
@@ -131,7 +144,7 @@ def _try(
                     sampled = content[opened:] + ending
         whole = template.render_text([*before, turn, *after], tools=tools)
     except Exception as error:  # a template may raise anything
-        return Finding(case, "refuses", f"{type(error).__name__}: {error}")
+        return CaseResult(case, "refuses", f"{type(error).__name__}: {error}")
     result = bridge(
         template,
         prompt_token_ids=template.encode(opening),
@@ -140,26 +153,26 @@ def _try(
         tools=tools,
     )
     if result.token_ids is None:
-        return Finding(case, "forks", f"{result.fork_reason}: {result.detail}")
+        return CaseResult(case, "forks", f"{result.fork_reason}: {result.detail}")
     text, rendered = (
         template.decode_all(ids) for ids in (result.token_ids, template.encode(whole))
     )
     if text == rendered:
-        return Finding(case, "exact")
+        return CaseResult(case, "exact")
     names = "as the template renders it", "as the model sees it"
     lines = difflib.unified_diff(rendered.splitlines(), text.splitlines(), *names, lineterm="", n=1)
-    return Finding(case, "keeps", "\n".join(lines))
+    return CaseResult(case, "keeps", "\n".join(lines))
 
 
-def report(findings: Sequence[Finding], hidden: Sequence[str] = ()) -> str:
-    """Return the findings, and the result of `left_out`, as lines for people."""
+def report(results: Sequence[CaseResult], hidden: Sequence[str] = ()) -> str:
+    """Return the results of the cases, and the result of `left_out`, as lines for people."""
     lines = []
-    for finding in findings:
-        lines.append(f"{finding.verdict:8} {finding.case}")
-        lines += [f"           {line}" for line in finding.detail.splitlines()]
-    counts = Counter(finding.verdict for finding in findings)
-    lines += ["", f"{len(findings)} cases:"]
-    lines += [f"{n:3d} {_VERDICTS[verdict]}" for verdict, n in counts.most_common()]
+    for result in results:
+        lines.append(f"{result.verdict:8} {result.case}")
+        lines += [f"           {line}" for line in result.detail.splitlines()]
+    counts = Counter(result.verdict for result in results)
+    lines += ["", f"{len(results)} cases:"]
+    lines += [f"{n:3d} {VERDICTS[verdict].long}" for verdict, n in counts.most_common()]
     if hidden:
         lines.append(f"left out: {', '.join(hidden)}")
     return "\n".join(lines)

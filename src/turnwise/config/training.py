@@ -1,0 +1,145 @@
+"""The sections `training`, `trajectories`, `metrics` and `alarms`."""
+
+from typing import Literal
+
+from turnwise.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+
+class TrainingConfig(Section):
+    """Training steps, ranks, optimizer and checkpoints."""
+
+    steps: PositiveInt = 100
+    """Number of training steps; each consumes rollout.prompts_per_step groups."""
+    max_staleness: NonNegativeInt = 0
+    """Largest number of steps that rollouts may run ahead of the trainer; 0 is synchronous."""
+    stale_policy: Literal["mask", "drop"] = "mask"
+    """Treatment of tokens older than max_staleness: exclude them from the loss (mask), or drop
+    their whole group (drop)."""
+    ranks: PositiveInt = 1
+    """Number of training processes, over which the model is sharded."""
+    context_parallel: PositiveInt = 1
+    """Number of ranks that share each sequence, for sequences longer than one device holds; divides
+    training.ranks, and the model's attention heads."""
+    colocated: bool = False
+    """Run the engines in the trainer's processes, taking turns. serving.workers *
+    engine.tensor_parallel_size must equal training.ranks."""
+    offload: list[Literal["params", "optimizer"]] = []
+    """Parts of a colocated trainer to offload while the engines run: params (including those of the
+    reference and value models) and optimizer (AdamW's moments). They move to host memory, or to
+    disk on a CPU."""
+    resources: dict[str, float] = {}
+    """Ray resources of each rank in addition to its GPU, such as {trainers: 1}."""
+    activation_checkpointing: bool | PositiveInt = False
+    """Decoder layers that recompute their activations in the backward pass instead of storing them:
+    all (true), none (false), or every N-th (a number N)."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which weights that learn are kept: float32 (master weights), or bfloat16, whose
+    updates are rounded at random so that small steps count on average; half the memory. bfloat16
+    needs model.dtype bfloat16."""
+    packing: Literal["auto", "packed", "padded", "shared"] = "auto"
+    """Layout of micro-batches: one row of concatenated sequences (packed), such a row in which
+    sequences with a common beginning, as those of a group have, compute it once (shared), or rows
+    of similar length with padding (padded). auto is packed on GPUs, unless that would change the
+    model's log-probs, and padded on CPUs; another value is refused where it would change them."""
+    attention: str = "auto"
+    """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
+    a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:
+    flash_attention_2 (with the package flash-attn), flex_attention."""
+    updates_per_step: PositiveInt = 1
+    """Number of optimizer steps in one pass over a training step's samples, each on an equal share
+    of them."""
+    epochs_per_step: PositiveInt = 1
+    """Number of passes over a training step's samples (PPO's epochs, GRPO's mu), each with
+    updates_per_step optimizer steps on the same shares. Each update computes fresh importance
+    ratios; what they are taken against, and advantages, stay as before the step."""
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW's learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of optimizer steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """Learning rate after warm-up: constant, or linear decay that reaches 0 after the last step.
+    Only updates count, so warm-up of the value model and steps that train nothing do not. A
+    program's own loop that goes on after training.steps keeps the rate of the last step."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay; norms and biases do not decay, as in Transformers."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
+    the ranks that share sequences, unless one sequence is longer; null is 16384 on a GPU, and 2048
+    on a CPU."""
+    threads: NonNegativeInt = 0
+    """Number of CPU threads of each rank; 0 uses one per core."""
+    step_timeout: Seconds = 1800.0
+    """Deadline in seconds for one call to the trainer, such as a training step."""
+    checkpoint_every: NonNegativeInt = 0
+    """Number of steps between checkpoints, in addition to checkpoint_minutes and the last step; 0
+    adds none."""
+    checkpoint_minutes: NonNegativeFloat = 30.0
+    """Once this many minutes have passed since the last checkpoint, the next step that finishes is
+    saved; 0 saves none for this reason. Ctrl-C and SIGTERM also save the last step, if it can be
+    written in 60 seconds."""
+    keep_last: PositiveInt = 2
+    """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
+    restarts: NonNegativeInt = 3
+    """Number of automatic restarts from the last checkpoint after the trainer dies."""
+    max_skipped: PositiveInt = 3
+    """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
+    each such update is skipped."""
+
+    @property
+    def versions_per_step(self) -> int:
+        """Optimizer steps per training step, in all passes."""
+        return self.updates_per_step * self.epochs_per_step
+
+
+class TrajectoriesConfig(Section):
+    """Files of what was sampled and trained: `trajectories/` and `training/` of the run folder."""
+
+    keep: PositiveInt | None = None
+    """Number of latest steps whose files are kept, and as many evaluations; null keeps all."""
+
+
+class MetricsConfig(Section):
+    """Prometheus metrics of a training run."""
+
+    port: NonNegativeInt | None = None
+    """Port on serving.host at which a training run serves /metrics for Prometheus, with vLLM's
+    metrics (engine.metrics); 0 picks a free one, which the log names. Null serves none."""
+
+
+class AlarmsConfig(Section):
+    """Thresholds of the alarms of a run; null disables an alarm; for `flat_steps` it is 0."""
+
+    steps: PositiveInt = 3
+    """Number of consecutive steps that must all pass a threshold."""
+    no_signal: Fraction | None = 0.5
+    """Largest share of groups whose advantages are all 0."""
+    truncated: Fraction | None = 0.25
+    """Largest share of trajectories that end at their maximum length."""
+    tool_errors: Fraction | None = 0.33
+    """Largest share of tool calls that fail."""
+    dropped: Fraction | None = 0.1
+    """Largest share of trajectories that are dropped after a failure."""
+    logprob_growth: PositiveFloat | None = 5.0
+    """Largest growth of logprob_diff_mean, as a multiple of its mean over the first steps."""
+    entropy_left: Fraction | None = 0.1
+    """Smallest entropy, as a share of its mean over the first steps."""
+    reward_left: Fraction | None = 0.5
+    """Smallest mean reward, as a share of its highest mean over as many steps."""
+    flat_steps: NonNegativeInt = 100
+    """Number of steps over which the mean reward must rise."""
+    idle: Fraction | None = 0.8
+    """Largest share of a step in which the trainer waits for rollouts."""
+    slow_worker: Fraction | None = 0.5
+    """Smallest speed of a worker (worker_tokens_per_s), as a share of the others' median."""
+    stale: Fraction | None = 0.5
+    """Largest share of trained tokens whose staleness is training.max_staleness."""
