@@ -1,8 +1,9 @@
 """One command of the command line, from its start to its exit code.
 
-A user's mistake ends in one sentence on standard error and exit code 2. Ctrl-C and SIGTERM end the
-run and everything that it started, and exit with code 130. The traceback of any other error (user
-code, a library, a bug) goes to errors.log in the run folder; --debug prints it.
+An error that Turnwise raises, such as a user's mistake, ends in one sentence on standard error and
+exit code 2. Ctrl-C and SIGTERM end the run and everything that it started, and exit with code 130.
+The traceback of any other error (user code, a library, a bug) goes to errors.log in the run folder;
+--debug prints it.
 """
 
 import asyncio
