@@ -80,8 +80,8 @@ class _Answer:
     """The whole sequence, or what follows the prompt."""
     whole: bool
     messages: list[Message] | None = None
-    mask: list[int] = field(default_factory=list)
-    """0 on those of the last ids that shall not be trained."""
+    mask: list[bool] = field(default_factory=list)
+    """False on those of the last ids that shall not be trained."""
     calls: list[tuple[SampledCall, int]] = field(default_factory=list)
     """The calls that sampled it, in order, each with the number of its tokens that are in it."""
 
@@ -106,9 +106,8 @@ class _Batch:
     async def complete(self) -> None:
         """Wait until all trajectories of a step are here, or no other comes for a moment."""
         first = self.contexts[0]
-        most = first.rollout.prompts_per_step * first.sampling.n
-        if first.seed is not None:  # in deterministic runs nothing depends on who comes first
-            most = 1
+        # In deterministic runs nothing depends on who comes first.
+        most = first.rollout.prompts_per_step * first.sampling.n if first.seed is None else 1
         while len(self.contexts) < most:
             self._joined.clear()
             if not await set_within(self._joined, QUIET_SECONDS):
@@ -179,14 +178,12 @@ class SamplerLoop:
 def load_sampler(path: str) -> Callable[..., Foreign]:
     """Return the callable of `rollout.sampler`; InputError when there is none. Runs user code."""
     found: Foreign = load_object(path, KEY)
-    if isinstance(found, type):
-        try:
-            found = found()
-        except Exception as error:
-            why = describe_error(error)
-            raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
-    method: Foreign = getattr(found, "generate", None)
-    sampler: Callable[..., Foreign] = method if callable(method) else found
+    try:
+        found = found() if isinstance(found, type) else found
+    except Exception as error:
+        why = describe_error(error)
+        raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
+    sampler: Foreign = getattr(found, "generate", found)
     if not callable(sampler):
         raise InputError(
             f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
@@ -208,23 +205,20 @@ def _call(
 def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
     """Return what a sampler returned for `count` prompts. Runs user code."""
     answers = []
-    more: Mapping[str, Foreign] = {}
-    given = returned
-    if isinstance(returned, Mapping):
-        more, given = returned, returned.get("ids")
+    more: Mapping[str, Foreign] = returned if isinstance(returned, Mapping) else {"ids": returned}
     try:
-        for each in given:
-            whole = hasattr(each, "outputs")
-            ids = each
+        for each in more["ids"]:
+            ids, whole = each, hasattr(each, "outputs")
             if whole:
                 (output,) = each.outputs
                 ids = [*each.prompt_token_ids, *output.token_ids]
             answers.append(_Answer([int(token) for token in ids], whole))
-        for name in ("messages", "mask"):
+        kinds: dict[str, Callable[[Foreign], object]] = {"messages": dict, "mask": bool}
+        for name, kind in kinds.items():
             for answer, value in zip(answers, more.get(name) or (), strict=name in more):
-                setattr(answer, name, list(value))
+                setattr(answer, name, list(map(kind, value)))
         read = all(len(answer.mask) in (0, len(answer.ids)) for answer in answers)
-    except (TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         read = False
     if not read or len(answers) != count:
         raise InputError(
@@ -242,11 +236,8 @@ def _find_calls(
     for answer, context in zip(answers, contexts, strict=True):
         found = []
         for number, call in enumerate(calls):
-            start = len(call.prompt)
-            if answer.ids[:start] == call.prompt:
-                kept = common_prefix(answer.ids[start:], call.completion.token_ids)
-                if kept:  # of equal ones another for each answer
-                    found.append((start, -kept, uses[number], number))
+            if kept := _kept(answer.ids, call):  # of equal ones another for each answer
+                found.append((len(call.prompt), -kept, uses[number], number))
         end = 0
         for start, kept, _, number in sorted(found):
             if start >= end:
@@ -257,6 +248,14 @@ def _find_calls(
     sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
     if unused := sum(not uses[number] for number in sampled):
         contexts[0].trajectory.events[_UNUSED] += unused
+
+
+def _kept(ids: list[int], call: SampledCall) -> int:
+    """Return how many of a call's tokens a sequence has, right after the call's prompt."""
+    start, sampled = len(call.prompt), call.completion.token_ids
+    if ids[start : start + 1] != sampled[:1] or ids[:start] != call.prompt:
+        return 0
+    return common_prefix(ids[start:], sampled)
 
 
 def _conversation(answer: _Answer, context: RolloutContext) -> list[Message]:
@@ -281,7 +280,7 @@ def _record(context: RolloutContext, answer: _Answer) -> None:
             f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} of "
             "which no call of llm sampled any after the ids before it",
         )
-    wanted = [1] * (len(answer.ids) - len(answer.mask)) + [int(bool(one)) for one in answer.mask]
+    wanted = [True] * (len(answer.ids) - len(answer.mask)) + answer.mask
     for call, kept in answer.calls:
         done, start = call.completion, len(call.prompt)
         own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
@@ -292,6 +291,7 @@ def _record(context: RolloutContext, answer: _Answer) -> None:
             done.logprobs[:kept],
             [version if trained else FORCED for version, trained in own],
             done.finish_reason if kept == len(done.token_ids) else "stop",
+            done.prompt_logprobs,
             experts=done.experts[: len(done.experts) // rows * (start + kept - 1)],
         )
         index = len(trajectory.turns) - 1
