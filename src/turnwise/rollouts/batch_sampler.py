@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import FORCED, TurnTimes
+from turnwise.engine.protocol import FORCED
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
@@ -284,20 +284,17 @@ def _record(context: RolloutContext, answer: _Answer) -> None:
     for call, kept in answer.calls:
         done, start = call.completion, len(call.prompt)
         own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
-        rows = max(1, start + len(done.token_ids) - 1)
-        trajectory.add_turn(
-            call.prompt,
-            done.token_ids[:kept],
-            done.logprobs[:kept],
-            [version if trained else FORCED for version, trained in own],
-            done.finish_reason if kept == len(done.token_ids) else "stop",
-            done.prompt_logprobs,
-            experts=done.experts[: len(done.experts) // rows * (start + kept - 1)],
+        row = len(done.experts) // max(1, start + len(done.token_ids) - 1)
+        part = replace(
+            done,
+            token_ids=done.token_ids[:kept],
+            logprobs=done.logprobs[:kept],
+            weight_versions=[version if trained else FORCED for version, trained in own],
+            finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
+            experts=done.experts[: row * (start + kept - 1)],
         )
-        index = len(trajectory.turns) - 1
-        times = (call.asked, done.first_token_at, call.ended, done.worker, done.queued)
-        context.calls.append(TurnTimes(index, *times))
-        context.episode.turn_ended(index)
+        context.fork_reason = None
+        context.record(call.prompt, part, (call.asked, call.ended))
     trajectory.messages = answer.messages or []
     ended = answer.calls[-1][0].completion.finish_reason
     trajectory.status = "length" if ended == "length" else "completed"

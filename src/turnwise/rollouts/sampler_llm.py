@@ -35,6 +35,8 @@ _FIXED = (
     *("bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "prompt_logprobs"),
 )
 """vLLM's parameters that the trainer, or the record, takes from the configuration."""
+_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
+"""Values of vLLM's arguments that say what is done anyway."""
 _Prompt = tuple[str | list[int], list[Message]]
 """A text or ids, or instead of them a conversation."""
 _Wanted = tuple[SamplingConfig, list[int | None]]
@@ -84,9 +86,7 @@ class LLM:
         self,
         prompts: object,
         sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
-        *,
-        use_tqdm: object = False,
-        lora_request: object = None,
+        **others: object,
     ) -> "list[RequestOutput]":
         """Sample completions.
 
@@ -94,17 +94,17 @@ class LLM:
             prompts: One or a list of: a text, a list of ids, a conversation, which the chat
                 template renders, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: For all prompts, or one for each; None takes the configured ones.
-            use_tqdm: Ignored: the run has its own display.
+            others: vLLM's further arguments, which the run's configuration decides on.
 
         Returns:
             An output for each prompt. One that leaves no room for an answer gets an empty one, with
             finish reason `length`.
 
         Raises:
-            InputError: when parameters would change the distribution of the tokens.
+            InputError: when arguments would change the distribution of the tokens.
             EngineError: when the engines fail.
         """
-        _refuse(lora_request=lora_request)
+        _refuse(others)
         return self._sample(_prompts_of(prompts), sampling_params, None)
 
     def chat(
@@ -112,22 +112,12 @@ class LLM:
         messages: object,
         sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
         use_tqdm: object = False,
-        lora_request: object = None,
         *,
         tools: list[JsonObject] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: object = None,
+        **others: object,
     ) -> "list[RequestOutput]":
         """Answer conversations: one list of messages, or a list of these; else as `generate`."""
-        _refuse(
-            lora_request=lora_request,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message or None,
-            add_generation_prompt=None if add_generation_prompt else False,
-        )
+        _refuse(others)
         prompts = _prompts_of(messages)
         if not all(conversation for _, conversation in prompts):
             raise InputError(f"{KEY}: llm.chat takes lists of messages")
@@ -258,24 +248,18 @@ class LLM:
         template, first = self._context.template, calls[0]
         outputs: list[Foreign] = []
         for index, call in enumerate(calls):
-            done = call.completion
-            text, stopped = _text_of(template, done.token_ids, params)
-            pairs = zip(done.token_ids, done.logprobs, strict=True)
-            output = vllm.CompletionOutput(
-                index,
-                text,
-                list(done.token_ids),
-                sum(done.logprobs),
-                None if params.logprobs is None else [{id: vllm.Logprob(p)} for id, p in pairs],
-                finish_reason=done.finish_reason,
-                stop_reason=stopped,
-            )
+            done, ids = call.completion, list(call.completion.token_ids)
+            text, stopped = _text_of(template, ids, params)
+            pairs = zip(ids, done.logprobs, strict=True)
+            rows = None if params.logprobs is None else [{id: vllm.Logprob(p)} for id, p in pairs]
+            output = vllm.CompletionOutput(index, text, ids, sum(done.logprobs), rows)
+            output.finish_reason, output.stop_reason = done.finish_reason, stopped
             outputs.append(output)
             if call.messages:
                 answer = {"role": "assistant", "content": text}
                 self._answered[_key([*call.messages, answer])].append(call)
-        prompt, ids = template.decode_all(first.prompt), list(first.prompt)
-        return vllm.RequestOutput(first.name, prompt, ids, None, outputs, finished=True)
+        prompt = template.decode_all(first.prompt), list(first.prompt)
+        return vllm.RequestOutput(first.name, *prompt, None, outputs, finished=True)
 
 
 def vllm_params(sampling: SamplingConfig) -> "SamplingParams":
@@ -287,9 +271,9 @@ def vllm_params(sampling: SamplingConfig) -> "SamplingParams":
     return vllm.SamplingParams(**values, **lists)
 
 
-def _refuse(**given: object) -> None:
+def _refuse(given: Mapping[str, object]) -> None:
     for name, value in given.items():
-        if value is not None:
+        if value is not None and name != "use_tqdm" and value != _DEFAULTS.get(name):
             raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
 
 
