@@ -183,7 +183,7 @@ def load_sampler(path: str) -> Callable[..., Foreign]:
     except Exception as error:
         why = describe_error(error)
         raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
-    sampler: Foreign = getattr(found, "generate", found)
+    sampler: Callable[..., Foreign] = getattr(found, "generate", found)
     if not callable(sampler):
         raise InputError(
             f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
