@@ -266,7 +266,7 @@ def test_a_worker_extension_that_does_not_fit_is_one_sentence(
     make_config: Callable[..., Config],
 ) -> None:
     """A class that is not there, one with our names, and arguments with a key of ours."""
-    assert combined("a.b.C") == "a.b.C"
+    assert combined("", "a.b:C") == combined("a.b.C", "") == combined("a.b.C", "a.b.C") == "a.b.C"
     with pytest.raises(InputError, match=r"worker_extension_cls: no_such cannot be imported"):
         combined(WORKER_EXTENSION, "no_such.Class")
     with pytest.raises(InputError, match=f"worker_extension_cls: {HERE}.add is no class"):

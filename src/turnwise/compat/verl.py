@@ -14,6 +14,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
+from turnwise.engine.protocol import Args, Kwargs
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
 from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
@@ -163,11 +164,7 @@ class LLMServerManager:
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
 
     def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: JsonObject | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of all engines' workers, such as one of the class that
         `engine.vllm_args.worker_extension_cls` names; see `VllmEngine.collective_rpc`."""

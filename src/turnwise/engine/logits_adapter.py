@@ -66,7 +66,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         """Processors of the last rows that left the batch, by request: one that was preempted comes
         back."""
         for name in self._always:
-            if _takes_tokenizer(load_object(name, KEY)):
+            if "tokenizer" in _parameters(load_object(name, KEY)):
                 _ = self._tokenizer  # now, and not while requests wait
 
     @cached_property
@@ -124,9 +124,9 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         given: JsonObject = {} if isinstance(call, str) else call
         args, kwargs = given.get("args") or (), dict(given.get("kwargs") or {})
         try:
-            makes = isinstance(processor, type) or _required(processor) == ["tokenizer"]
-            if makes or isinstance(call, dict):
-                if _takes_tokenizer(processor, *args, **kwargs):
+            makes = _parameters(processor, required=True) == ["tokenizer"]
+            if makes or isinstance(processor, type) or isinstance(call, dict):
+                if "tokenizer" in _parameters(processor)[len(args) :] and "tokenizer" not in kwargs:
                     kwargs["tokenizer"] = self._tokenizer
                 processor = processor(*args, **kwargs)
             elif callable(clone := getattr(processor, "clone", None)):  # as in older vLLM
@@ -137,7 +137,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             raise InputError(f"the logits processor {name} cannot be made: {why}") from error
         if not callable(processor):
             raise InputError(f"the logits processor {name} is not callable")
-        return name, processor, len(_required(processor)) == 3, forces
+        return name, processor, len(_parameters(processor, required=True)) == 3, forces
 
 
 class _Row:
@@ -185,23 +185,12 @@ def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
         del kept[next(iter(kept))]  # the oldest
 
 
-def _required(processor: Foreign) -> list[str]:
-    """Return the names of the positional parameters without a default."""
+def _parameters(processor: Foreign, required: bool = False) -> list[str]:
+    """Return the names of a callable's parameters, or of the positional ones without a default."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature
         return []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
-
-
-def _takes_tokenizer(processor: Foreign, /, *args: object, **kwargs: object) -> bool:
-    """Return whether a class or function has a parameter `tokenizer` that is not given."""
-    try:
-        signature = inspect.signature(processor)
-        return (
-            "tokenizer" in signature.parameters
-            and "tokenizer" not in signature.bind_partial(*args, **kwargs).arguments
-        )
-    except (TypeError, ValueError):  # without a signature, or other arguments
-        return False
+    needed = (p.kind in positional and p.default is p.empty for p in parameters)
+    return [p.name for p, needs in zip(parameters, needed, strict=True) if needs or not required]

@@ -40,8 +40,10 @@ from turnwise.engine.protocol import (
     PAUSE_MODES,
     VLLM_METRICS,
     WEIGHT_BACKEND,
+    Args,
     Chunk,
     InFlight,
+    Kwargs,
     PauseMode,
     Rendezvous,
     Request,
@@ -137,9 +139,8 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
-        extensions = [worker_extension, str(arguments.get("worker_extension_cls", ""))]
-        if any(extensions):
-            arguments["worker_extension_cls"] = combined(*filter(None, extensions))
+        if extension := combined(worker_extension, arguments.get("worker_extension_cls", "")):
+            arguments["worker_extension_cls"] = extension
         if worker_extension:
             config = vllm.WeightTransferConfig(backend=WEIGHT_BACKEND)
             arguments["weight_transfer_config"] = config
@@ -417,11 +418,7 @@ class VllmEngine:
             return [reply["device"] for reply in await self._ask("report_device_id")]
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the engine's workers, such as one of the class that
         `engine.vllm_args.worker_extension_cls` names.

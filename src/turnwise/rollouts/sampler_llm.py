@@ -19,7 +19,7 @@ from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Completion, Request, Route, generate
+from turnwise.engine.protocol import Args, Completion, Kwargs, Request, Route, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
@@ -128,11 +128,7 @@ class LLM:
         return self._context.template.tokenizer
 
     def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`."""
         engine: Foreign = self._context.engine

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
+from turnwise.engine.protocol import Args, Chunk, Engine, Kwargs, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.routing import TOKENS_PER_REQUEST, Router, ScheduledTurn, Supervisor, Worker
@@ -166,11 +166,7 @@ class Scheduler:
         return worker
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`.
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
@@ -20,7 +20,16 @@ from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
+from turnwise.engine.protocol import (
+    Args,
+    Chunk,
+    InFlight,
+    Kwargs,
+    PauseMode,
+    Rendezvous,
+    Request,
+    WeightUpdate,
+)
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
 from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
@@ -303,11 +312,7 @@ class WorkerHandle:
         return int(await call)
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the engine's workers; see `VllmEngine.collective_rpc`."""
         call = self._call("collective_rpc", method, timeout, args, kwargs, seconds=timeout)
