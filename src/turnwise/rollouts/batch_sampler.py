@@ -159,7 +159,7 @@ class SamplerLoop:
         try:
             if path not in self._samplers:
                 self._samplers[path] = await call(load_sampler, path)
-            returned = await call(_call, self._samplers[path], llm, prompts, params)
+            returned = await call(self._samplers[path], llm, prompts, params)
             answers: list[_Answer] = await call(_read, returned, len(prompts), path)
         except TurnwiseError:
             raise
@@ -176,7 +176,8 @@ class SamplerLoop:
 
 
 def load_sampler(path: str) -> Callable[..., Foreign]:
-    """Return the callable of `rollout.sampler`; InputError when there is none. Runs user code."""
+    """Return the callable (llm, prompts, sampling_params) of `rollout.sampler`; InputError when
+    there is none. Runs user code."""
     found: Foreign = load_object(path, KEY)
     try:
         found = found() if isinstance(found, type) else found
@@ -189,17 +190,10 @@ def load_sampler(path: str) -> Callable[..., Foreign]:
             f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
             "a method generate of these"
         )
+    names = ("llm", "prompts", "sampling_params")
+    if {*names} <= inspect.signature(sampler).parameters.keys():  # in whatever order
+        return lambda *given: sampler(**dict(zip(names, given, strict=True)))
     return sampler
-
-
-def _call(
-    sampler: Callable[..., Foreign], llm: LLM, prompts: list[list[Message]], params: Foreign
-) -> Foreign:
-    """Call a sampler: by name where it has these parameters, in whatever order."""
-    named = {"llm": llm, "prompts": prompts, "sampling_params": params}
-    if named.keys() <= inspect.signature(sampler).parameters.keys():
-        return sampler(**named)
-    return sampler(llm, prompts, params)
 
 
 def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:

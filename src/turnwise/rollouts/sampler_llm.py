@@ -23,7 +23,7 @@ from turnwise.engine.protocol import Args, Completion, Kwargs, Request, Route, g
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
-from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory import Message
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
@@ -245,7 +245,11 @@ class LLM:
         outputs: list[Foreign] = []
         for index, call in enumerate(calls):
             done, ids = call.completion, list(call.completion.token_ids)
-            text, stopped = _text_of(template, ids, params)
+            skip, decode = params.skip_special_tokens, template.tokenizer.decode
+            decoded = decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            stops = [(decoded.index(stop), stop) for stop in params.stop or () if stop in decoded]
+            end, stopped = min(stops, default=(len(decoded), None))
+            text = decoded[: end + len(stopped or "") * params.include_stop_str_in_output]
             pairs = zip(ids, done.logprobs, strict=True)
             rows = None if params.logprobs is None else [{id: vllm.Logprob(p)} for id, p in pairs]
             output = vllm.CompletionOutput(index, text, ids, sum(done.logprobs), rows)
@@ -302,16 +306,3 @@ def _key(messages: Sequence[Message]) -> str:
     """Return what two conversations share if they are the same."""
     read = [[m.get("role"), m.get("content"), m.get("tool_calls")] for m in messages]
     return json.dumps(read, default=str)
-
-
-def _text_of(
-    template: ChatTemplate, token_ids: list[int], params: Foreign
-) -> tuple[str, str | None]:
-    """Return a completion's text as vLLM does, and the string at which it stopped, if any."""
-    skip, decode = params.skip_special_tokens, template.tokenizer.decode
-    text = str(decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
-    found = [(text.index(stop), stop) for stop in params.stop or () if stop in text]
-    if not found:
-        return text, None
-    at, stop = min(found)
-    return text[: at + len(stop) if params.include_stop_str_in_output else at], stop
