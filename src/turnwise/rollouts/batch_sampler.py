@@ -141,7 +141,30 @@ class SamplerLoop:
             self._batch = _Batch(self._sample)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await self._batch.answer(context)
-        _record(context, answer)
+        trajectory, wanted = context.trajectory, answer.mask
+        if not answer.calls:
+            raise TrajectoryError(
+                "sampler_silent",
+                f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} "
+                "of which no call of llm sampled any after the ids before it",
+            )
+        wanted = [True] * (len(answer.ids) - len(wanted)) + wanted
+        for call, kept in answer.calls:
+            done, start = call.completion, len(call.prompt)
+            own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
+            row = len(done.experts) // max(1, start + len(done.token_ids) - 1)
+            part = replace(
+                done,
+                token_ids=done.token_ids[:kept],
+                logprobs=done.logprobs[:kept],
+                weight_versions=[version if trained else FORCED for version, trained in own],
+                finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
+                experts=done.experts[: row * (start + kept - 1)],
+            )
+            context.fork_reason = None
+            context.record(call.prompt, part, (call.asked, call.ended))
+        trajectory.messages = answer.messages or []
+        trajectory.status = "length" if done.finish_reason == "length" else "completed"
 
     async def _sample(self, batch: _Batch) -> dict[int, _Answer]:
         await batch.complete()
@@ -225,7 +248,7 @@ def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
 def _find_calls(
     answers: Sequence[_Answer], contexts: Sequence[RolloutContext], calls: Sequence[SampledCall]
 ) -> None:
-    """Find the calls that sampled each answer, and its conversation where none was returned."""
+    """Find the calls that sampled each answer, and its conversation, for people and rewards."""
     uses = Counter[int]()
     for answer, context in zip(answers, contexts, strict=True):
         found = []
@@ -238,7 +261,13 @@ def _find_calls(
                 uses[number] += 1
                 answer.calls.append((calls[number], -kept))
                 end = start - kept
-        answer.messages = _conversation(answer, context)
+        problem, said = [dict(message) for message in context.problem], answer.messages
+        if said is None and answer.calls:
+            first, last = answer.calls[0][0], answer.calls[-1][0]
+            start = len((last if last.messages else first).prompt)
+            text = context.template.decode(answer.ids[start:])
+            problem, said = last.messages or problem, [{"role": "assistant", "content": text}]
+        answer.messages = [*problem, *(said or ())]
     sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
     if unused := sum(not uses[number] for number in sampled):
         contexts[0].trajectory.events[_UNUSED] += unused
@@ -250,45 +279,3 @@ def _kept(ids: list[int], call: SampledCall) -> int:
     if ids[start : start + 1] != sampled[:1] or ids[:start] != call.prompt:
         return 0
     return common_prefix(ids[start:], sampled)
-
-
-def _conversation(answer: _Answer, context: RolloutContext) -> list[Message]:
-    """Return the messages of an answer, for people and rewards."""
-    problem = [dict(message) for message in context.problem]
-    if answer.messages is not None:
-        return [*problem, *answer.messages]
-    if not answer.calls:
-        return problem
-    first, last = answer.calls[0][0], answer.calls[-1][0]
-    start = len((last if last.messages else first).prompt)
-    text = context.template.decode(answer.ids[start:])
-    return [*(last.messages or problem), {"role": "assistant", "content": text}]
-
-
-def _record(context: RolloutContext, answer: _Answer) -> None:
-    """Record an answer as a trajectory's turns."""
-    trajectory = context.trajectory
-    if not answer.calls:
-        raise TrajectoryError(
-            "sampler_silent",
-            f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} of "
-            "which no call of llm sampled any after the ids before it",
-        )
-    wanted = [True] * (len(answer.ids) - len(answer.mask)) + answer.mask
-    for call, kept in answer.calls:
-        done, start = call.completion, len(call.prompt)
-        own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
-        row = len(done.experts) // max(1, start + len(done.token_ids) - 1)
-        part = replace(
-            done,
-            token_ids=done.token_ids[:kept],
-            logprobs=done.logprobs[:kept],
-            weight_versions=[version if trained else FORCED for version, trained in own],
-            finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
-            experts=done.experts[: row * (start + kept - 1)],
-        )
-        context.fork_reason = None
-        context.record(call.prompt, part, (call.asked, call.ended))
-    trajectory.messages = answer.messages or []
-    ended = answer.calls[-1][0].completion.finish_reason
-    trajectory.status = "length" if ended == "length" else "completed"
