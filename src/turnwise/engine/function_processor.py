@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, describe_error
+from turnwise.trajectory.chat_template import any_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,20 +26,13 @@ _MARGIN = 8
 """Tokens looked at for the closing tag beyond one for each of its characters."""
 
 
-class WrittenCall(NamedTuple):
-    """A call as Python writes it, with literals as arguments."""
-
-    name: str
-    args: list[object]
-    kwargs: dict[str, object]
-
-
-def read_call(text: str) -> WrittenCall | None:
-    """Return the call that a text consists of, such as `add(1, b=2)`; None if it is none.
+def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
+    """Return the name and the arguments, all literals, of the call that a text consists of, as
+    Python writes it; None if it is none.
 
     Example:
         >>> read_call("add(1, b=2)")
-        WrittenCall(name='add', args=[1], kwargs={'b': 2})
+        ('add', [1], {'b': 2})
     """
     if len(text) > _MOST_CHARS:
         return None
@@ -49,7 +43,7 @@ def read_call(text: str) -> WrittenCall | None:
         kwargs = {given.arg: ast.literal_eval(given.value) for given in call.keywords if given.arg}
         if len(kwargs) < len(call.keywords):  # **mapping
             return None
-        return WrittenCall(call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs)
+        return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -143,24 +137,21 @@ class FunctionProcessor:
         """Run a call, and return its result as text; never raises."""
         if (call := read_call(text)) is None:
             return f"Error: write one call such as name(1, 2), not {text.strip()[:80]!r}"
-        if (function := self._functions.get(call.name)) is None:
+        name, args, kwargs = call
+        if (function := self._functions.get(name)) is None:
             known = ", ".join(self._functions) or "none"
-            return f"Error: there is no function {call.name}; functions: {known}"
-        run = partial(function, *call.args, **call.kwargs)
+            return f"Error: there is no function {name}; functions: {known}"
         try:
             # Its text, too: a result's __str__ is user code.
-            result = call_and_wait(
-                lambda: str(run()), name=f"the function {call.name}", seconds=self._timeout
-            )
+            run, what = lambda: str(function(*args, **kwargs)), f"the function {name}"
+            result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:
             result = f"Error: {describe_error(error)}"
         return result[:_MOST_CHARS]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        special = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
-        longest = sorted(map(re.escape, special), key=len, reverse=True)
-        return re.compile("|".join(longest) or r"(?!)")
+        return any_of({*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()})
 
     def _escape(self, text: str) -> list[int]:
         """Return the ids of a result, in which no special token is one."""

@@ -270,13 +270,14 @@ def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
     None if it is none, or they do not fit."""
     if (call := read_call(text)) is None:
         return None
+    name, args, kwargs = call
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
-    unknown = {"properties": map(str, range(len(call.args)))}  # it is answered
-    names = list(parameters.get(call.name, unknown)["properties"])[: len(call.args)]
+    unknown = {"properties": map(str, range(len(args)))}  # it is answered
+    names = list(parameters.get(name, unknown)["properties"])[: len(args)]
     try:
-        given = dict(zip(names, call.args, strict=True))
-        if given.keys().isdisjoint(call.kwargs):
-            return ToolCall(call.name, json.dumps(given | call.kwargs, allow_nan=False))
+        given = dict(zip(names, args, strict=True))
+        if given.keys().isdisjoint(kwargs):
+            return ToolCall(name, json.dumps(given | kwargs, allow_nan=False))
     except (ValueError, TypeError):  # too many, or of a type that JSON does not have
         pass
     return None

@@ -168,11 +168,8 @@ class Scheduler:
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
-        """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`.
-
-        Returns:
-            The answers of the first engine's workers, then of the next one's.
-        """
+        """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`. The answers
+        of the first engine's workers come first."""
         engines: list[Foreign] = [one.engine for one in self.workers.values() if one.usable]
         answers = await together(e.collective_rpc(method, timeout, args, kwargs) for e in engines)
         return [answer for each in answers for answer in each]
