@@ -234,11 +234,9 @@ class VllmEngine:
         places, start = set[int](), 0
         async with aclosing(made) as chunks:
             async for chunk in chunks:
-                end, certain = start + len(chunk.token_ids), set[int]()
-                if not names <= self._unforced:
-                    values = enumerate(chunk.logprobs, start)
-                    certain = {place for place, logprob in values if logprob > _CERTAIN}
-                if certain - places:
+                values = enumerate(chunk.logprobs, start)
+                certain = {place for place, logprob in values if logprob > _CERTAIN}
+                if certain - places and not names <= self._unforced:
                     what = f"listing what was not sampled in {request_id}"
                     async with self._deadline(what, self._timeout):
                         replies = await self._ask("take_forced_tokens", request_id)
@@ -246,12 +244,10 @@ class VllmEngine:
                     if not known:
                         self._unforced |= names
                     places.update(*known)
-                if forced := certain & places:
-                    versions = zip(range(start, end), chunk.weight_versions, strict=True)
-                    marked = [FORCED if place in forced else version for place, version in versions]
-                    chunk = replace(chunk, weight_versions=marked)
-                start = end
-                yield chunk
+                forced, versions = certain & places, enumerate(chunk.weight_versions, start)
+                marked = [FORCED if place in forced else version for place, version in versions]
+                start += len(marked)
+                yield replace(chunk, weight_versions=marked) if forced else chunk
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "wait":  # as long as requests in flight make progress

@@ -162,7 +162,7 @@ class SamplerLoop:
                 experts=done.experts[: row * (start + kept - 1)],
             )
             context.fork_reason = None
-            context.record(call.prompt, part, (call.asked, call.ended))
+            context.record(call.prompt, part, call.times)
         trajectory.messages = answer.messages or []
         trajectory.status = "length" if done.finish_reason == "length" else "completed"
 

@@ -47,13 +47,11 @@ _Wanted = tuple[SamplingConfig, list[int | None]]
 class SampledCall:
     """One request to the engines, and its completion."""
 
-    name: str
     prompt: list[int]
     completion: Completion
-    session: str
-    """Name by which the scheduler keeps a conversation on one engine."""
-    asked: float
-    ended: float
+    request: Request
+    times: tuple[float, float]
+    """Seconds since the epoch at its beginning and end."""
     messages: list[Message]
     """The conversation that led here; empty for texts and ids."""
 
@@ -207,15 +205,15 @@ class LLM:
             asked, name = time.time(), f"{context.request_id}-batch-{number}"
             if seed is None and context.seed is not None:
                 seed = stable_seed(context.seed, number)
-            completion, route = Completion([], [], [], "length"), Route(session=session or name)
-            if (room := context.max_length - len(ids)) > 0:
+            room, completion = context.max_length - len(ids), Completion([], [], [], "length")
+            route = Route(session=session or name)
+            request = Request(ids, sampling.within(room), name, seed, route)
+            if room > 0:
                 with waiting(f"request {name}", "answer"):
-                    request = Request(ids, sampling.within(room), name, seed, route)
                     completion = await generate(context.engine, request)
             if completion.finish_reason == "abort":
                 raise TrajectoryError("engine_abort", f"{name} was aborted by the engine")
-            times = asked, time.time()
-            call = SampledCall(name, ids, completion, route.session, *times, messages)
+            call = SampledCall(ids, completion, request, (asked, time.time()), messages)
             self.calls.append(call)
             return call
 
@@ -234,7 +232,7 @@ class LLM:
                 known.rotate(-1)  # equal answers are continued in turn
                 turn = call.prompt, call.completion.token_ids, messages[end:]
                 ids = await context.next_prompt(*turn, tools=tools, conversation=messages)
-                return ids, call.session
+                return ids, call.request.route.session
         return await context.first_prompt(messages, tools=tools), ""
 
     def _output(self, calls: list[SampledCall], params: Foreign) -> "RequestOutput":
@@ -259,7 +257,7 @@ class LLM:
                 answer = {"role": "assistant", "content": text}
                 self._answered[_key([*call.messages, answer])].append(call)
         prompt = template.decode_all(first.prompt), list(first.prompt)
-        return vllm.RequestOutput(first.name, *prompt, None, outputs, finished=True)
+        return vllm.RequestOutput(first.request.id, *prompt, None, outputs, finished=True)
 
 
 def vllm_params(sampling: SamplingConfig) -> "SamplingParams":
