@@ -10,11 +10,10 @@ from urllib.parse import urlsplit
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import Args, JsonObject, Kwargs
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
-from turnwise.engine.protocol import Args, Kwargs
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
 from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler

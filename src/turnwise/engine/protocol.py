@@ -5,7 +5,7 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 """
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
-Args: TypeAlias = Sequence[object]
-Kwargs: TypeAlias = Mapping[str, object] | None
-"""Arguments of a method of an engine's workers."""
 Alternatives: TypeAlias = list[list[tuple[int, float, int]]]
 """For each token, (id, log-prob, rank from 1) of it and of the others that were asked for."""
 FinishReason = Literal["stop", "length", "abort"]

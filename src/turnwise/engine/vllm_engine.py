@@ -18,7 +18,7 @@ import psutil
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
-from turnwise.core.json_types import JsonObject, dtype_name
+from turnwise.core.json_types import Args, JsonObject, Kwargs, dtype_name
 from turnwise.core.optional import Foreign, load_object
 from turnwise.engine.adapters import (
     NO_ADAPTERS,
@@ -40,10 +40,8 @@ from turnwise.engine.protocol import (
     PAUSE_MODES,
     VLLM_METRICS,
     WEIGHT_BACKEND,
-    Args,
     Chunk,
     InFlight,
-    Kwargs,
     PauseMode,
     Rendezvous,
     Request,

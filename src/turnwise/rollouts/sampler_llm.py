@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import SamplingConfig
 from turnwise.core.aio import together
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import Args, JsonObject, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Args, Completion, Kwargs, Request, Route, generate
+from turnwise.engine.protocol import Completion, Request, Route, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown

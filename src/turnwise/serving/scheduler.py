@@ -21,8 +21,9 @@ from dataclasses import replace
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Args, Chunk, Engine, Kwargs, Request, Sampling
+from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.routing import TOKENS_PER_REQUEST, Router, ScheduledTurn, Supervisor, Worker

@@ -18,18 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import (
-    Args,
-    Chunk,
-    InFlight,
-    Kwargs,
-    PauseMode,
-    Rendezvous,
-    Request,
-    WeightUpdate,
-)
+from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
 from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
