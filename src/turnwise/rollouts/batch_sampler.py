@@ -8,7 +8,7 @@ results of tools, ask again and choose, and nothing is trained that was not samp
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -89,14 +89,12 @@ class _Answer:
 class _Batch:
     """The trajectories that one call of the sampler samples; others join until it begins."""
 
-    def __init__(
-        self, sample: "Callable[[_Batch], Coroutine[object, object, dict[int, _Answer]]]"
-    ) -> None:
+    def __init__(self, loop: "SamplerLoop") -> None:
         self.contexts: list[RolloutContext] = []
         self._open = True
         self._joined = asyncio.Event()
         self._left = 0
-        self._work = asyncio.create_task(sample(self))
+        self._work = asyncio.create_task(loop.sample(self))
 
     def takes(self, context: RolloutContext) -> bool:
         first = self.contexts[0]
@@ -138,7 +136,7 @@ class SamplerLoop:
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         if self._batch is None or not self._batch.takes(context):
-            self._batch = _Batch(self._sample)
+            self._batch = _Batch(self)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await self._batch.answer(context)
         trajectory, wanted = context.trajectory, answer.mask
@@ -166,7 +164,8 @@ class SamplerLoop:
         trajectory.messages = answer.messages or []
         trajectory.status = "length" if done.finish_reason == "length" else "completed"
 
-    async def _sample(self, batch: _Batch) -> dict[int, _Answer]:
+    async def sample(self, batch: _Batch) -> dict[int, _Answer]:
+        """Return the answers of a batch by their contexts' `id`."""
         await batch.complete()
         contexts, rollout = batch.contexts, batch.contexts[0].rollout
         path = rollout.sampler or ""

@@ -102,8 +102,7 @@ class LLM:
             InputError: when arguments would change the distribution of the tokens.
             EngineError: when the engines fail.
         """
-        _refuse(others)
-        return self._sample(_prompts_of(prompts), sampling_params, None)
+        return self._sample(_prompts_of(prompts), sampling_params, others)
 
     def chat(
         self,
@@ -115,11 +114,10 @@ class LLM:
         **others: object,
     ) -> "list[RequestOutput]":
         """Answer conversations: one list of messages, or a list of these; else as `generate`."""
-        _refuse(others)
         prompts = _prompts_of(messages)
         if not all(conversation for _, conversation in prompts):
             raise InputError(f"{KEY}: llm.chat takes lists of messages")
-        return self._sample(prompts, sampling_params, tools)
+        return self._sample(prompts, sampling_params, others, tools)
 
     def get_tokenizer(self) -> Foreign:
         """Return the model's tokenizer."""
@@ -141,9 +139,16 @@ class LLM:
             task.cancel()
 
     def _sample(
-        self, prompts: list[_Prompt], given: Foreign, tools: list[JsonObject] | None
+        self,
+        prompts: list[_Prompt],
+        given: Foreign,
+        others: Mapping[str, object],
+        tools: list[JsonObject] | None = None,
     ) -> "list[RequestOutput]":
         """Ask the engines, in the sampler's thread, and wait for all answers."""
+        for name, value in others.items():
+            if value is not None and name != "use_tqdm" and value != _DEFAULTS.get(name):
+                raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
         each = isinstance(given, Sequence)
         params = list(given) if each else [self._own if given is None else given] * len(prompts)
         if len(params) != len(prompts):
@@ -267,12 +272,6 @@ def vllm_params(sampling: SamplingConfig) -> "SamplingParams":
     values = {name: getattr(sampling, name) for name in (*_CONFIGURED, "max_tokens")}
     lists = {name: list(getattr(sampling, name)) or None for name in ("stop", "stop_token_ids")}
     return vllm.SamplingParams(**values, **lists)
-
-
-def _refuse(given: Mapping[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None and name != "use_tqdm" and value != _DEFAULTS.get(name):
-            raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
 
 
 def _prompts_of(given: object) -> list[_Prompt]:
