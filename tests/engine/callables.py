@@ -37,14 +37,22 @@ def only(logits: torch.Tensor, token: int) -> torch.Tensor:
     return kept
 
 
-def boosts(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Forces one token as older processors do, in place."""
-    logits[9] = logits.max() + 1000.0
-    return logits
+class Boosts:
+    """Forces every second token as older processors do, in place."""
+
+    forced = False
+
+    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        self.forced = len(token_ids) % 2 == 0
+        if self.forced:
+            logits[9] = logits.max() + 1000.0
+        return logits
 
 
 class Count:
     """Counts from `start`; one object for each request."""
+
+    forced = True
 
     def __init__(self, start: int = 100, step: int = 1) -> None:
         self.start, self.step, self.calls = start, step, 0
@@ -107,6 +115,8 @@ def writer(tokenizer: Any, path: str) -> FunctionProcessor:
 
 class Spells:
     """Spells a word; made with the engine's tokenizer."""
+
+    forced = True
 
     def __init__(self, word: str, tokenizer: Any) -> None:
         self.ids = tokenizer.encode(word, add_special_tokens=False)

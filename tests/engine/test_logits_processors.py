@@ -186,9 +186,13 @@ def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any
             assert processor(ids, torch.zeros(len(tokenizer))).isfinite().all()
             ids.append(token)
         start = len(ids)
-        while (logits_V := processor(ids, torch.zeros(len(tokenizer)))).isinf().any():
+        # Each place twice, as where vLLM computes a prompt in parts.
+        while processor(ids, torch.zeros(len(tokenizer))).isinf().any():
+            logits_V = processor(ids, torch.zeros(len(tokenizer)))
             (token,) = logits_V.isfinite().nonzero().flatten().tolist()
+            assert processor.forced
             ids.append(token)
+        assert not processor.forced
         assert end not in ids[start:]
         return str(tokenizer.decode(ids[start:], skip_special_tokens=False))
 
@@ -199,6 +203,8 @@ def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any
     assert answered("<call>sub(1, 2)</call>").startswith("[Error: there is no function sub; func")
     assert answered("<call>add(1</call>").startswith("[Error: write one call such as name(1, 2), ")
     assert answered("<call>add(x)</call>").startswith("[Error: write one call")
+    assert answered(f"<call>add({'1' * 9000})</call>").startswith("[Error: write one call")
+    assert answered("<call>add(a=1, a=2)</call>").startswith("[Error: write one call")
     assert answered("<call>fail()</call>").startswith("[Error: IndexError: pop from empty list")
     with pytest.raises(InputError, match="start_tag and end_tag must not be empty"):
         FunctionProcessor(tokenizer, {}, "", "")
@@ -209,7 +215,7 @@ def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any
 def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an argument of a class or factory; a preempted request goes on, and a boost forces."""
+    """As an argument of a class or factory; a preempted request goes on; who forces says so."""
     loaded: list[object] = []
     monkeypatch.setattr(
         vllm, "cached_tokenizer_from_config", lambda model: loaded.append(model) or tokenizer
@@ -221,23 +227,24 @@ def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
     spell = {"qualname": named("Spells"), "kwargs": {"word": "cab"}}
     params = [
         SamplingParams(extra_args={EXTRA_ARG: {"request": f"r{n}", "processors": [one]}})
-        for n, one in enumerate([spell, named("boosts"), named("calculator")])
+        for n, one in enumerate([spell, named("Boosts"), named("calculator"), named("even")])
     ]
     added = [(row, one, PROMPT, []) for row, one in enumerate(params)]
-    processors.update_state(BatchUpdate(3, removed=[], added=added, moved=[]))
-    logits_3V = processors.apply(torch.zeros(3, len(tokenizer)))
+    processors.update_state(BatchUpdate(4, removed=[], added=added, moved=[]))
+    logits_4V = processors.apply(torch.zeros(4, len(tokenizer)))
     assert loaded == ["the model"]
     first = tokenizer.encode("cab", add_special_tokens=False)[0]
-    assert logits_3V[0].isfinite().nonzero().flatten().tolist() == [first]
-    assert logits_3V[2].isfinite().all()
-    taken = [take_forced(request) for request in ("r0", "r0", "r1", "r2")]
-    assert taken == [[0], [], [0], []]
-    row = processors._rows[2]
-    processors.update_state(BatchUpdate(2, removed=[2], added=[], moved=[]))
-    back = [(2, params[2], PROMPT, [5, 6])]
-    processors.update_state(BatchUpdate(3, removed=[], added=back, moved=[]))
-    assert processors._rows[2] is row
-    assert row.sampled == [5, 6]
+    assert logits_4V[0].isfinite().nonzero().flatten().tolist() == [first]
+    assert logits_4V[2].isfinite().all()
+    taken = [take_forced(request) for request in ("r0", "r0", "r1", "r2", "r3")]
+    assert taken == [[0], [], [0], [], None]
+    row = processors._rows[0]
+    processors.update_state(BatchUpdate(3, removed=[0], added=[], moved=[]))
+    back = [(0, params[0], PROMPT, [5, 6])]
+    processors.update_state(BatchUpdate(4, removed=[], added=back, moved=[]))
+    assert processors._rows[0].steps is row.steps
+    processors.apply(torch.zeros(4, len(tokenizer)))
+    assert take_forced("r0") == [2]
 
 
 async def test_a_worker_extension_of_the_users_stands_beside_ours(worker: WorkerHandle) -> None:
@@ -260,7 +267,7 @@ def test_a_worker_extension_that_does_not_fit_is_one_sentence(
     make_config: Callable[..., Config],
 ) -> None:
     """A class that is not there, one with our names, and arguments with a key of ours."""
-    assert combined("a.b.C") == "a.b.C"
+    assert combined("", "a.b:C") == combined("a.b.C", "") == combined("a.b.C", "a.b.C") == "a.b.C"
     with pytest.raises(InputError, match=r"worker_extension_cls: no_such cannot be imported"):
         combined(WORKER_EXTENSION, "no_such.Class")
     with pytest.raises(InputError, match=f"worker_extension_cls: {HERE}.add is no class"):

@@ -27,6 +27,8 @@ DOUBT = {"role": "user", "content": "Are you sure?"}
 SAID = ("It is 2.<|im_end|>", "Yes, it is.<|im_end|>")
 SEEN: list[list[list[dict[str, Any]]]] = []
 """The prompts of each call of a sampler here."""
+PARAMS: list[SamplingParams] = []
+"""The parameters of each call of `ByTrl`."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +116,7 @@ class ByTrl:
     """An environment as TRL's proposal had it: the ids of the answers."""
 
     def generate(self, llm: LLM, prompts: list[Any], sampling_params: SamplingParams) -> list[Any]:
+        PARAMS.append(sampling_params)
         return [o.outputs[0].token_ids for o in llm.chat(prompts, sampling_params)]
 
 
@@ -156,15 +159,15 @@ def sampling(
     """Makes a sampler of two of each of two rows, whose engine says `SAID`."""
 
     def make(
-        llm: Any, name: str, rows: Sequence[Any] = ROWS, environment: str = "", **more: Any
+        llm: Any, name: str, rows: Sequence[Any] = ROWS, environment: str = "", **own: Any
     ) -> TrajectorySampler:
         config = make_config(
-            rollout={"sampler": f"{HERE}:{name}", "prompts_per_step": len(rows), **more},
+            rollout={"sampler": f"{HERE}:{name}", "prompts_per_step": len(rows)},
             **({"environment": environment} if environment else {}),
         )
         assert config.rollout.loop == "sampler"
         script = {"script": [template.encode(text) for text in SAID]}
-        keys = {"n": 2, "max_tokens": 40, "logits_processor_args": script}
+        keys = {"n": 2, "max_tokens": 40, "logits_processor_args": script, **own}
         return TrajectorySampler(llm, rows, keys, config=config, tokenizer=tokenizer)
 
     return make
@@ -263,6 +266,19 @@ async def test_trls_environment_gives_the_ids_of_its_answers(
     assert sampled == [template.encode(SAID[0])] * 4
 
 
+async def test_a_sampler_gets_what_is_configured_and_prompts_have_their_logprobs(
+    engine: WorkerHandle, sampling: Callable[..., TrajectorySampler]
+) -> None:
+    """Those of the trainer's distribution, and what other loops record."""
+    configured = {"min_p": 0.125, "top_p": 0.5, "prompt_logprobs": True}
+    trajectories = [t async for t in sampling(engine, "ByTrl", **configured)]
+    assert (PARAMS[-1].min_p, PARAMS[-1].top_p, PARAMS[-1].n) == (0.125, 0.5, 1)
+    for trajectory in trajectories:
+        (turn,) = trajectory.turns
+        assert turn.added_logprobs is not None
+        assert len(turn.added_logprobs) == len(turn.added_token_ids)
+
+
 async def test_an_async_sampler_waits_in_a_thread(
     simulated: SimulatedEngine, sampling: Callable[..., TrajectorySampler]
 ) -> None:
@@ -329,10 +345,11 @@ def test_the_key_of_a_sampler_is_its_loop(make_config: Callable[..., Config]) ->
     """It sets the loop; another loop, and a loop without it, are mistakes."""
     rollout = {"sampler": "a:b"}
     assert make_config(rollout=rollout).rollout.loop == "sampler"
+    assert make_config(rollout={"sampler": "a.b"}).rollout.sampler == "a:b"
     for keys, said in (
         ({**rollout, "loop": "single_turn"}, "loop single_turn does not use sampler: set loop to"),
         ({"loop": "sampler"}, "loop sampler needs sampler: package.module:name, a RolloutSampler"),
-        ({"sampler": "a.b"}, "sampler must be package.module:name, not 'a.b'"),
+        ({"sampler": "a"}, "sampler must be package.module:name, a RolloutSampler, not 'a'"),
     ):
         with pytest.raises(InputError, match=said):
             make_config(rollout=keys)

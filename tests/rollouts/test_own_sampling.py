@@ -30,12 +30,15 @@ class TwoRounds(turnwise.RolloutSampler):
 class Remarks:
     """Forces a remark after the first tokens of each answer."""
 
+    forced = False
+
     def __init__(self, tokenizer: Any) -> None:
         self.ids = tokenizer.encode(REMARK, add_special_tokens=False)
 
     def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         place = len(token_ids) - AFTER
-        if not 0 <= place < len(self.ids):
+        self.forced = 0 <= place < len(self.ids)
+        if not self.forced:
             return logits
         forced = torch.full_like(logits, -torch.inf)
         forced[self.ids[place]] = 0.0

@@ -7,38 +7,27 @@ environment fits, too. Later versions of verifiers ask an OpenAI client: they ar
 
 from collections.abc import Callable, Iterable, Sequence
 
-from turnwise.core.optional import Foreign
+from turnwise.core.optional import Foreign, load_object
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import (
-    Environment,
-    Rewards,
-    load_object,
-    read_messages,
-    read_reward,
-)
+from turnwise.rollouts.environment import Environment, Rewards, read_messages, read_reward
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
 
 _NOT_COLUMNS = ("prompt", "prompts", "completions")
 
 
-def at(address: str) -> "VerifiersEnvironments":
-    """Return the environment type of an object, `package.module:name`, or of a class that is built
-    without arguments."""
-    found: Foreign = load_object(address, "environment")
-    return VerifiersEnvironments(found() if isinstance(found, type) else found, address)
-
-
 class VerifiersEnvironments:
-    """An environment type whose rows have a `prompt`, and whose rewards are an object's
-    `get_rubric()` (or `get_reward_funcs()`), with the weights of `get_reward_weights()`."""
+    """An environment type of an object, `package.module:name`, or of a class that is built without
+    arguments. Its rows have a `prompt`, and its rewards are `get_rubric()` (or
+    `get_reward_funcs()`), with the weights of `get_reward_weights()`."""
 
-    def __init__(self, environment: Foreign, address: str) -> None:
-        self._environment = environment
+    def __init__(self, address: str) -> None:
+        found: Foreign = load_object(address, "environment")
+        self._environment = found() if isinstance(found, type) else found
         self._address = address
-        functions = _called(environment, "get_rubric") or _called(environment, "get_reward_funcs")
+        functions = self._called("get_rubric") or self._called("get_reward_funcs")
         self.functions: list[Callable[..., Foreign]] = list(functions or ())
-        weights = list(_called(environment, "get_reward_weights") or [1.0] * len(self.functions))
+        weights = list(self._called("get_reward_weights") or [1.0] * len(self.functions))
         if len(weights) != len(self.functions) or not all(map(callable, self.functions)):
             raise InputError(
                 f"environment: {address} must give functions, and a weight for each: it has "
@@ -52,10 +41,15 @@ class VerifiersEnvironments:
     def rows(self, split: str) -> Sequence[Row]:
         """Return the rows of its `get_dataset()`, or `get_eval_dataset()` for the split `eval`."""
         name = "get_eval_dataset" if split == "eval" else "get_dataset"
-        rows: Iterable[Row] | None = _called(self._environment, name)
+        rows: Iterable[Row] | None = self._called(name)
         if rows is None:
             raise InputError(f"data.path: {self._address} has no rows in {name}()")
         return [dict(row) for row in rows]
+
+    def _called(self, name: str) -> Foreign:
+        """Return what a method without arguments returns; None if there is no such method."""
+        method = getattr(self._environment, name, None)
+        return method() if callable(method) else None
 
 
 class VerifiersEnvironment(Environment):
@@ -69,21 +63,16 @@ class VerifiersEnvironment(Environment):
     def reward(self, trajectory: Trajectory) -> Rewards:
         """Call each function with a batch of one: `prompts`, `completions` and the row's other
         fields, each a list; completions are the messages after the prompt."""
-        if not self._environments.functions:
+        environments = self._environments
+        if not environments.functions:
             raise InputError("the environment gives no reward functions: list rollout.rewards")
         asked = read_messages(self.problem, "prompt")
         columns = {name: [value] for name, value in self._row.items() if name not in _NOT_COLUMNS}
         completion = [dict(message) for message in trajectory.messages[len(asked) :]]
         parts: dict[str, float] = {}
-        weighed = zip(self._environments.functions, self._environments.weights, strict=True)
+        weighed = zip(environments.functions, environments.weights, strict=True)
         for number, (function, weight) in enumerate(weighed):
             name = str(getattr(function, "__name__", f"reward_{number}"))
             (value,) = function(prompts=[self.problem], completions=[completion], **columns)
             parts[name] = parts.get(name, 0.0) + weight * read_reward(value, name)
         return Rewards(parts=parts)
-
-
-def _called(environment: Foreign, name: str) -> Foreign:
-    """Return what a method without arguments returns; None if there is no such method."""
-    method = getattr(environment, name, None)
-    return method() if callable(method) else None

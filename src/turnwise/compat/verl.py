@@ -13,7 +13,7 @@ from ray.actor import ActorHandle as RayActor
 
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import Args, JsonObject, Kwargs
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
@@ -167,11 +167,7 @@ class LLMServerManager:
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
 
     def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: JsonObject | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of all engines' workers, such as one of the class that
         `engine.vllm_args.worker_extension_cls` names; see `VllmEngine.collective_rpc`."""

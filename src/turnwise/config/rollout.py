@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     """package.module:Class or package.module.Class, a ChatCompletionScheduler of which one instance
     conducts the conversations of all trajectories: its generate_sequences is called for each.
     Setting it also sets loop to chat_scheduler."""
-    sampler: str | None = None
+    sampler: Annotated[str, AfterValidator(_with_colon)] | None = None
     """package.module:name, a RolloutSampler: a function (llm, prompts, sampling_params), or an
     object with a method generate of these, that samples the answers to all prompts of a step at
     once. Setting it also sets loop to sampler."""
@@ -286,10 +286,8 @@ class RolloutConfig(Section):
                 yield f"loop {self.loop} does not use {name}: set loop to {name}"
             if self.loop == name and not given:
                 yield f"loop {name} needs {name}: {kind}"
-        if self.sampler and ":" not in self.sampler:
-            yield f"sampler must be package.module:name, not {self.sampler!r}"
-        if self.chat_scheduler and ":" not in self.chat_scheduler:
-            yield f"chat_scheduler must be package.module:Class, not {self.chat_scheduler!r}"
+            if given and ":" not in given:
+                yield f"{name} must be {kind}, not {given!r}"
 
 
 class EnvironmentConfig(Section):

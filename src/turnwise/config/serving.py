@@ -58,7 +58,7 @@ class EngineConfig(Section):
     logits) -> logits, a class or function that makes one, which gets the engine's tokenizer if it
     has a parameter of this name, or a vLLM logits processor class; these run first. The engine's
     log-probs are those of the processed distribution, the trainer's those of the unprocessed model.
-    A token to which a callable leaves no alternative is not trained."""
+    A token that a callable forces, as its attribute `forced` says, is not trained."""
     logits_processors_allowed: Annotated[str, AfterValidator(_pattern)] | None = None
     """Regular expression for the names (package.module:function) that requests and `sampling` may
     list in `logits_processors`; it must match the whole name. Clients can call anything in a

@@ -1,8 +1,10 @@
 """Parsed JSON, in files, requests and tool calls: its types, and the name of a torch type in it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+Args = Sequence[object]
+Kwargs = Mapping[str, object] | None  # with `Args`, the arguments of a call in another process
 JsonObject = dict[str, Any]  # a parsed JSON object; its values are checked where they are used
 
 

@@ -1,54 +1,49 @@
 """Calls inside an answer: `name(1, 2)` between tags, whose result the engine itself goes on with.
 
-`FunctionProcessor` is a logits processor. It runs in the engine's process, so every request waits
-while a function computes; slow tools belong to `rollout.loop: interleaved`, which reads the same
-calls between `rollout.call_start` and `rollout.call_end`, and runs them beside the engine.
+`FunctionProcessor` is a logits processor: every request waits while a function computes. Slow tools
+belong to `rollout.loop: interleaved`, which reads the same calls, and runs them beside the engine.
 """
 
 import ast
+import copy
 import itertools
+import math
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, describe_error
+from turnwise.trajectory.chat_template import any_of
 
 if TYPE_CHECKING:
     import torch
 
-_BARE = {"add_special_tokens": False}
-_MOST_CHARS = 8192  # longest result; the rest is cut off
+_MOST_CHARS = 8192  # of a call, which is refused beyond, and of a result, whose rest is cut off
 _MARGIN = 8
 """Tokens looked at for the closing tag beyond one for each of its characters."""
 
 
-class WrittenCall(NamedTuple):
-    """A call as Python writes it, with literals as arguments."""
-
-    name: str
-    args: list[object]
-    kwargs: dict[str, object]
-
-
-def read_call(text: str) -> WrittenCall | None:
-    """Return the call that a text consists of, such as `add(1, b=2)`; None if it is none.
+def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
+    """Return the name and the arguments, all literals, of the call that a text consists of, as
+    Python writes it; None if it is none.
 
     Example:
         >>> read_call("add(1, b=2)")
-        WrittenCall(name='add', args=[1], kwargs={'b': 2})
+        ('add', [1], {'b': 2})
     """
+    if len(text) > _MOST_CHARS:
+        return None
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             return None
-        kwargs = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
-        if any(given.arg is None for given in call.keywords):  # **mapping
+        kwargs = {given.arg: ast.literal_eval(given.value) for given in call.keywords if given.arg}
+        if len(kwargs) < len(call.keywords):  # **mapping
             return None
-        return WrittenCall(call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs)
+        return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -95,72 +90,77 @@ class FunctionProcessor:
         self._tokenizer = tokenizer
         self._functions = dict(function_map)
         self._tags = start_tag, end_tag
-        self._result_tags = [tokenizer.encode(tag, **_BARE) for tag in (result_start, result_end)]
-        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        longest = sorted(map(re.escape, special), key=len, reverse=True)
-        self._special = re.compile("|".join(longest) or r"(?!)")
+        self._result_tags = result_start, result_end
         self._timeout = timeout
-        self._forced: deque[int] = deque()  # ids of a result that are still to come
-        self._start = 0  # number of ids before the text in which a call may be
+        self._result: list[int] = []  # ids of the last result, the first of which is number `_at`
+        self._at = 0
+        self.forced = False
+        """Whether the last call left the model no choice."""
 
     def clone(self) -> "FunctionProcessor":
         """Return a processor for another request: each has a state of its own."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._forced, other._start = deque(), 0
+        other = copy.copy(self)
+        other._result, other._at, other.forced = [], 0, False
         return other
 
     def __call__(self, token_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
         """Return the logits [V] of the token after `token_ids`, those sampled so far."""
-        import torch  # a second to import, where there is no engine
-
-        if not self._forced and (call := self._closed_call(token_ids)) is not None:
+        # vLLM calls again where it drops a token, or computes a prompt in parts.
+        place = len(token_ids) - self._at
+        inside = 0 <= place < len(self._result)
+        if not inside and (call := self._closed_call(token_ids)) is not None:
             from turnwise.internals import vllm  # imported already, where there is an engine
 
-            result = vllm.once_for_all_shards(partial(self._result, call))
-            before, after = self._result_tags
-            self._forced.extend([*before, *self._encode(result), *after])
-            self._start = len(token_ids) + len(self._forced)
-        if not self._forced:
+            result = vllm.once_for_all_shards(partial(self._run, call))
+            before, after = map(self._encode, self._result_tags)
+            self._result, place = [*before, *self._escape(result), *after], 0
+        self.forced = 0 <= place < len(self._result)
+        if not self.forced:
             return logits
-        forced = torch.full_like(logits, -torch.inf)
-        forced[self._forced.popleft()] = 0.0
+        forced = logits.new_full(logits.shape, -math.inf)
+        forced[self._result[place]] = 0.0
         return forced
 
     def _closed_call(self, token_ids: list[int]) -> str | None:
         """Return the text between the tags if the last token closes a call; else None."""
         start_tag, end_tag = self._tags
-        recent = max(self._start, len(token_ids) - len(end_tag) - _MARGIN)
+        start = self._at + len(self._result)
+        recent = max(start, len(token_ids) - len(end_tag) - _MARGIN)
         if end_tag not in self._decode(token_ids[recent:]):
             return None
-        text = self._decode(token_ids[self._start :])
-        self._start = len(token_ids)  # a tag is read once
-        _, opened, call = text[: text.rindex(end_tag)].rpartition(start_tag)
+        text, _, _ = self._decode(token_ids[start:]).rpartition(end_tag)
+        self._at, self._result = len(token_ids), []  # a tag is read once
+        _, opened, call = text.rpartition(start_tag)
         return call if opened else None
 
-    def _result(self, text: str) -> str:
+    def _run(self, text: str) -> str:
         """Run a call, and return its result as text; never raises."""
         if (call := read_call(text)) is None:
             return f"Error: write one call such as name(1, 2), not {text.strip()[:80]!r}"
-        if (function := self._functions.get(call.name)) is None:
+        name, args, kwargs = call
+        if (function := self._functions.get(name)) is None:
             known = ", ".join(self._functions) or "none"
-            return f"Error: there is no function {call.name}; functions: {known}"
-        run = partial(function, *call.args, **call.kwargs)
+            return f"Error: there is no function {name}; functions: {known}"
         try:
             # Its text, too: a result's __str__ is user code.
-            result = call_and_wait(
-                lambda: str(run()), name=f"the function {call.name}", seconds=self._timeout
-            )
+            run, what = lambda: str(function(*args, **kwargs)), f"the function {name}"
+            result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:
             result = f"Error: {describe_error(error)}"
         return result[:_MOST_CHARS]
 
-    def _encode(self, text: str) -> list[int]:
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return any_of({*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()})
+
+    def _escape(self, text: str) -> list[int]:
         """Return the ids of a result, in which no special token is one."""
         edges = [found.start() + 1 for found in self._special.finditer(text)]
         parts = itertools.pairwise([0, *edges, len(text)])
-        pieces = (text[start:end] for start, end in parts)
-        return [id for each in pieces for id in self._tokenizer.encode(each, **_BARE)]
+        return [id for start, end in parts for id in self._encode(text[start:end])]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

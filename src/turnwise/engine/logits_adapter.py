@@ -4,13 +4,11 @@ A callable that raises fails only its own request. The sampler cannot end a requ
 logits are all set to minus infinity: the token's log-prob is then NaN, which `VllmEngine` treats as
 a failure, and it fetches the reason from here.
 
-A token is not sampled if callables leave no other, by minus infinity or by a large boost:
-`VllmEngine` fetches the places of such tokens from here, and gives them the weight version
-`FORCED`.
+A processor that leaves the model no choice says so by its attribute `forced`: `VllmEngine` fetches
+the places of such tokens from here, and gives them the weight version `FORCED`.
 """
 
 import inspect
-from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
@@ -29,18 +27,15 @@ from turnwise.engine.logits_processors import (
 from turnwise.errors import InputError, describe_error, ordinary_error
 from turnwise.internals import vllm
 
-_Step = tuple[str, Callable[..., object], bool]
-"""A processor's name, the processor, and whether it takes the prompt's ids."""
+_Step = tuple[str, Foreign, bool, bool]
+"""A processor's name, the processor, whether it takes the prompt's ids, and whether it forces."""
 _Value = TypeVar("_Value")
-FORCING_GAP = 50.0
-"""Difference of the highest logits from which on a processor that made it has forced the first: at
-a temperature of 2, too, all others have a probability of 1e-5 together."""
 _MOST_FAILURES = 1024
-_MOST_FORCED = 65_536  # requests, of which all but those in flight were aborted
-_MOST_LEFT = 1024
+_MOST_FORCED = 65_536  # requests, of which all but those in flight have ended
+_MOST_LEFT = 256
 _failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
 _forced: dict[str, list[int]] = {}
-"""Places of tokens that were not sampled, by request, until they are read."""
+"""Places of forced tokens that were not read, by request, of those with a processor that forces."""
 
 
 def take_failure(request_id: str) -> str:
@@ -48,9 +43,12 @@ def take_failure(request_id: str) -> str:
     return _failures.pop(request_id, "")
 
 
-def take_forced(request_id: str) -> list[int]:
-    """Remove and return the places, from 0, of a request's tokens that were not sampled."""
-    return _forced.pop(request_id, [])
+def take_forced(request_id: str) -> list[int] | None:
+    """Remove and return the places, from 0, of a request's forced tokens; None if none of its
+    processors forces any."""
+    if (places := _forced.get(request_id)) is not None:
+        _forced[request_id] = []
+    return places
 
 
 class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
@@ -64,10 +62,11 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self._always: list[str] = settings["always"]
         self._allowed: str | None = settings["allowed"]
         self._rows: dict[int, _Row] = {}
-        self._left: dict[str, _Row] = {}
-        """The last rows that left the batch, by request: one that was preempted comes back."""
+        self._left: dict[str, list[_Step]] = {}
+        """Processors of the last rows that left the batch, by request: one that was preempted comes
+        back."""
         for name in self._always:
-            if _takes_tokenizer(load_object(name, KEY)):
+            if "tokenizer" in _parameters(load_object(name, KEY)):
                 _ = self._tokenizer  # now, and not while requests wait
 
     @cached_property
@@ -84,7 +83,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
             gone += [index for _, index, _ in batch_update.moved]
             for row in (self._rows[index] for index in gone if index in self._rows):
-                _keep(self._left, row.request_id, row, _MOST_LEFT)
+                _keep(self._left, row.request_id, row.steps, _MOST_LEFT)
         vllm.process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -97,10 +96,10 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
     ) -> "_Row | None":
         given = (params.extra_args or {}).get(EXTRA_ARG) or {}
         request_id = str(given.get("request", ""))
-        if sampled and request_id and (before := self._left.pop(request_id, None)) is not None:
-            before.sampled = sampled  # its processors go on where they were
-            return before
         row = _Row(request_id, prompt or [], sampled)
+        if sampled and request_id and (steps := self._left.pop(request_id, None)):
+            row.steps = steps  # they go on where they were
+            return row
         try:  # what is allowed is checked here as well as in the server
             _, chosen = with_request(params.extra_args, "", self._allowed)
             row.steps = [self._step(name, load_object(name, KEY)) for name in self._always]
@@ -114,6 +113,8 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
                         f"define it; name it in {home}"
                     )
                 row.steps.append(self._step(call, processor))
+            if any(forces for *_, forces in row.steps):
+                _keep(_forced, request_id, [], _MOST_FORCED)
         except InputError as error:
             row.fail(str(error))
         return row if row.steps or row.failed else None
@@ -123,18 +124,20 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         given: JsonObject = {} if isinstance(call, str) else call
         args, kwargs = given.get("args") or (), dict(given.get("kwargs") or {})
         try:
-            if isinstance(call, dict) or isinstance(processor, type) or _is_factory(processor):
-                if _takes_tokenizer(processor, *args, **kwargs):
+            makes = _parameters(processor, required=True) == ["tokenizer"]
+            if makes or isinstance(processor, type) or isinstance(call, dict):
+                if "tokenizer" in _parameters(processor)[len(args) :] and "tokenizer" not in kwargs:
                     kwargs["tokenizer"] = self._tokenizer
                 processor = processor(*args, **kwargs)
             elif callable(clone := getattr(processor, "clone", None)):  # as in older vLLM
                 processor = clone()
+            forces = hasattr(processor, "forced")
         except BaseException as error:
             why = describe_error(ordinary_error(error))
             raise InputError(f"the logits processor {name} cannot be made: {why}") from error
         if not callable(processor):
             raise InputError(f"the logits processor {name} is not callable")
-        return name, processor, len(_required(processor)) == 3
+        return name, processor, len(_parameters(processor, required=True)) == 3, forces
 
 
 class _Row:
@@ -144,40 +147,34 @@ class _Row:
         self.steps: list[_Step] = []
         self.failed = False
         self.request_id = request_id
-        self.sampled = sampled  # vLLM's own list, which grows as tokens are sampled
         self._prompt = prompt
+        self._sampled = sampled  # vLLM's own list, which grows as tokens are sampled
 
     def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
-        processed_V, only = logits_V, _only_token(logits_V)
-        for name, function, wants_prompt in () if self.failed else self.steps:
+        processed_V, forced = logits_V, False
+        for name, function, wants_prompt, forces in () if self.failed else self.steps:
             before = (list(self._prompt),) if wants_prompt else ()
             try:
-                made = function(*before, list(self.sampled), processed_V)
+                made = function(*before, list(self._sampled), processed_V)
                 if not isinstance(made, torch.Tensor) or made.shape != logits_V.shape:
                     shape = list(made.shape) if isinstance(made, torch.Tensor) else None
                     got = f"a tensor {shape}" if shape is not None else type(made).__name__
                     raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
                 processed_V = made
+                forced = forced or (forces and bool(function.forced))
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 why = describe_error(ordinary_error(error))
                 self.fail(f"the logits processor {name} failed: {why}")
                 break
         if self.failed:
             return torch.full_like(logits_V, -torch.inf)
-        if self.request_id and _only_token(processed_V) not in (None, only):
-            places = [*_forced.get(self.request_id, ()), len(self.sampled)]
-            _keep(_forced, self.request_id, places, _MOST_FORCED)
+        if forced and (places := _forced.get(self.request_id)) is not None:
+            places.append(len(self._sampled))
         return processed_V
 
     def fail(self, why: str) -> None:
         self.failed = True
         _keep(_failures, self.request_id, why, _MOST_FAILURES)
-
-
-def _only_token(logits_V: torch.Tensor) -> int | None:
-    """Return the only token that can be sampled; None if there are several."""
-    (first, second), (token, _) = (each.tolist() for each in logits_V.topk(2))
-    return int(token) if first - second > FORCING_GAP else None
 
 
 def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
@@ -188,28 +185,12 @@ def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
         del kept[next(iter(kept))]  # the oldest
 
 
-def _required(processor: Foreign) -> list[str]:
-    """Return the names of the positional parameters without a default."""
+def _parameters(processor: Foreign, required: bool = False) -> list[str]:
+    """Return the names of a callable's parameters, or of the positional ones without a default."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature
         return []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
-
-
-def _is_factory(processor: Foreign) -> bool:
-    """Return whether a function makes a processor, of nothing but the tokenizer."""
-    return _required(processor) == ["tokenizer"]
-
-
-def _takes_tokenizer(processor: Foreign, *args: object, **kwargs: object) -> bool:
-    """Return whether a class or function has a parameter `tokenizer` that is not given."""
-    try:
-        signature = inspect.signature(processor)
-        return (
-            "tokenizer" in signature.parameters
-            and "tokenizer" not in signature.bind_partial(*args, **kwargs).arguments
-        )
-    except (TypeError, ValueError):  # without a signature, or other arguments
-        return False
+    needed = (p.kind in positional and p.default is p.empty for p in parameters)
+    return [p.name for p, needs in zip(parameters, needed, strict=True) if needs or not required]

@@ -118,8 +118,7 @@ class Completion:
     logprobs: list[float]
     """Natural-log probability of each token under the processed sampling distribution."""
     weight_versions: list[int]
-    """Version of the weights that sampled each token; `FORCED` if a logits processor left no other
-    token, so that none was sampled."""
+    """Version of the weights that sampled each token; `FORCED` if a logits processor forced it."""
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""

@@ -18,7 +18,7 @@ import psutil
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
-from turnwise.core.json_types import JsonObject, dtype_name
+from turnwise.core.json_types import Args, JsonObject, Kwargs, dtype_name
 from turnwise.core.optional import Foreign, load_object
 from turnwise.engine.adapters import (
     NO_ADAPTERS,
@@ -77,38 +77,6 @@ _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpd
 """Errors that workers reply with, by their names."""
 
 
-class _Forced:
-    """The tokens of one request that were not sampled, because a processor left no other.
-
-    Their log-prob is about 0, which that of a sampled token may be too: the engine's process knows.
-    """
-
-    def __init__(self, possible: bool) -> None:
-        self.places: set[int] = set()
-        """Those known so far, counted from the request's first token."""
-        self._possible = possible
-        self._start = 0  # number of tokens in earlier chunks
-
-    def may_be_in(self, chunk: Chunk) -> bool:
-        """Return whether the engine's process has to be asked about a chunk."""
-        return self._possible and any(
-            logprob > _CERTAIN and self._start + place not in self.places
-            for place, logprob in enumerate(chunk.logprobs)
-        )
-
-    def marked(self, chunk: Chunk) -> Chunk:
-        """Return the next chunk, in which forced tokens have the version `FORCED`."""
-        start = self._start
-        self._start += len(chunk.token_ids)
-        if not self.places:
-            return chunk
-        versions = [
-            FORCED if start + place in self.places else version
-            for place, version in enumerate(chunk.weight_versions)
-        ]
-        return replace(chunk, weight_versions=versions)
-
-
 class VllmEngine:
     """One vLLM engine.
 
@@ -151,6 +119,7 @@ class VllmEngine:
         self._vllm = vllm
         self._allowed = engine.logits_processors_allowed
         self._loaded: set[str] = set()  # names of requests' logits processors that were imported
+        self._unforced: set[str] = set()  # names of logits processors that force no token
         self._timeout = engine.request_timeout
         self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
@@ -168,16 +137,16 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
-        extensions = [worker_extension, str(arguments.get("worker_extension_cls", ""))]
-        if any(extensions):
-            arguments["worker_extension_cls"] = combined(*filter(None, extensions))
+        if extension := combined(worker_extension, arguments.get("worker_extension_cls", "")):
+            arguments["worker_extension_cls"] = extension
         if worker_extension:
             config = vllm.WeightTransferConfig(backend=WEIGHT_BACKEND)
             arguments["weight_transfer_config"] = config
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
-        self._processes = self._adapted and bool(arguments["additional_config"][SETTINGS]["always"])
-        """Whether callables process the logits of every request."""
+        settings: JsonObject = arguments["additional_config"][SETTINGS] if self._adapted else {}
+        self._always: list[str] = settings.get("always", [])
+        """Names of the callables that process the logits of every request."""
         self._llm = start(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
@@ -198,14 +167,14 @@ class VllmEngine:
                 inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
                 watching = partial(self._moving, f"with request {request.id} waiting")
                 made = self._streams.chunks(inputs, params, request.id, adapter, watching)
-                forced = _Forced(self._extended and (self._processes or bool(calls)))
+                names = {*self._always, *map(name_of, calls)}
+                if self._extended and not names <= self._unforced:
+                    made = self._marked(made, request.id, names)
                 async with aclosing(made) as chunks:
                     async for chunk in chunks:
                         if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
                             raise await self._unsampled(request.id)
-                        if forced.may_be_in(chunk):
-                            forced.places.update(await self._forced_places(request.id))
-                        yield forced.marked(chunk)
+                        yield chunk
             except vllm.EngineDeadError as error:
                 raise EngineError(f"{self.name} died during request {request.id}") from error
             except vllm.EngineGenerateError as error:
@@ -255,12 +224,28 @@ class VllmEngine:
             "processor left none",
         )
 
-    async def _forced_places(self, request_id: str) -> list[int]:
-        """Return the places of a request's tokens that a logits processor forced, of those that
-        were not asked for before."""
-        async with self._deadline(f"listing what was not sampled in {request_id}", self._timeout):
-            replies = await self._ask("take_forced_tokens", request_id)
-        return list(replies[0]["places"])
+    async def _marked(
+        self, made: AsyncGenerator[Chunk, None], request_id: str, names: set[str]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Give the tokens that logits processors forced the version `FORCED`. Their log-prob is
+        about 0, which a sampled token's may be too: the engine's process knows."""
+        places, start = set[int](), 0
+        async with aclosing(made) as chunks:
+            async for chunk in chunks:
+                values = enumerate(chunk.logprobs, start)
+                certain = {place for place, logprob in values if logprob > _CERTAIN}
+                if certain - places and not names <= self._unforced:
+                    what = f"listing what was not sampled in {request_id}"
+                    async with self._deadline(what, self._timeout):
+                        replies = await self._ask("take_forced_tokens", request_id)
+                    known = [reply["places"] for reply in replies if reply["places"] is not None]
+                    if not known:
+                        self._unforced |= names
+                    places.update(*known)
+                forced, versions = certain & places, enumerate(chunk.weight_versions, start)
+                marked = [FORCED if place in forced else version for place, version in versions]
+                start += len(marked)
+                yield replace(chunk, weight_versions=marked) if forced else chunk
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "wait":  # as long as requests in flight make progress
@@ -427,11 +412,7 @@ class VllmEngine:
             return [reply["device"] for reply in await self._ask("report_device_id")]
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the engine's workers, such as one of the class that
         `engine.vllm_args.worker_extension_cls` names.

@@ -11,18 +11,18 @@ KEY = "engine.vllm_args.worker_extension_cls"
 _AND, _DOT = "+", "/"  # in place of what an attribute's name may not have
 
 
-def combined(*names: str) -> str:
-    """Return the name of a class made of the classes `package.module.Class` (or `module:Class`); of
-    one alone, its own name. InputError when the user's, which come last, cannot be imported."""
-    plain = [name.replace(":", ".") for name in names]
-    for name in plain[1:]:
-        _load(name)
-    return plain[0] if len(plain) == 1 else f"{__name__}.{_AND.join(plain).replace('.', _DOT)}"
+def combined(ours: str, users: str) -> str:
+    """Return the name of a class made of two, `package.module.Class` (or `module:Class`), of which
+    one may be "". InputError when the user's cannot be imported beside ours."""
+    users = users.replace(":", ".")
+    if not ours or users in ("", ours):
+        return ours or users
+    _load(users)
+    return f"{__name__}.{f'{ours}{_AND}{users}'.replace('.', _DOT)}"
 
 
 def _load(name: str) -> type:
-    module, _, own = name.rpartition(".")
-    kind: object = load_object(f"{module}:{own}", KEY)
+    kind: object = load_object(":".join(name.rsplit(".", 1)), KEY)
     if not isinstance(kind, type):
         raise InputError(f"{KEY}: {name} is no class")
     return kind
@@ -32,12 +32,10 @@ def __getattr__(name: str) -> object:
     """Make the class of a name that `combined` returned, once."""
     if _AND not in name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kinds = [_load(part) for part in name.replace(_DOT, ".").split(_AND)]
-    # The base class of another one of them is part of that.
-    own = [one for one in kinds if not any(one in kind.__mro__[1:] for kind in kinds)]
-    for kind in own[1:]:
-        names = [name for name in dir(kind) if not name.startswith(("__", "_abc_"))]
-        if taken := [name for name in names if hasattr(own[0], name)]:
-            raise InputError(f"{KEY}: {kind.__name__}.{taken[0]} is a name that Turnwise uses")
-    made = globals()[name] = type(own[0].__name__, tuple(own), {"__module__": __name__})
+    ours, users = (_load(part) for part in name.replace(_DOT, ".").split(_AND))
+    kinds = (users,) if issubclass(users, ours) else (ours, users)
+    for taken in dir(users) if len(kinds) > 1 else ():
+        if not taken.startswith(("__", "_abc_")) and hasattr(ours, taken):
+            raise InputError(f"{KEY}: {users.__name__}.{taken} is a name that Turnwise uses")
+    made = globals()[name] = type(kinds[0].__name__, kinds, {"__module__": __name__})
     return made

@@ -245,6 +245,20 @@ class RolloutContext:
             record_answer(span, len(prompt_token_ids), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
+        self.record(prompt_token_ids, completion, (asked, time.time()), 0.0, messages=messages)
+        return completion
+
+    def record(
+        self,
+        prompt_token_ids: Sequence[int],
+        completion: Completion,
+        times: tuple[float, float],
+        tools: float | None = None,
+        *,
+        messages: Sequence[Message] = (),
+    ) -> None:
+        """Record the completion of a request that began and ended at `times` as a turn; `tools` is
+        that of `TurnTimes`."""
         self.trajectory.add_turn(
             prompt_token_ids,
             completion.token_ids,
@@ -258,10 +272,9 @@ class RolloutContext:
         )
         turn = len(self.trajectory.turns) - 1  # tokens that were not sampled begin further turns
         first, worker, queued = completion.first_token_at, completion.worker, completion.queued
-        self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
+        self.calls.append(TurnTimes(turn, times[0], first, times[1], worker, queued, tools))
         self.fork_reason = None
         self.episode.turn_ended(turn)
-        return completion
 
     def count(self, event: str) -> None:
         """Add one to `trajectory.events[event]`."""

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import FORCED, TurnTimes
+from turnwise.engine.protocol import FORCED
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
@@ -83,8 +83,8 @@ class _Answer:
     """The whole sequence, or what follows the prompt."""
     whole: bool
     messages: list[Message] | None = None
-    mask: list[int] = field(default_factory=list)
-    """0 on those of the last ids that shall not be trained."""
+    mask: list[bool] = field(default_factory=list)
+    """False on those of the last ids that shall not be trained."""
     calls: list[tuple[SampledCall, int]] = field(default_factory=list)
     """The calls that sampled it, in order, each with the number of its tokens that are in it."""
 
@@ -158,7 +158,30 @@ class SamplerLoop:
             batch = self._batch = Batch(self._sample, most if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await batch.answer(context)
-        _record(context, answer)
+        trajectory, wanted = context.trajectory, answer.mask
+        if not answer.calls:
+            raise TrajectoryError(
+                "sampler_silent",
+                f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} "
+                "of which no call of llm sampled any after the ids before it",
+            )
+        wanted = [True] * (len(answer.ids) - len(wanted)) + wanted
+        for call, kept in answer.calls:
+            done, start = call.completion, len(call.prompt)
+            own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
+            row = len(done.experts) // max(1, start + len(done.token_ids) - 1)
+            part = replace(
+                done,
+                token_ids=done.token_ids[:kept],
+                logprobs=done.logprobs[:kept],
+                weight_versions=[version if trained else FORCED for version, trained in own],
+                finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
+                experts=done.experts[: row * (start + kept - 1)],
+            )
+            context.fork_reason = None
+            context.record(call.prompt, part, call.times)
+        trajectory.messages = answer.messages or []
+        trajectory.status = "length" if done.finish_reason == "length" else "completed"
 
     async def _sample(self, batch: Batch[RolloutContext, _Answer]) -> list[_Answer]:
         joined = await batch.complete()
@@ -176,7 +199,7 @@ class SamplerLoop:
         try:
             if path not in self._samplers:
                 self._samplers[path] = await call(load_sampler, path)
-            returned = await call(_call, self._samplers[path], llm, prompts, params)
+            returned = await call(self._samplers[path], llm, prompts, params)
             answers: list[_Answer] = await call(_read, returned, len(prompts), path)
         except TurnwiseError:
             raise
@@ -194,54 +217,43 @@ class SamplerLoop:
 
 
 def load_sampler(path: str) -> Callable[..., Foreign]:
-    """Return the callable of `rollout.sampler`; InputError when there is none. Runs user code."""
+    """Return the callable (llm, prompts, sampling_params) of `rollout.sampler`; InputError when
+    there is none. Runs user code."""
     found: Foreign = load_object(path, KEY)
-    if isinstance(found, type):
-        try:
-            found = found()
-        except Exception as error:
-            why = describe_error(error)
-            raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
-    method: Foreign = getattr(found, "generate", None)
-    sampler: Callable[..., Foreign] = method if callable(method) else found
+    try:
+        found = found() if isinstance(found, type) else found
+    except Exception as error:
+        why = describe_error(error)
+        raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
+    sampler: Callable[..., Foreign] = getattr(found, "generate", found)
     if not callable(sampler):
         raise InputError(
             f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
             "a method generate of these"
         )
+    names = ("llm", "prompts", "sampling_params")
+    if {*names} <= inspect.signature(sampler).parameters.keys():  # in whatever order
+        return lambda *given: sampler(**dict(zip(names, given, strict=True)))
     return sampler
-
-
-def _call(
-    sampler: Callable[..., Foreign], llm: LLM, prompts: list[list[Message]], params: Foreign
-) -> Foreign:
-    """Call a sampler: by name where it has these parameters, in whatever order."""
-    named = {"llm": llm, "prompts": prompts, "sampling_params": params}
-    if named.keys() <= inspect.signature(sampler).parameters.keys():
-        return sampler(**named)
-    return sampler(llm, prompts, params)
 
 
 def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
     """Return what a sampler returned for `count` prompts. Runs user code."""
     answers = []
-    more: Mapping[str, Foreign] = {}
-    given = returned
-    if isinstance(returned, Mapping):
-        more, given = returned, returned.get("ids")
+    more: Mapping[str, Foreign] = returned if isinstance(returned, Mapping) else {"ids": returned}
     try:
-        for each in given:
-            whole = hasattr(each, "outputs")
-            ids = each
+        for each in more["ids"]:
+            ids, whole = each, hasattr(each, "outputs")
             if whole:
                 (output,) = each.outputs
                 ids = [*each.prompt_token_ids, *output.token_ids]
             answers.append(_Answer([int(token) for token in ids], whole))
-        for name in ("messages", "mask"):
+        kinds: dict[str, Callable[[Foreign], object]] = {"messages": dict, "mask": bool}
+        for name, kind in kinds.items():
             for answer, value in zip(answers, more.get(name) or (), strict=name in more):
-                setattr(answer, name, list(value))
+                setattr(answer, name, list(map(kind, value)))
         read = all(len(answer.mask) in (0, len(answer.ids)) for answer in answers)
-    except (TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         read = False
     if not read or len(answers) != count:
         raise InputError(
@@ -254,67 +266,34 @@ def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
 def _find_calls(
     answers: Sequence[_Answer], contexts: Sequence[RolloutContext], calls: Sequence[SampledCall]
 ) -> None:
-    """Find the calls that sampled each answer, and its conversation where none was returned."""
+    """Find the calls that sampled each answer, and its conversation, for people and rewards."""
     uses = Counter[int]()
     for answer, context in zip(answers, contexts, strict=True):
         found = []
         for number, call in enumerate(calls):
-            start = len(call.prompt)
-            if answer.ids[:start] == call.prompt:
-                kept = common_prefix(answer.ids[start:], call.completion.token_ids)
-                if kept:  # of equal ones another for each answer
-                    found.append((start, -kept, uses[number], number))
+            if kept := _kept(answer.ids, call):  # of equal ones another for each answer
+                found.append((len(call.prompt), -kept, uses[number], number))
         end = 0
         for start, kept, _, number in sorted(found):
             if start >= end:
                 uses[number] += 1
                 answer.calls.append((calls[number], -kept))
                 end = start - kept
-        answer.messages = _conversation(answer, context)
+        problem, said = [dict(message) for message in context.problem], answer.messages
+        if said is None and answer.calls:
+            first, last = answer.calls[0][0], answer.calls[-1][0]
+            start = len((last if last.messages else first).prompt)
+            text = context.template.decode(answer.ids[start:])
+            problem, said = last.messages or problem, [{"role": "assistant", "content": text}]
+        answer.messages = [*problem, *(said or ())]
     sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
     if unused := sum(not uses[number] for number in sampled):
         contexts[0].trajectory.events[_UNUSED] += unused
 
 
-def _conversation(answer: _Answer, context: RolloutContext) -> list[Message]:
-    """Return the messages of an answer, for people and rewards."""
-    problem = [dict(message) for message in context.problem]
-    if answer.messages is not None:
-        return [*problem, *answer.messages]
-    if not answer.calls:
-        return problem
-    first, last = answer.calls[0][0], answer.calls[-1][0]
-    start = len((last if last.messages else first).prompt)
-    text = context.template.decode(answer.ids[start:])
-    return [*(last.messages or problem), {"role": "assistant", "content": text}]
-
-
-def _record(context: RolloutContext, answer: _Answer) -> None:
-    """Record an answer as a trajectory's turns."""
-    trajectory = context.trajectory
-    if not answer.calls:
-        raise TrajectoryError(
-            "sampler_silent",
-            f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} of "
-            "which no call of llm sampled any after the ids before it",
-        )
-    wanted = [1] * (len(answer.ids) - len(answer.mask)) + [int(bool(one)) for one in answer.mask]
-    for call, kept in answer.calls:
-        done, start = call.completion, len(call.prompt)
-        own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
-        rows = max(1, start + len(done.token_ids) - 1)
-        trajectory.add_turn(
-            call.prompt,
-            done.token_ids[:kept],
-            done.logprobs[:kept],
-            [version if trained else FORCED for version, trained in own],
-            done.finish_reason if kept == len(done.token_ids) else "stop",
-            experts=done.experts[: len(done.experts) // rows * (start + kept - 1)],
-        )
-        index = len(trajectory.turns) - 1
-        times = (call.asked, done.first_token_at, call.ended, done.worker, done.queued)
-        context.calls.append(TurnTimes(index, *times))
-        context.episode.turn_ended(index)
-    trajectory.messages = answer.messages or []
-    ended = answer.calls[-1][0].completion.finish_reason
-    trajectory.status = "length" if ended == "length" else "completed"
+def _kept(ids: list[int], call: SampledCall) -> int:
+    """Return how many of a call's tokens a sequence has, right after the call's prompt."""
+    start, sampled = len(call.prompt), call.completion.token_ids
+    if ids[start : start + 1] != sampled[:1] or ids[:start] != call.prompt:
+        return 0
+    return common_prefix(ids[start:], sampled)

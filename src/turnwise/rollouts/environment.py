@@ -215,7 +215,7 @@ ADAPTERS = {
     "skyrl_gym": "turnwise.compat.skyrl_gym:at",
     "textarena": "turnwise.compat.textarena:at",
     "trl": "turnwise.compat.trl.environment:load_trl",
-    "verifiers": "turnwise.compat.verifiers:at",
+    "verifiers": "turnwise.compat.verifiers:VerifiersEnvironments",
 }
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""

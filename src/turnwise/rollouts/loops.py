@@ -30,12 +30,15 @@ class SingleTurnLoop:
         completion = await context.sample(await self.prompt(context))
         if completion is None:
             return
-        text = context.template.decode(completion.token_ids)
+        text = self.text(context, completion.token_ids)
         trajectory.messages.append({"role": "assistant", "content": text})
         trajectory.status = "length" if completion.finish_reason == "length" else "completed"
 
     async def prompt(self, context: RolloutContext) -> list[int]:
         return await context.first_prompt(context.trajectory.messages)
+
+    def text(self, context: RolloutContext, token_ids: list[int]) -> str:
+        return context.template.decode(token_ids)
 
 
 class ToolCallingLoop:
@@ -267,16 +270,17 @@ def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
     None if it is none, or they do not fit."""
     if (call := read_call(text)) is None:
         return None
-    functions = [schema["function"] for schema in schemas]
-    names = [list(one["parameters"]["properties"]) for one in functions if one["name"] == call.name]
-    known = [*names, [str(place) for place in range(len(call.args))]][0]  # unknown: it is answered
+    name, args, kwargs = call
+    parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
+    unknown = {"properties": map(str, range(len(args)))}  # it is answered
+    names = list(parameters.get(name, unknown)["properties"])[: len(args)]
     try:
-        given = dict(zip(known[: len(call.args)], call.args, strict=True))
-        if given.keys() & call.kwargs.keys():
-            return None
-        return ToolCall(call.name, json.dumps(given | call.kwargs, allow_nan=False))
+        given = dict(zip(names, args, strict=True))
+        if given.keys().isdisjoint(kwargs):
+            return ToolCall(name, json.dumps(given | kwargs, allow_nan=False))
     except (ValueError, TypeError):  # too many, or of a type that JSON does not have
-        return None
+        pass
+    return None
 
 
 _TYPES: tuple[type[AgentLoop], ...] = (

@@ -1,7 +1,6 @@
 """The engines as a batch sampler gets them: `generate` and `chat` of vLLM's `LLM`, recorded.
 
 A conversation that goes on with an answer of an earlier call keeps the ids that were sampled.
-Parameters that would change the distribution of the tokens are refused.
 """
 
 import asyncio
@@ -9,60 +8,52 @@ import itertools
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from turnwise.chat.prompts import next_prompt
 from turnwise.config import SamplingConfig
 from turnwise.core.aio import together
-from turnwise.core.json_types import JsonObject
+from turnwise.core.json_types import Args, JsonObject, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Request, Route, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
-from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory import Message
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
 
 KEY = "rollout.sampler"
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos")
 _FIXED = (
-    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words"),
-    *("allowed_token_ids", "structured_outputs", "extra_args", "prompt_logprobs"),
+    *(*_CONFIGURED, "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "prompt_logprobs"),
 )
 """vLLM's parameters that the trainer, or the record, takes from the configuration."""
-_Wanted = tuple[SamplingConfig, int, int | None]
-"""Parameters of a prompt's requests, their number, and their first seed."""
+_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
+"""Values of vLLM's arguments that say what is done anyway."""
+_Prompt = tuple[str | list[int], list[Message]]
+"""A text or ids, or instead of them a conversation."""
+_Wanted = tuple[SamplingConfig, list[int | None]]
+"""Parameters of a prompt's requests, and the seed of each."""
 
 
 @dataclass(slots=True, eq=False)
 class SampledCall:
     """One request to the engines, and its completion."""
 
-    name: str
     prompt: list[int]
     completion: Completion
-    session: str
-    """Name by which the scheduler keeps a conversation on one engine."""
-    asked: float
-    ended: float
+    request: Request
+    times: tuple[float, float]
+    """Seconds since the epoch at its beginning and end."""
     messages: list[Message]
     """The conversation that led here; empty for texts and ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt as the sampler gave it, in one of three forms."""
-
-    ids: list[int] | None = None
-    text: str | None = None
-    messages: list[Message] = field(default_factory=list)
 
 
 class LLM:
@@ -84,7 +75,7 @@ class LLM:
         self._own = own
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._running: set[Future[list[list[SampledCall]]]] = set()
+        self._running: set[asyncio.Task[object]] = set()
         self._closed = False
         self._answered: dict[str, deque[SampledCall]] = defaultdict(deque)
         """Calls by their conversation, answer included."""
@@ -93,9 +84,7 @@ class LLM:
         self,
         prompts: object,
         sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
-        *,
-        use_tqdm: object = False,
-        lora_request: object = None,
+        **others: object,
     ) -> "list[RequestOutput]":
         """Sample completions.
 
@@ -103,89 +92,73 @@ class LLM:
             prompts: One or a list of: a text, a list of ids, a conversation, which the chat
                 template renders, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: For all prompts, or one for each; None takes the configured ones.
-            use_tqdm: Ignored: the run has its own display.
+            others: vLLM's further arguments, which the run's configuration decides on.
 
         Returns:
             An output for each prompt. One that leaves no room for an answer gets an empty one, with
             finish reason `length`.
 
         Raises:
-            InputError: when parameters would change the distribution of the tokens.
+            InputError: when arguments would change the distribution of the tokens.
             EngineError: when the engines fail.
         """
-        _refuse(lora_request=lora_request)
-        return self._sample(list(map(_prompt_of, _listed(prompts))), sampling_params, None)
+        return self._sample(_prompts_of(prompts), sampling_params, others)
 
     def chat(
         self,
         messages: object,
         sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
         use_tqdm: object = False,
-        lora_request: object = None,
         *,
         tools: list[JsonObject] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: object = None,
+        **others: object,
     ) -> "list[RequestOutput]":
         """Answer conversations: one list of messages, or a list of these; else as `generate`."""
-        _refuse(
-            lora_request=lora_request,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message or None,
-            add_generation_prompt=None if add_generation_prompt else False,
-        )
-        prompts = list(map(_prompt_of, _listed(messages)))
-        if not all(prompt.messages for prompt in prompts):
+        prompts = _prompts_of(messages)
+        if not all(conversation for _, conversation in prompts):
             raise InputError(f"{KEY}: llm.chat takes lists of messages")
-        return self._sample(prompts, sampling_params, tools)
+        return self._sample(prompts, sampling_params, others, tools)
 
     def get_tokenizer(self) -> Foreign:
         """Return the model's tokenizer."""
         return self._context.template.tokenizer
 
     def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`."""
         engine: Foreign = self._context.engine
-        call: Coroutine[object, object, list[Foreign]]
         call = engine.collective_rpc(method, timeout, args, kwargs)
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        answers: list[Foreign] = asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        return answers
 
     def close(self) -> None:
         """End what still runs: the sampler has returned, or missed its deadline."""
         self._closed = True
-        for future in list(self._running):
-            future.cancel()
+        for task in self._running:
+            task.cancel()
 
     def _sample(
-        self, prompts: list[_Prompt], given: object, tools: list[JsonObject] | None
+        self,
+        prompts: list[_Prompt],
+        given: Foreign,
+        others: Mapping[str, object],
+        tools: list[JsonObject] | None = None,
     ) -> "list[RequestOutput]":
         """Ask the engines, in the sampler's thread, and wait for all answers."""
-        params: list[Foreign] = [self._own if given is None else given] * len(prompts)
-        if isinstance(given, Sequence):
-            params = list(given)
+        for name, value in others.items():
+            if value is not None and name != "use_tqdm" and value != _DEFAULTS.get(name):
+                raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
+        each = isinstance(given, Sequence)
+        params = list(given) if each else [self._own if given is None else given] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"{KEY}: {len(params)} sampling parameters for {len(prompts)} prompts")
-        wanted = [self._sampling_of(each) for each in params]
-        if self._closed:
-            raise TurnwiseError("the sampler's batch has ended")
-        asked = asyncio.run_coroutine_threadsafe(self._ask(prompts, wanted, tools), self._loop)
-        self._running.add(asked)
-        try:
-            answers = asked.result()
-        finally:
-            self._running.discard(asked)
-        return [self._output(*each) for each in zip(answers, params, strict=True)]
+        asking = self._ask(prompts, list(map(self._wanted, params)), tools)
+        answers = asyncio.run_coroutine_threadsafe(asking, self._loop).result()
+        return list(map(self._output, answers, params))
 
-    def _sampling_of(self, params: Foreign) -> _Wanted:
+    def _wanted(self, params: Foreign) -> _Wanted:
+        """Return what vLLM's parameters ask for; InputError if it may not be."""
         if not isinstance(params, type(self._own)):
             raise InputError(f"{KEY}: llm takes vLLM's SamplingParams, not {shown(params)}")
         for name in _FIXED:
@@ -203,80 +176,69 @@ class LLM:
             "stop": list(params.stop or ()),
             "stop_token_ids": list(params.stop_token_ids or ()),
         }
-        return sampling.model_copy(update=changes), int(params.n or 1), params.seed
+        numbers, seed = range(params.n or 1), params.seed
+        seeds = [None if seed is None else seed + number for number in numbers]
+        return sampling.model_copy(update=changes), seeds
 
     async def _ask(
-        self,
-        prompts: Sequence[_Prompt],
-        wanted: Sequence[_Wanted],
-        tools: list[JsonObject] | None,
+        self, prompts: list[_Prompt], wanted: list[_Wanted], tools: list[JsonObject] | None
     ) -> list[list[SampledCall]]:
-        async def answer(prompt: _Prompt, how: _Wanted) -> list[SampledCall]:
-            sampling, count, seed = how
-            numbers = [next(self._numbers) for _ in range(count)]
-            ids, session = await self._ids_of(prompt, tools)
-            seeds = [None if seed is None else seed + index for index in range(count)]
-            return await together(
-                self._complete(number, ids, sampling, own, session, prompt.messages)
-                for number, own in zip(numbers, seeds, strict=True)
-            )
-
+        if (task := asyncio.current_task()) is None or self._closed:
+            raise TurnwiseError("the sampler's batch has ended")
+        self._running.add(task)
         with ExitStack() as held:
+            held.callback(self._running.discard, task)
             for context in self._contexts:  # engine.request_timeout limits the wait
                 held.enter_context(context.timed("generate"))
-            return await together(map(answer, prompts, wanted))
+            return await together(map(partial(self._answer, tools), prompts, wanted))
 
-    async def _ids_of(
-        self, prompt: _Prompt, tools: list[JsonObject] | None
+    async def _answer(
+        self, tools: list[JsonObject] | None, prompt: _Prompt, wanted: _Wanted
+    ) -> list[SampledCall]:
+        """Sample the answers to one prompt."""
+        numbers = list(itertools.islice(self._numbers, len(wanted[1])))
+        (given, messages), (sampling, seeds) = prompt, wanted
+        context, session = self._context, ""
+        if messages:
+            ids, session = await self._continued(messages, tools)
+        elif isinstance(given, str):
+            ids = await context.encode(given, add_special_tokens=True)
+        else:
+            ids = given
+
+        async def complete(number: int, seed: int | None) -> SampledCall:
+            asked, name = time.time(), f"{context.request_id}-batch-{number}"
+            if seed is None and context.seed is not None:
+                seed = stable_seed(context.seed, number)
+            room, completion = context.max_length - len(ids), Completion([], [], [], "length")
+            route = Route(session=session or name)
+            request = Request(ids, sampling.within(room), name, seed, route)
+            if room > 0:
+                with waiting(f"request {name}", "answer"):
+                    completion = await generate(context.engine, request)
+            if completion.finish_reason == "abort":
+                raise TrajectoryError("engine_abort", f"{name} was aborted by the engine")
+            call = SampledCall(ids, completion, request, (asked, time.time()), messages)
+            self.calls.append(call)
+            return call
+
+        return await together(map(complete, numbers, seeds))
+
+    async def _continued(
+        self, messages: list[Message], tools: list[JsonObject] | None
     ) -> tuple[list[int], str]:
-        """Return a prompt's ids, and the session that it continues, "" if it continues none."""
-        context, messages = self._context, prompt.messages
-        if prompt.ids is not None:
-            return prompt.ids, ""
-        if prompt.text is not None:
-            return await context.encode(prompt.text, add_special_tokens=True), ""
+        """Return a conversation's ids, and the session that it continues, "" if none."""
+        context = self._context
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
             if known := self._answered.get(_key(messages[:end])):
                 call = known[0]
                 known.rotate(-1)  # equal answers are continued in turn
-                ids, _ = await next_prompt(
-                    context.template,
-                    prompt_token_ids=call.prompt,
-                    completion_token_ids=call.completion.token_ids,
-                    new_messages=messages[end:],
-                    conversation=messages,
-                    tools=tools,
-                    history=context.rollout.history,
-                )
-                return ids, call.session
+                turn = call.prompt, call.completion.token_ids, messages[end:]
+                ids = await context.next_prompt(*turn, tools=tools, conversation=messages)
+                return ids, call.request.route.session
         return await context.first_prompt(messages, tools=tools), ""
-
-    async def _complete(
-        self,
-        number: int,
-        ids: list[int],
-        sampling: SamplingConfig,
-        seed: int | None,
-        session: str,
-        messages: list[Message],
-    ) -> SampledCall:
-        context, asked = self._context, time.time()
-        name = f"{context.request_id}-batch-{number}"
-        session, room = session or name, context.max_length - len(ids)
-        if seed is None and context.seed is not None:
-            seed = stable_seed(context.seed, number)
-        completion = Completion([], [], [], "length")
-        if room > 0:
-            request = Request(ids, sampling.within(room), name, seed, Route(session=session))
-            with waiting(f"request {name}", "answer"):
-                completion = await generate(context.engine, request)
-        if completion.finish_reason == "abort":
-            raise TrajectoryError("engine_abort", f"{name} was aborted by the engine")
-        call = SampledCall(name, ids, completion, session, asked, time.time(), messages)
-        self.calls.append(call)
-        return call
 
     def _output(self, calls: list[SampledCall], params: Foreign) -> "RequestOutput":
         """Return the calls of one prompt as vLLM would, in copies, which the user may change."""
@@ -285,62 +247,53 @@ class LLM:
         template, first = self._context.template, calls[0]
         outputs: list[Foreign] = []
         for index, call in enumerate(calls):
-            done = call.completion
-            text, stopped = _text_of(template, done.token_ids, params)
-            pairs = zip(done.token_ids, done.logprobs, strict=True)
-            output = vllm.CompletionOutput(
-                index,
-                text,
-                list(done.token_ids),
-                sum(done.logprobs),
-                None if params.logprobs is None else [{id: vllm.Logprob(p)} for id, p in pairs],
-                finish_reason=done.finish_reason,
-                stop_reason=stopped,
-            )
+            done, ids = call.completion, list(call.completion.token_ids)
+            skip, decode = params.skip_special_tokens, template.tokenizer.decode
+            decoded = decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            stops = [(decoded.index(stop), stop) for stop in params.stop or () if stop in decoded]
+            end, stopped = min(stops, default=(len(decoded), None))
+            text = decoded[: end + len(stopped or "") * params.include_stop_str_in_output]
+            pairs = zip(ids, done.logprobs, strict=True)
+            rows = None if params.logprobs is None else [{id: vllm.Logprob(p)} for id, p in pairs]
+            output = vllm.CompletionOutput(index, text, ids, sum(done.logprobs), rows)
+            output.finish_reason, output.stop_reason = done.finish_reason, stopped
             outputs.append(output)
             if call.messages:
                 answer = {"role": "assistant", "content": text}
                 self._answered[_key([*call.messages, answer])].append(call)
-        prompt, ids = template.decode_all(first.prompt), list(first.prompt)
-        return vllm.RequestOutput(first.name, prompt, ids, None, outputs, finished=True)
+        prompt = template.decode_all(first.prompt), list(first.prompt)
+        return vllm.RequestOutput(first.request.id, *prompt, None, outputs, finished=True)
 
 
 def vllm_params(sampling: SamplingConfig) -> "SamplingParams":
     """Return the configured sampling as vLLM's parameters, for user code."""
     from turnwise.internals import vllm  # seconds to import
 
-    names = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "ignore_eos")
-    values = {name: getattr(sampling, name) for name in names}
+    values = {name: getattr(sampling, name) for name in (*_CONFIGURED, "max_tokens")}
     lists = {name: list(getattr(sampling, name)) or None for name in ("stop", "stop_token_ids")}
     return vllm.SamplingParams(**values, **lists)
 
 
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
-
-
-def _listed(prompts: object) -> list[object]:
+def _prompts_of(given: object) -> list[_Prompt]:
     """Return one prompt, or several, as a list."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-        return [prompts]
-    first = prompts[0] if prompts else None
-    if isinstance(first, int) or (isinstance(first, Mapping) and "role" in first):
-        return [prompts]
-    return list(prompts)
+    several: Sequence[object] = [given]
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        first = given[0] if given else None
+        if not (isinstance(first, int) or (isinstance(first, Mapping) and "role" in first)):
+            several = given
+    return list(map(_prompt_of, several))
 
 
 def _prompt_of(prompt: object) -> _Prompt:
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(prompt, str):
-        return _Prompt(text=prompt)
+        return prompt, []
     if isinstance(prompt, Sequence) and prompt:
         if all(isinstance(message, Mapping) and "role" in message for message in prompt):
-            return _Prompt(messages=[dict(message) for message in prompt])
+            return "", [dict(message) for message in prompt]
         if all(isinstance(token, int) for token in prompt):
-            return _Prompt(ids=list(prompt))
+            return list(prompt), []
     raise InputError(
         f"{KEY}: a prompt is a text, a list of token ids or a list of messages, not {shown(prompt)}"
     )
@@ -350,21 +303,3 @@ def _key(messages: Sequence[Message]) -> str:
     """Return what two conversations share if they are the same."""
     read = [[m.get("role"), m.get("content"), m.get("tool_calls")] for m in messages]
     return json.dumps(read, default=str)
-
-
-def _text_of(
-    template: ChatTemplate, token_ids: list[int], params: Foreign
-) -> tuple[str, str | None]:
-    """Return a completion's text as vLLM does, and the string at which it stopped, if any."""
-    text = str(
-        template.tokenizer.decode(
-            token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-    )
-    found = [(text.index(stop), stop) for stop in params.stop or () if stop in text]
-    if not found:
-        return text, None
-    at, stop = min(found)
-    return text[: at + len(stop) if params.include_stop_str_in_output else at], stop

@@ -14,13 +14,14 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
@@ -166,17 +167,10 @@ class Scheduler:
         return worker
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
-        """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`.
-
-        Returns:
-            The answers of the first engine's workers, then of the next one's.
-        """
+        """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`. The answers
+        of the first engine's workers come first."""
         engines: list[Foreign] = [one.engine for one in self.workers.values() if one.usable]
         answers = await together(e.collective_rpc(method, timeout, args, kwargs) for e in engines)
         return [answer for each in answers for answer in each]

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
@@ -303,11 +304,7 @@ class WorkerHandle:
         return int(await call)
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
         """Call a method of the engine's workers; see `VllmEngine.collective_rpc`."""
         call = self._call("collective_rpc", method, timeout, args, kwargs, seconds=timeout)

@@ -93,7 +93,7 @@ class ChatTemplate:
         if escape_special_tokens:  # of the added tokens, only those that control the model
             added = getattr(tokenizer, "added_tokens_decoder", {}).values()
             control = {str(token) for token in added if token.special}
-            self._control = _any_of({*tokenizer.all_special_tokens, *control})
+            self._control = any_of({*tokenizer.all_special_tokens, *control})
             text = "a".join(["", *tokenizer.all_special_tokens, ""])
             ids = self.encode(self.escape(text))
             if self.decode_all(ids) != text or {*ids} & {*tokenizer.all_special_ids}:
@@ -224,10 +224,10 @@ class ChatTemplate:
     @cached_property
     def special_token_pattern(self) -> re.Pattern[str]:
         """Pattern of any special token in a text; the longer of two wins."""
-        return _any_of(self.special_tokens.values())
+        return any_of(self.special_tokens.values())
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of several texts, of which the longest wins; it never matches if empty."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
@@ -337,4 +337,4 @@ def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
             and all(text in starts for text in longer if text.startswith(token.content))
         ):
             starts.append(token.content)
-    return _any_of(starts) if starts else None
+    return any_of(starts) if starts else None

@@ -9,13 +9,13 @@ the last, which no layer has computed yet: the next turn of the conversation has
 """
 
 import base64
+import itertools
 import json
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -186,37 +186,25 @@ class Trajectory:
             >>> turn.parent, turn.fork_reason
             (None, None)
         """
-        prompt, values = list(prompt_token_ids), (completion_token_ids, logprobs, weight_versions)
-        add = partial(self._add_turn, fork_reason=fork_reason, adapter=adapter)
-        if min(weight_versions, default=0) >= 0 or len({*map(len, values)}) > 1:
-            return add(prompt, *values, finish_reason, prompt_logprobs, messages, experts)
-        row = _row_size(experts, len(prompt) + len(weight_versions) - 1)
-        for start, end in _sampled_parts(weight_versions):
-            known = None if prompt_logprobs is None else [*prompt_logprobs, *[None] * start]
-            turn = add(
-                [*prompt, *completion_token_ids[:start]],
-                *(completion_token_ids[start:end], logprobs[start:end], weight_versions[start:end]),
-                finish_reason if end == len(weight_versions) else "stop",
-                *(known, messages, experts[: row * (len(prompt) + end - 1)]),
-            )
-            prompt_logprobs, messages = None, ()
-        return turn
-
-    def _add_turn(
-        self,
-        prompt: list[int],
-        completion_token_ids: list[int],
-        logprobs: list[float],
-        weight_versions: list[int],
-        finish_reason: str,
-        prompt_logprobs: list[float | None] | None,
-        messages: Sequence[Message],
-        experts: bytes,
-        *,
-        fork_reason: str | None,
-        adapter: str,
-    ) -> Turn:
-        """Append a turn whose completion was sampled as a whole."""
+        prompt = list(prompt_token_ids)
+        row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
+        lengths = {len(completion_token_ids), len(logprobs), len(weight_versions)}
+        if min(weight_versions, default=0) < 0 and len(lengths) == 1:
+            for start, end in _sampled_parts(weight_versions):
+                known = None if prompt_logprobs is None else [*prompt_logprobs, *[None] * start]
+                turn = self.add_turn(
+                    [*prompt, *completion_token_ids[:start]],
+                    *(completion_token_ids[start:end], logprobs[start:end]),
+                    weight_versions[start:end],
+                    finish_reason if end == len(weight_versions) else "stop",
+                    known,
+                    fork_reason=fork_reason,
+                    messages=messages,
+                    adapter=adapter,
+                    experts=experts[: row * (len(prompt) + end - 1)],
+                )
+                prompt_logprobs, messages = None, ()
+            return turn
         parent, shared = self.find_parent(prompt)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
@@ -224,7 +212,6 @@ class Trajectory:
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
-        row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         turn = Turn(
             added,
             completion_token_ids,
@@ -242,7 +229,8 @@ class Trajectory:
             experts=experts[row * max(0, shared - 1) :],
         )
         self.turns.append(turn)
-        self._last_path = [*prompt, *completion_token_ids]
+        prompt += completion_token_ids
+        self._last_path = prompt
         return turn
 
     def find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
@@ -443,18 +431,13 @@ def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
 
 
 def _sampled_parts(weight_versions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the bounds of each run of sampled ids; an empty one follows given ids at the end."""
+    """Return the bounds of each run of sampled ids; an empty one follows forced ids at the end."""
     parts: list[tuple[int, int]] = []
     end = 0
-    while end < len(weight_versions) or not parts:
-        start = end
-        while start < len(weight_versions) and weight_versions[start] < 0:
-            start += 1
-        end = start
-        while end < len(weight_versions) and weight_versions[end] >= 0:
-            end += 1
-        parts.append((start, end))
-    return parts
+    for forced, run in itertools.groupby(weight_versions, lambda version: version < 0):
+        start, end = end, end + sum(1 for _ in run)
+        parts.append((end, end) if forced else (start, end))
+    return [part for part in parts if part[0] < part[1] or part is parts[-1]]
 
 
 def _row_size(rows: bytes, count: int) -> int:

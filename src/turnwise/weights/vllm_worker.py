@@ -128,7 +128,7 @@ class WorkerExtension:
 
     @_replying
     def take_forced_tokens(self, request_id: str) -> JsonObject:
-        """Return the `places` of tokens that were not sampled, of those since the last call."""
+        """Return the `places` of forced tokens since the last call, as `take_forced` does."""
         return {"places": take_forced(request_id)}
 
     @_replying

@@ -192,14 +192,9 @@ def reward_of(kind: Any) -> RewardFunction:
 class TextLoop(SingleTurnLoop):
     """Continues a plain text, without a chat template, as TRL does if `prompt` is a string."""
 
-    async def run(self, environment: Environment, context: RolloutContext) -> None:
-        await super().run(environment, context)
-        if context.trajectory.turns:
-            tokens = context.trajectory.turns[-1].completion_token_ids
-            content = context.template.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            context.trajectory.messages[-1]["content"] = content
+    def text(self, context: RolloutContext, token_ids: list[int]) -> str:
+        decode = context.template.tokenizer.decode
+        return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def prompt(self, context: RolloutContext) -> list[int]:
         """Return the ids of the row's `prompt`, after those that begin any text."""
