@@ -195,8 +195,8 @@ class ProblemBuilder:
                 )
             messages = [{"role": "user", "content": self._template.decode_all(own[:kept])}]
             token_ids = self._render(name, messages)
-        own = {"prompt": text, **row, "messages": messages, "input_ids": token_ids}
-        return ConversationProblem(name, own)
+        filled = {"prompt": text, **row, "messages": messages, "input_ids": token_ids}
+        return ConversationProblem(name, filled)
 
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:

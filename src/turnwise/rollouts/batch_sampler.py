@@ -216,7 +216,7 @@ class SamplerLoop:
         return [found[id(context)] for context in joined]
 
 
-def load_sampler(path: str) -> Callable[..., Foreign]:
+def load_sampler(path: str) -> Foreign:
     """Return the callable (llm, prompts, sampling_params) of `rollout.sampler`; InputError when
     there is none. Runs user code."""
     found: Foreign = load_object(path, KEY)
@@ -225,7 +225,7 @@ def load_sampler(path: str) -> Callable[..., Foreign]:
     except Exception as error:
         why = describe_error(error)
         raise InputError(f"{KEY}: {path} cannot be built without arguments: {why}") from error
-    sampler: Callable[..., Foreign] = getattr(found, "generate", found)
+    sampler: Foreign = getattr(found, "generate", found)
     if not callable(sampler):
         raise InputError(
             f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "

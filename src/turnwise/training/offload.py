@@ -5,7 +5,7 @@ shape and views: only its storage is emptied, and later filled again.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -32,7 +32,7 @@ class Offload:
     """
 
     def __init__(
-        self, tensors: dict[str, Callable[[], Iterable[torch.Tensor]]], folder: Path
+        self, tensors: Mapping[str, Callable[[], Iterable[torch.Tensor]]], folder: Path
     ) -> None:
         self._tensors = tensors
         self._folder = folder

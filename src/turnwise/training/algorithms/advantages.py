@@ -53,7 +53,7 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
 
 
 def _std(values: Sequence[float], mean: float) -> float:
-    return (sum((value - mean) ** 2 for value in values) / max(1, len(values))) ** 0.5
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values)))
 
 
 class WithinGroup(Advantage):
