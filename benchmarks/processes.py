@@ -153,7 +153,7 @@ async def milliseconds(base_url: str, seconds: float) -> float:
     async def lane(http: aiohttp.ClientSession) -> None:
         nonlocal answered
         while time.perf_counter() < until:
-            async with http.post(f"{base_url}/sessions") as response:
+            async with http.post(f"{base_url}/sessions", json={}) as response:
                 session = await response.json()
             messages: list[dict[str, str]] = []
             for turn in range(TURNS):

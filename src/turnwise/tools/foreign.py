@@ -1,7 +1,7 @@
 """Tools of openai-agents, pydantic-ai, LangChain and smolagents, taken as they are.
 
 They are recognised by their attributes, and described by their own packages, so that the prompt is
-the one that these frameworks make. The packages are imported only for a tool of theirs.
+the one that these frameworks make. A package is imported only for a tool that comes from it.
 """
 
 import inspect

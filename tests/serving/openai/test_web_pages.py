@@ -14,6 +14,7 @@ from turnwise.serving.openai.protection import canonical, guarded
 
 THERE = "http://attacker.example"
 JSON = {"content-type": "application/json"}
+NO_BODY = {"content-type": "application/octet-stream"}  # of aiohttp
 
 
 async def ask(
@@ -84,6 +85,9 @@ async def test_another_name_gets_421(host: str, serving: dict[str, Any]) -> None
         ({"origin": "null"}, {}, 403),
         ({"origin": "http://127.0.0.1:9000"}, {}, 403),
         ({"origin": THERE}, {"cors_origins": ["http://another.example"]}, 403),
+        ({**NO_BODY, "content-length": "0"}, {}, 200),
+        ({**NO_BODY, "content-length": "0", "origin": THERE}, {}, 403),
+        ({**NO_BODY, "content-length": "1"}, {}, 415),
         ({"content-type": "text/plain"}, {}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, {}, 415),
         ({"content-type": "multipart/form-data; boundary=x"}, {"cors_origins": ["*"]}, 415),

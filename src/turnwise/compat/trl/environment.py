@@ -202,8 +202,8 @@ class TextLoop(SingleTurnLoop):
 
 
 def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
-    """Return a function or method of TRL's as a tool of ours: it returns a text; `calls` has an
-    entry for each call that has not returned."""
+    """Return a tool that calls a function or method of a TRL script and returns a text; `calls`
+    has an entry for each call that has not returned."""
 
     async def finish(result: Awaitable[object]) -> object:
         calls.append(function)

@@ -195,7 +195,7 @@ async def _answer_chat(
 ) -> object:
     """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for. With
     `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
-    arguments which are not JSON are none; other answers of theirs need no notes."""
+    arguments which are not JSON are none; other answers need no notes."""
     response, context = await create(request, raw_request), CURRENT.get()
     if context is None:
         return response
