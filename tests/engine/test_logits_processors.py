@@ -144,8 +144,8 @@ async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
         encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    call, rest = ids("Let me see. <call>add(20, 22)</call>"), ids(" It is 42.<|im_end|>")
-    result = [*ids("<result>"), *ids("42"), *ids("</result>")]
+    call, rest = ids("Let me see. <call>add(30, 46)</call>"), ids(" It is 76.<|im_end|>")
+    result = [*ids("<result>"), *ids("76"), *ids("</result>")]
     script = [*call, *[1] * len(result), *rest]  # the engine would sample ones
     keys = {
         **{"n": 2, "max_tokens": len(script), "logits_processors": [named("calculator")]},
@@ -154,7 +154,7 @@ async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
     single = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"loop": "single_turn"})}
     )
-    sampler = TrajectorySampler(worker, ["20 + 22?"], keys, config=single, tokenizer=tokenizer)
+    sampler = TrajectorySampler(worker, ["30 + 46?"], keys, config=single, tokenizer=tokenizer)
     trajectories = [trajectory async for trajectory in sampler]
     assert len(trajectories) == 2
     for trajectory in trajectories:
@@ -165,7 +165,7 @@ async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
         masks = [[1] * len(call), [0] * len(result), [1] * len(rest)]
         assert sample.response_mask[-len(script) :] == [one for part in masks for one in part]
         assert sample.token_ids[-len(script) :] == [*call, *result, *rest]
-        assert "<result>42</result> It is 42." in trajectory.final_text
+        assert "<result>76</result> It is 76." in trajectory.final_text
     samples = make_samples(sampler.groups, config, version=0).report
     assert samples.tokens_sampled == samples.masked["no_signal"] == 2 * len([*call, *rest])
 

@@ -289,7 +289,7 @@ def test_a_part_of_the_algorithm_may_be_a_bare_name(file: Path) -> None:
         "name": "turn_returns", "gamma": 0.5, "scale": True,
     }  # fmt: skip
     assert config.algorithm.loss.model_dump() == {
-        "name": "gspo", "clip_low": 0.1, "clip_high": 0.1,
+        "name": "gspo", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": None,
     }  # fmt: skip
 
 

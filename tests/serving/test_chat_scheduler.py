@@ -586,7 +586,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     [
         ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not use chat_scheduler"),
         ({"loop": "chat_scheduler"}, "loop chat_scheduler needs chat_scheduler"),
-        ({"chat_scheduler": "B"}, "package.module:Class, not 'B'"),
+        ({"chat_scheduler": "B"}, "package.module:Class, a ChatCompletionScheduler, not 'B'"),
     ],
 )
 def test_keys_that_contradict_are_refused(rollout: dict[str, str], words: str) -> None:

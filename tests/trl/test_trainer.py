@@ -175,7 +175,7 @@ def test_a_peft_config_is_the_section_lora(
             r"number of reward_processing_classes \(2\) must match that of reward_funcs \(1\)",
         ),
         ({"reward_funcs": None}, "No reward source provided: pass reward_funcs, or an environm"),
-        ({"reward_funcs": [3]}, "reward_funcs is not supported: 3 is no function, model or path"),
+        ({"reward_funcs": [3]}, "reward_funcs is not supported: 3 is no function, model of Trans"),
         ({"train_dataset": None}, "`train_dataset` is required unless an `environment_factory`"),
         (
             {"train_dataset": None, "environment_factory": WORLDS},

@@ -276,7 +276,7 @@ async def test_choices_logprobs_and_stops_are_as_sampled(
 def test_a_sampled_token_may_be_among_the_likeliest_or_not() -> None:
     alternatives = [[(7, -0.1, 1), (8, -2.0, 2)], [(9, -6.0, 5), (7, -0.2, 1), (8, -2.5, 2)]]
     chunk = Chunk([7, 9], [-0.1, -6.0], [0, 0], "stop", alternatives=alternatives)
-    (output,) = _outputs("request", chunk, with_logprobs=True)
+    (output,) = _outputs("request", chunk, with_logprobs=True, scored=False)
     told = output.new_logprobs
     assert told is not None
     assert told.logprob_token_ids.tolist() == [[7, 8, 7], [9, 7, 8]]
