@@ -5,7 +5,8 @@
 Every line runs in a process of its own, with a deadline; a line that fails stops no other. Exits
 with 1 if one failed. A machine without a GPU runs the logic of each line on its CPU, with a tiny
 model and gloo in place of NCCL. `--save` keeps the results of a GPU in
-`benchmarks/results/gpu-DEVICE-DATE.json`; `--page` prints the table of the documentation.
+`benchmarks/results/gpu-DEVICE-DATE.json`, each as it comes, beside results of other lines at the
+same commit; `--page` prints the table of the documentation.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,15 +52,25 @@ def main() -> int:
             return 1
         facts = json.loads(found.figure)
         print(describe(facts), flush=True)
+        kept = options.save and facts["gpus"] and not options.tiny
+
+        def note(row: Row) -> None:
+            show(row)
+            if kept:
+                save(facts, row)
+
         rows = run_lines(
-            lines, folder, tiny=options.tiny, at_once=1 if facts["gpus"] else 2, show=show
+            lines, folder, tiny=options.tiny, at_once=1 if facts["gpus"] else 2, show=note
         )
     seconds = time.monotonic() - began
     counts = {kind: sum(row.status == kind for row in rows) for kind in ("pass", "fail", "not run")}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"in {seconds:.0f} s")
     print(describe(facts))
-    if options.save:
-        print(save(facts, rows, seconds, options.tiny))
+    if kept:
+        path = results_of(facts).relative_to(ROOT)
+        print(f"wrote {path}; `python -m benchmarks.gpu --page` prints its table")
+    elif options.save:
+        print("not saved: only results of a GPU, at full size, are kept")
     return int(counts["fail"] > 0)
 
 
@@ -77,17 +89,23 @@ def show(row: Row) -> None:
     print("  ".join(f"{cell:{width}}" for cell, width in columns(row)).rstrip(), flush=True)
 
 
-def save(facts: dict[str, Any], rows: list[Row], seconds: float, tiny: bool) -> str:
-    """Write the results of a GPU; returns a sentence about it."""
-    if not facts["gpus"] or tiny:
-        return "not saved: only results of a GPU, at full size, are kept"
-    today = datetime.date.today().isoformat()
+def results_of(facts: dict[str, Any]) -> Path:
     device = "-".join(facts["device"].lower().split())
-    path = RESULTS / f"gpu-{device}-{today}.json"
-    tree = {"date": today, "commit": commit(), "seconds": round(seconds), **facts}
-    tree["rows"] = [asdict(row) for row in rows]
+    return RESULTS / f"gpu-{device}-{datetime.date.today().isoformat()}.json"
+
+
+def save(facts: dict[str, Any], row: Row) -> None:
+    """Write a row of a GPU's results; rows of other commits give way."""
+    path = results_of(facts)
+    tree = {"date": datetime.date.today().isoformat(), "commit": commit(), **facts, "rows": []}
+    with suppress(FileNotFoundError):
+        before = json.loads(path.read_text())
+        if before["commit"] == tree["commit"]:
+            tree = before
+    same = row.line, row.shows
+    rows = [each for each in tree["rows"] if (each["line"], each["shows"]) != same]
+    tree["rows"] = [*rows, asdict(row)]
     path.write_text(json.dumps(tree, indent=1) + "\n")
-    return f"wrote {path.relative_to(ROOT)}; `python -m benchmarks.gpu --page` prints its table"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ WEIGHTS = ("torch",)
 VLLM = (*TRAINING, "zmq", "vllm", "fastapi")
 RUN = (*VLLM, "ray", "cloudpickle", "jsonschema")
 
-Status = Literal["pass", "fail", "not run"]
+Status = Literal["pass", "fail", "not run", "never run"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ FACTS = Line("facts", ("the device, as JSON",), "device:facts", ("torch",))
 LINES = (
     Line("device", ("matrix product in bf16, memory of the device",), "device:device", ("torch",)),
     Line("step", ("training step, bf16, packed",), "training:step", TRAINING),
+    Line("bare", ("the same against a bare PyTorch loop",), "training:bare", TRAINING),
     Line("fsdp2", ("the same with FSDP2, in a group of one",), "training:fsdp2", TRAINING),
     Line(
         "packing",

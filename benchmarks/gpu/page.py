@@ -32,16 +32,18 @@ def page(results: dict[str, Any] | None = None) -> str:
     results = results or newest()
     lines = ["| line | shows | result | figure |", "| --- | --- | --- | --- |"]
     if results is None:
-        head = "Never run on a GPU."
-        rows = [Row(line.name, shows, "not run", "", 0) for line in LINES for shows in line.rows]
+        head, rows = "Never run on a GPU.", []
     else:
+        rows = [Row(**row) for row in results["rows"]]
         head = (
             f"Run on {results['date']} on {results['gpus']} x {results['device']} with torch "
             f"{results['versions']['torch']}, at commit {results['commit']}, in "
-            f"{results['seconds']} s."
+            f"{sum(row.seconds for row in rows):.0f} s."
         )
-        rows = [Row(**row) for row in results["rows"]]
-    for row in rows:
-        result = "never run" if results is None else row.status
-        lines.append(f"| `{row.line}` | {row.shows} | {result} | {row.figure} |")
+    made = {(row.line, row.shows): row for row in rows}
+    never = Row("", "", "never run", "", 0.0)
+    for line in LINES:
+        for shows in line.rows:
+            row = made.get((line.name, shows), never)
+            lines.append(f"| `{line.name}` | {shows} | {row.status} | {row.figure} |")
     return "\n".join([head, "", *lines])

@@ -148,6 +148,52 @@ def step(place: Place) -> Iterator[str]:
     yield speed(place, rank, samples(place))
 
 
+def bare(place: Place) -> Iterator[str]:
+    """Take the same steps by a loop as one writes it by hand: padded rows, all logits at once, and
+    no metrics."""
+    from transformers import AutoModelForCausalLM
+
+    rank, given = make_rank(place, configuration(place)), samples(place)
+    tokens = sum(sample.length for sample in given)
+    ours = speed(place, rank, given)
+    (share,) = shares_of(rank, given, "padded")
+    batches = [
+        make_micro_batch(s, share.trajectory_tokens, 0, "padded", device=place.device)
+        for s in share.micro_batches
+    ]
+    del rank
+    if place.gpu:
+        torch.cuda.empty_cache()
+    model: Any = AutoModelForCausalLM.from_pretrained(place.model(), dtype=torch.float32)
+    model = model.to(place.device).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, betas=(0.9, 0.95))
+
+    def step() -> None:
+        for batch in batches:
+            columns, advantages_N = batch.columns, batch.tokens.advantages_N
+            with torch.autocast(place.device.type, dtype=torch.bfloat16):
+                hidden_BTH = model.model(columns.token_ids_BT, use_cache=False).last_hidden_state
+                logits_NV = model.lm_head(hidden_BTH.flatten(0, 1)[columns.before_N]).float()
+            picked_N = logits_NV.gather(-1, columns.targets_N[:, None])[:, 0]
+            logprobs_N = picked_N - logits_NV.logsumexp(-1)
+            ratio_N = torch.exp(logprobs_N - batch.tokens.engine_logprobs_N)
+            clipped_N = ratio_N.clamp(0.8, 1.28)
+            loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+            (loss_N.sum() / share.total_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    times: list[float] = []
+
+    def steps() -> None:
+        times.extend(place.seconds(step) for _ in range(place.size(3, 1)))
+
+    _, peak = place.peak(steps)
+    yield f"{ours}; bare {tokens / sorted(times)[len(times) // 2]:,.0f} tokens/s, {peak}"
+
+
 def fsdp2(place: Place) -> Iterator[str]:
     """Train as `step` does, sharded over a group of one; and publish the gathered weights."""
     config, given = configuration(place), samples(place)

@@ -1,15 +1,18 @@
 """The GPU kit on a CPU: lines that fail stop no other, and the page says what was never run."""
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.gpu import __main__ as kits
 from benchmarks.gpu import page as pages
 from benchmarks.gpu.lines import LINES, Line, Row
 from benchmarks.gpu.pack import COMMIT, LIMIT, files, pack
@@ -17,6 +20,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.runner import preload, run_line, run_lines
 from tests.conftest import ROOT
 
+SHM = "weights by shm, two processes"
 CHECKS = "tests.benchmarks.gpu_lines"
 
 
@@ -126,11 +130,29 @@ def test_without_results_every_line_was_never_run(
 
 
 def test_results_of_a_gpu_show_their_figures() -> None:
-    row = {"line": "shm", "shows": "weights", "status": "pass", "figure": "2 GB/s", "seconds": 1.0}
+    row = asdict(Row("shm", SHM, "pass", "2 GB/s", 1.0))
     facts = {"device": "NVIDIA H200", "gpus": 1, "versions": {"torch": "2.11.0"}}
-    text = page({"date": "2026-12-01", "commit": "abc", "seconds": 300, "rows": [row], **facts})
+    text = page({"date": "2026-12-01", "commit": "abc", "rows": [row], **facts})
     assert text.startswith("Run on 2026-12-01 on 1 x NVIDIA H200 with torch 2.11.0, at commit abc")
-    assert "| `shm` | weights | pass | 2 GB/s |" in text
+    assert f"| `shm` | {SHM} | pass | 2 GB/s |" in text
+    assert text.count("| never run |") == sum(len(line.rows) for line in LINES) - 1
+
+
+def test_results_of_a_few_lines_join_those_of_others_at_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kits, "RESULTS", tmp_path)
+    monkeypatch.setattr(kits, "commit", lambda: "abc")
+    facts = {"device": "NVIDIA H200", "gpus": 1, "versions": {"torch": "2.11.0"}}
+    for figure in ("2 GB/s", "3 GB/s"):
+        kits.save(facts, Row("shm", SHM, "pass", figure, 1.0))
+    kits.save(facts, Row("in_process", "weights in one process", "pass", "4 GB/s", 1.0))
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["figure"] for row in rows] == ["3 GB/s", "4 GB/s"]
+    monkeypatch.setattr(kits, "commit", lambda: "abd")
+    kits.save(facts, Row("shm", SHM, "pass", "5 GB/s", 1.0))
+    assert [row["figure"] for row in json.loads(path.read_text())["rows"]] == ["5 GB/s"]
 
 
 def test_the_pack_fits_and_holds_every_line(tmp_path: Path) -> None:

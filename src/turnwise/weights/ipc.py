@@ -2,8 +2,8 @@
 
 The trainer packs tensors into two buffers in turn and sends their location over ZMQ; a buffer is
 written again when each worker has used it. A worker that fails is left out. On a CPU a buffer is
-nameless shared memory, on a GPU the engine opens it by its CUDA IPC handle, which has never been
-run. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
+nameless shared memory, on a GPU the engine opens it by its CUDA IPC handle. Rank 0 on CPUs, and
+each rank on GPUs, serves the workers on its device.
 
     engine                      trainer
     hello                  ->
