@@ -56,6 +56,7 @@ def test_the_rest_of_the_ladder_runs(tmp_path: Path) -> None:
 
 RUN_BY = {
     "docs/how-to/agents.md": ("rollouts/test_agent_endpoint.py", "rollouts/test_agent_worker.py"),
+    "docs/how-to/ray-cluster.md": ("serving/colocated/test_own_actors.py",),
     "docs/how-to/trl.md": ("trl/test_trainer.py",),
     "docs/how-to/your-trainer.md": ("weights/test_sync.py",),
 }

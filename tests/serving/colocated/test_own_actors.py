@@ -1,17 +1,23 @@
 """Engines in a user's own actors, which train: several at once, behind verl's manager."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
 import torch
+import yaml
 from ray.util.placement_group import placement_group_table
 from transformers import AutoModelForCausalLM
 
 import turnwise
+from tests.conftest import own_environment
+from tests.pages import write_files
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, WeightUpdateError
@@ -126,3 +132,23 @@ def test_actors_that_do_not_suffice_are_refused(
         turnwise.LLMServerManager(config, workers=learners)
     with pytest.raises(InputError, match="server_addresses needs serving"):
         _ = turnwise.LLMServerManager(make_config()).server_addresses
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_runs(
+    model_path: str, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """With a Ray that the program starts itself."""
+    changes = {"Qwen/Qwen3-0.6B": model_path, "range(10)": "range(2)"}
+    write_files("docs/how-to/ray-cluster.md", tmp_path, changes)
+    config = make_config(engine={"kv_cache_gib": 0.1}, sampling={"max_tokens": 8})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    done = subprocess.run(
+        [sys.executable, "own_actors.py"],
+        cwd=tmp_path,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
