@@ -2,8 +2,9 @@
 
     TRL_TESTS=trl/tests python -m pytest -m slow tests/trl/test_trls_own_tests.py
 
-`TRL_TESTS` is the folder `tests` of a checkout of TRL. All its tests of texts pass, but those that
-docs/how-to/trl.md lists with the reason, and the few of `UNTRIED`. It takes an hour or two.
+`TRL_TESTS` is the folder `tests` of a checkout of TRL, whose package the tests import. All its tests
+of texts pass, but those that docs/how-to/trl.md lists with the reason, and the few of `UNTRIED`.
+It takes half an hour to an hour.
 """
 
 import os
@@ -100,7 +101,7 @@ def test_trls_own_tests_pass_but_for_those_with_a_reason(tokenizer: Any, tmp_pat
         ],
         env={
             **command_environment(),
-            "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}:{Path(FOLDER or '').parent}",
             "HF_HUB_OFFLINE": "1",
         },
         cwd=tmp_path,
