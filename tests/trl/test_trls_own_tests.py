@@ -2,9 +2,9 @@
 
     TRL_TESTS=trl/tests python -m pytest -m slow tests/trl/test_trls_own_tests.py
 
-`TRL_TESTS` is the folder `tests` of a checkout of TRL, whose package the tests import. All its tests
-of texts pass, but those that docs/how-to/trl.md lists with the reason, and the few of `UNTRIED`.
-It takes half an hour to an hour.
+`TRL_TESTS` is the folder `tests` of a checkout of TRL, whose package the tests import. All its
+tests of texts pass, but those that docs/how-to/trl.md lists with the reason, and the few of
+`UNTRIED`. It takes half an hour to an hour.
 """
 
 import os
