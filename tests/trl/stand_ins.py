@@ -95,6 +95,7 @@ def make_models(tokenizer: Any, folder: Path) -> None:
         if kind == "llama":
             own.add_tokens([_PADDING], special_tokens=True)
         shape = AutoConfig.for_model(kind, **_shape(own), num_labels=1, **more)
+        shape.max_position_embeddings = 4096  # it reads whole conversations
         judge = AutoModelForSequenceClassification.from_config(shape, dtype=torch.float32)
         judge.save_pretrained(folder / name)
         own.save_pretrained(folder / name)
