@@ -3,8 +3,8 @@
     TRL_TESTS=trl/tests python -m pytest -m slow tests/trl/test_trls_own_tests.py
 
 `TRL_TESTS` is the folder `tests` of a checkout of TRL, whose package the tests import. All its
-tests of texts pass, but those that docs/how-to/trl.md lists with the reason, and the few of
-`NOT_HERE`. It takes half an hour to an hour.
+tests of texts pass, but those that docs/how-to/trl.md lists with the reason. It takes half an
+hour.
 """
 
 import os
@@ -22,14 +22,6 @@ from tests.trl.stand_ins import HUB, make_models, make_rows
 
 FOLDER = os.environ.get("TRL_TESTS")
 PAGE = ROOT / "docs" / "how-to" / "trl.md"
-NOT_HERE = {
-    "test_train[tiny-GptOssForCausalLM]": "vLLM has no kernel of its attention sinks for CPUs",
-    "test_train[tiny-NemotronHForCausalLM-nano]": "vLLM has no kernel of its Mamba layers for CPUs",
-    "test_train_with_mask_truncated_completions_all_masked": (
-        "no answer may end, and one token of 700 ends an answer of these models, not one of 150,000"
-    ),
-}
-"""Tests that need a GPU, or TRL's own models."""
 LEFT_OUT = ("TestGRPOTrainerVLM", "TestGRPOTrainerSlow")
 """Classes of tests of images, and of those that need a GPU or the Hub."""
 _IMPORT = "from trl import GRPOConfig, GRPOTrainer\n"
@@ -113,7 +105,7 @@ def test_trls_own_tests_pass_but_for_those_with_a_reason(tokenizer: Any, tmp_pat
     )
     assert report.is_file(), done.stdout[-4000:] + done.stderr[-4000:]
     found = outcomes(report, models)
-    expected = not_passing().keys() | NOT_HERE.keys()
+    expected = not_passing().keys()
     failed = {
         name: outcome
         for name, outcome in found.items()
