@@ -15,7 +15,7 @@ PAGES, DIGITS = 2, 2
 NEXT = "next"
 PROBLEM = f"Read {PAGES} pages, then say their digits."
 REST = " The rest of this page is of no use to anybody." * 3
-"""What makes a page too long for the context."""
+"""Text that makes a page too long for the context."""
 
 
 class Recall(turnwise.Environment):
