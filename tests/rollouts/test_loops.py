@@ -229,6 +229,21 @@ async def test_limits_end_a_trajectory_with_a_status_and_keep_it(
     assert all(len(branch.token_ids) <= 480 for branch in full.branches())
 
 
+async def test_earlier_results_are_dropped_near_the_limit(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    """The rules: test_context_window.py; here with real log-probs and the prefix cache."""
+    said = [*(call("shout", text=f"{n}" + " and so on" * 8) + END for n in range(3)), "Done." + END]
+    context = {"compact": "drop_results", "limit": 320}
+    (trajectory,) = (await attempt(said, "LoudDesk", context=context)).trajectories
+    assert (trajectory.status, trajectory.final_text) == ("completed", "Done.")
+    assert [t.completion_token_ids for t in trajectory.turns] == [template.encode(t) for t in said]
+    assert trajectory.events["compacted"] > 0
+    reasons = [turn.fork_reason for turn in trajectory.turns if turn.fork_reason]
+    assert reasons == ["compacted"] * trajectory.events["compacted"]
+    assert audit(trajectory).violations == 0
+
+
 @pytest.mark.parametrize(
     ("reason", "options"),
     [

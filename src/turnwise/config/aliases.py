@@ -120,6 +120,8 @@ ALIASES = {
         "model.tokenizer": "tokenizer_model tokenizer_path",
         "name": "exp_name run_name",
         "output_dir": "output",
+        "rollout.context.compact": "compaction",
+        "rollout.context.limit": "summarize_at_tokens",
         "rollout.max_response_tokens": "max_response_length response_length",
         "rollout.prompts_per_step": "batch_size num_prompts_per_step sample_per_episode "
         "train_batch_size",

@@ -23,6 +23,8 @@ LOOP_NAMES = (
     *("agent", "chat_scheduler", "self_play", "sampler"),
 )
 """Names of the built-in agent loops, which `rollout.loops` implements."""
+COMPACTIONS = ("drop_results", "summarise")
+"""Names of the built-in ways to shorten a conversation, which `rollouts.context_window` has."""
 _LOOP_KEYS = {
     "chat_scheduler": "package.module:Class, a ChatCompletionScheduler",
     "sampler": "package.module:name, a RolloutSampler",
@@ -33,6 +35,13 @@ Loop = Annotated[
     must(
         lambda loop: loop in LOOP_NAMES or ":" in loop,
         f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {{!r}}",
+    ),
+]
+Compaction = Annotated[
+    str,
+    must(
+        lambda name: name in COMPACTIONS or ":" in name,
+        f"compact must be {', '.join(COMPACTIONS)}, or package.module:function, not {{!r}}",
     ),
 ]
 
@@ -164,6 +173,23 @@ class RewardConfig(Section):
             yield "a reward is a function, a group_function, trl or a model: use an entry for each"
 
 
+class ContextConfig(Section):
+    """Compaction: how a conversation is shortened when its context nears the limit."""
+
+    compact: Compaction | None = None
+    """For loop tool_calling: drop_results leaves out all tool results but those of the latest turn;
+    summarise asks the model for a summary, which is trained, and goes on with the problem and the
+    summary alone; package.module:function(messages, row) -> messages, sync or async, does it its
+    own way. What follows is a branch of the trajectory. null never shortens."""
+    limit: PositiveInt | None = None
+    """Largest number of tokens of a prompt; a longer one is compacted. null leaves room in
+    model.max_length for two turns of sampling.max_tokens, but is at least half of it."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.limit is not None and self.compact is None:
+            yield f"limit does nothing without compact: set compact to {' or '.join(COMPACTIONS)}"
+
+
 class RolloutConfig(Section):
     """Agent loop, tools, rewards and limits."""
 
@@ -213,9 +239,10 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt | None = None
     """Largest number of tokens of a conversation after its first prompt, tool results included;
     null sets no limit other than model.max_length. Does not apply to agents over HTTP."""
+    context: ContextConfig = ContextConfig()
     environment_timeout: Seconds = 120.0
     """Deadline in seconds for each of an environment's methods: building it together with setup,
-    step, metrics and close."""
+    step, metrics and close; and for a function that `context.compact` names."""
     environment_process: bool = False
     """Run each trajectory's environment in a process of its own: a crash, or a call that never
     returns, then fails one trajectory, and nothing that it leaks remains. If false, environments
@@ -273,6 +300,11 @@ class RolloutConfig(Section):
             yield "call_tool receives the text between the tags: set call_start"
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             yield f"call_start applies only to loop interleaved, not to {self.loop}"
+        if self.context.compact and self.loop in set(LOOP_NAMES) - {"tool_calling"}:
+            yield (
+                f"context.compact applies to loop tool_calling, not to {self.loop}; an agent that "
+                "shortens its own messages begins a branch without it"
+            )
         for entry in self.tools:
             for name, code in (("python", entry.python), ("shell", entry.shell)):
                 if code is not None and code.timeout >= self.tool_timeout:

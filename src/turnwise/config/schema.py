@@ -153,6 +153,12 @@ class Config(Section):
             for key in ("chat_scheduler", "sampler"):
                 if entry.loop == key and not getattr(self.rollout, key):
                     yield f"environments.{name}.loop {key} needs rollout.{key}"
+        limit, most = self.rollout.context.limit, self.model.max_length
+        if limit is not None and limit >= most:
+            yield (
+                f"rollout.context.limit {limit} must be below model.max_length {most}, where a "
+                "conversation has no room left for a summary"
+            )
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
 

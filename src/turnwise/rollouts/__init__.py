@@ -1,6 +1,7 @@
 """Rollouts: agent loops, tools, environments and rewards, run in groups of trajectories."""
 
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.data import load_rows
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.group import Group, check_failures
@@ -12,6 +13,7 @@ from turnwise.rollouts.sampler import TrajectorySampler
 __all__ = [
     "AgentLoop",
     "Batch",
+    "ContextWindow",
     "Environment",
     "Group",
     "GroupProducer",

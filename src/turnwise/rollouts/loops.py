@@ -16,6 +16,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
+from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
@@ -43,14 +44,16 @@ class SingleTurnLoop:
 
 class ToolCallingLoop:
     """Alternates between the model's turns and the results of its tool calls, until the environment
-    is `done`, or its `step` does not answer a turn without a call."""
+    is `done`, or its `step` does not answer a turn without a call. Shortens its conversation as
+    `rollout.context` says."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
-        prompt = await context.first_prompt(trajectory.messages, tools=tools)
-        for turn in range(context.rollout.max_turns):
-            completion = await context.sample(prompt)
+        window, most = ContextWindow(context, tools), context.rollout.max_turns
+        prompt: list[int] | None = await window.first_prompt()
+        while prompt is not None and (turn := window.turns) < most:
+            completion = await window.sample(prompt)
             if completion is None:
                 return
             parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
@@ -67,11 +70,10 @@ class ToolCallingLoop:
             if replies is None or (called and await context.episode.done()):
                 trajectory.status = "completed"
                 return
-            if turn + 1 < context.rollout.max_turns:
-                prompt = await context.next_prompt(
-                    prompt, completion.token_ids, replies, tools=tools
-                )
-        trajectory.status = "max_turns"
+            if window.turns < most:
+                prompt = await window.next_prompt(prompt, completion.token_ids, answer, replies)
+        if prompt is not None:  # else a summary has ended it
+            trajectory.status = "max_turns"
 
 
 class SelfPlayLoop:

@@ -268,6 +268,17 @@ def _reasoning(text: str) -> Iterator[tuple[int, int]]:
             yield begin.start(), position
 
 
+def after_reasoning(text: str) -> str:
+    """Return what the model said after its reasoning, which its prompt may have opened.
+
+    Example:
+        >>> after_reasoning("Rain? No.</think>It is dry.")
+        'It is dry.'
+    """
+    ends = (text.rfind(tag) + len(tag) for tag in _REASONING.values() if tag in text)
+    return text[max(ends, default=0) :]
+
+
 def _continued(text: str, ends: set[int], part: str) -> set[int]:
     """Return the positions where `part` ends in `text` if it begins at one of `ends`."""
     return {end + len(part) for end in ends if text.startswith(part, end)}

@@ -1,0 +1,229 @@
+"""The part of a conversation that the model sees, shortened as `rollout.context` says.
+
+What was sampled stays in the trajectory as it was. A shortened conversation begins a branch whose
+fork reason is `COMPACTED`; what it takes over is context there, and trained where it was sampled.
+A summary is the last turn of the branch before it, so it is trained with the trajectory's advantage
+(as in CompactionRL, arXiv 2607.05378). Earlier turns keep their sampled ids, as in any next prompt.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.engine.protocol import Completion
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.environment import read_messages
+from turnwise.trajectory import Message
+from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.prefix import after_reasoning
+
+COMPACTED = "compacted"
+"""Fork reason of a turn whose conversation was shortened, and the event that counts them."""
+REQUEST = (
+    "The conversation will be cut off here. Write down what you need to go on: what you have found "
+    "out, what you have done, and what is left to do. You will see only the task and this summary."
+)
+"""Message that asks the model for a summary."""
+SUMMARY = "Summary of the conversation so far:\n{}"
+"""Message that shows the model its summary, after the problem."""
+LEFT_OUT = "[left out to save room]"
+"""Content of a tool's result that is no longer shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    token_ids: list[int]  # what the model sampled
+    answer: Message  # the same, for people
+    replies: list[Message]
+
+
+class ContextWindow:
+    """The conversation of one trajectory. It makes the prompts and samples the turns.
+
+    Args:
+        tools: Descriptions of the tools that the model may call.
+
+    Example:
+        window = ContextWindow(context, context.toolbox.schemas)
+        prompt = await window.first_prompt()
+        while prompt is not None and window.turns < context.rollout.max_turns:
+            if (completion := await window.sample(prompt)) is None:
+                return
+            answer = {"role": "assistant", "content": context.template.decode(completion.token_ids)}
+            context.trajectory.messages.append(answer)
+            more = {"role": "user", "content": "Go on."}
+            prompt = await window.next_prompt(prompt, completion.token_ids, answer, [more])
+    """
+
+    def __init__(self, context: RolloutContext, tools: Tools) -> None:
+        self._context, self._tools = context, tools
+        self._opening = [dict(message) for message in context.problem]
+        self._steps: list[_Step] = []
+        self.turns = 0
+        """Number of turns so far, summaries included."""
+
+    async def first_prompt(self) -> list[int]:
+        """Return the ids of the problem; raises as `RolloutContext.first_prompt` does."""
+        return await self._context.first_prompt(self._opening, tools=self._tools)
+
+    async def sample(self, prompt: Sequence[int]) -> Completion | None:
+        """Sample a turn; None if there is no room, as the trajectory's status says."""
+        return await self._sample(prompt, self._opening, self._steps)
+
+    async def next_prompt(
+        self,
+        prompt: Sequence[int],
+        token_ids: list[int],
+        answer: Message,
+        replies: Sequence[Message],
+    ) -> list[int] | None:
+        """Return the prompt after a turn, of a shortened conversation if it is above the limit.
+
+        Args:
+            prompt: The turn's prompt.
+            token_ids: What the turn sampled.
+            answer: The same as a message, for people and for prompts that have to be rendered.
+            replies: The messages that follow.
+
+        Returns:
+            None if the trajectory ends with a summary that was cut off, as its status says.
+
+        Raises:
+            TrajectoryError: as `RolloutContext.next_prompt`; or `compaction_error`, when the user's
+                function fails or does not return messages.
+        """
+        context = self._context
+        self._steps.append(_Step(token_ids, answer, list(replies)))
+        conversation = _messages(self._opening, self._steps)
+        ids = await context.next_prompt(
+            prompt, token_ids, replies, tools=self._tools, conversation=conversation
+        )
+        compact, most = context.rollout.context.compact, context.max_length
+        room = max(most - 2 * context.sampling.max_tokens, most // 2)
+        if compact is None or len(ids) <= (context.rollout.context.limit or room):
+            return ids
+        if compact == "summarise":
+            return await self._summarise(ids)
+        if compact == "drop_results":
+            steps = [_without_results(step) for step in self._steps[:-1]] + self._steps[-1:]
+            same = steps == self._steps
+            return ids if same else await self._restart(self._opening, steps)
+        shorter = await self._call(compact, conversation)
+        return ids if shorter == conversation else await self._restart(shorter, [])
+
+    async def _summarise(self, ids: list[int]) -> list[int] | None:
+        """Ask for a summary, and go on with it; return `ids` where there is no room for one.
+
+        Results too long to leave room for a summary are not part of it, but follow it.
+        """
+        context, steps = self._context, self._steps
+        if context.rollout.max_turns - self.turns < 2:  # the last turn is for the answer
+            return ids
+        reason = context.fork_reason
+        room, prompt, asked = 0, list[int](), list[_Step]()
+        for end in range(len(steps), max(len(steps) - 2, 0), -1):
+            last = replace(steps[end - 1], replies=_and_said(steps[end - 1].replies, REQUEST))
+            shown = [*steps[: end - 1], last]
+            request = await self._prompt(self._opening, shown)
+            if (left := context.max_length - len(request)) > room:
+                room, prompt, asked = left, request, shown
+            if room >= context.sampling.max_tokens:
+                break
+        if not room:
+            context.fork_reason = reason
+            return ids
+        kept = steps[len(asked) :]
+        completion = await self._sample(prompt, self._opening, asked, whole=bool(kept))
+        if completion is None:
+            return None
+        if completion.finish_reason == "length":
+            context.trajectory.status = "length"
+            return None
+        said = after_reasoning(context.template.decode(completion.token_ids))
+        summary = SUMMARY.format(said.strip())
+        # As a user's message: a summary is no answer, which rewards look for in those of the model.
+        context.trajectory.messages.append({"role": "user", "content": summary})
+        return await self._restart(_and_said(context.problem, summary), kept)
+
+    async def _restart(self, opening: list[Message], steps: list[_Step]) -> list[int]:
+        """Go on with another conversation, in a branch."""
+        self._opening, self._steps = opening, steps
+        prompt = await self._prompt(opening, steps)
+        self._context.count(COMPACTED)
+        self._context.fork_reason = COMPACTED
+        return prompt
+
+    async def _prompt(self, opening: list[Message], steps: Sequence[_Step]) -> list[int]:
+        context, tools = self._context, self._tools
+        try:
+            prompt = await context.first_prompt(opening, tools=tools)
+        except (InputError, TrajectoryError):
+            raise
+        except Exception as error:  # a template may raise anything
+            raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
+        for number, step in enumerate(steps, 1):
+            said = _messages(opening, steps[:number])
+            prompt = await context.next_prompt(
+                prompt, step.token_ids, step.replies, tools=tools, conversation=said
+            )
+        return prompt
+
+    async def _sample(
+        self,
+        prompt: Sequence[int],
+        opening: list[Message],
+        steps: Sequence[_Step],
+        *,
+        whole: bool = False,
+    ) -> Completion | None:
+        """Sample a turn of this conversation; `whole` if it continues another than the latest."""
+        context, messages = self._context, list[Message]()
+        if context.rollout.context.compact is not None:  # a trajectory of several conversations
+            whole = whole or not steps or context.fork_reason is not None
+            messages = _messages(opening, steps) if whole else steps[-1].replies
+        completion = await context.sample(prompt, messages=messages)
+        self.turns += completion is not None
+        return completion
+
+    async def _call(self, path: str, conversation: list[Message]) -> list[Message]:
+        """Return the messages of the user's function."""
+        context, name = self._context, f"rollout.context.compact {path}"
+        function, key = context.compact, "rollout.environment_timeout"
+        assert function is not None, "the runner loads the function"
+        seconds, given = context.rollout.environment_timeout, deepcopy(conversation)
+        try:
+            with context.timed("environment"):
+                value = await call_user_code(
+                    function, given, dict(context.row), name=name, seconds=seconds, key=key
+                )
+            return read_messages(value, f"what {name} returns")
+        except Exception as error:
+            message = f"{name}: {await describe_user_error(error)}"
+            raise TrajectoryError("compaction_error", message) from error
+
+
+def _messages(opening: Sequence[Message], steps: Sequence[_Step]) -> list[Message]:
+    return [*opening, *chain.from_iterable([step.answer, *step.replies] for step in steps)]
+
+
+def _without_results(step: _Step) -> _Step:
+    """Return a step whose tool results are left out, but those as short as the note about it."""
+    replies = [
+        {**message, "content": LEFT_OUT}
+        if message["role"] == "tool" and len(str(message.get("content"))) > len(LEFT_OUT)
+        else message
+        for message in step.replies
+    ]
+    return replace(step, replies=replies)
+
+
+def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages after which the user says a text: in the last one if that is the user's,
+    because many templates refuse two in a row."""
+    *before, last = messages
+    if last["role"] == "user" and isinstance(last.get("content"), str):
+        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
