@@ -42,7 +42,8 @@ def _is_port_range(ports: str) -> bool:
 
 
 def _number_or_range(workers: int | str) -> int | str:
-    if _range(workers if isinstance(workers, str) else f"{workers}-{workers}") is None:
+    text = str(workers)
+    if _range(f"{text}-{text}" if text.isdecimal() else text) is None:
         raise ValueError(f"{workers!r} is neither a number of workers nor a range such as 1-8")
     return workers
 

@@ -136,12 +136,12 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
 def _number_in(text: str) -> int | None:
     """Return the number in a request, which any program may have written; None without one."""
     try:
-        read = json.loads(text)
-        workers = read["workers"]
+        workers = json.loads(text)["workers"]
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
-    ok = isinstance(workers, int) and not isinstance(workers, bool)
-    return workers if ok and 1 <= workers <= _MOST_WORKERS else None
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        return None
+    return workers if 1 <= workers <= _MOST_WORKERS else None
 
 
 def _describe(workers: int, up: int, first: int) -> str:
