@@ -207,7 +207,7 @@ class WorkerSupervisor:
         self._fleet.failures.append(failure)
 
     async def _start_at_last(self, why: str) -> None:
-        """Start the worker, however many attempts it takes; `why` there is none."""
+        """Start the worker, after as many attempts as it takes; `why` is the reason in the log."""
         last, longer = "", _GIVEN_UP_SECONDS
         while True:
             pause = _RETRY_SECONDS * max(0, self.restarts)
