@@ -14,9 +14,10 @@ from tests.serving.test_manager import simulated
 from turnwise.cli import app
 from turnwise.config import Config
 from turnwise.core.stacks import register
-from turnwise.errors import DeadlineError, InputError
+from turnwise.errors import DeadlineError, InputError, TrainerError
 from turnwise.run import scaling
 from turnwise.run.scaling import ask, request_file
+from turnwise.serving.manager import AsyncLLMServerManager
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ async def engines(manager: Any, count: int) -> None:
 
 async def test_a_run_gets_as_many_engines_as_it_is_asked_for(config: Config, run: Path) -> None:
     manager = simulated(1, startup_seconds=0.2)
+    with pytest.raises(TrainerError):
+        await _ask_often(config, run, manager)
+    manager = simulated(1, startup_seconds=0.2)
+    async with manager.running(), scaling.scaling(config, manager):
+        await engines(manager, 2)  # as after a restart of the trainer
+    assert scaling._wanted == {}
+
+
+async def _ask_often(config: Config, run: Path, manager: AsyncLLMServerManager) -> None:
+    """Ask for several numbers, one after another, until the trainer dies."""
     async with manager.running(), scaling.scaling(config, manager):
         said = await asyncio.to_thread(ask, run, 3, 60.0)
         assert said.startswith("1 engine serves now, 3 asked for: more join once they have")
@@ -52,9 +63,7 @@ async def test_a_run_gets_as_many_engines_as_it_is_asked_for(config: Config, run
         done = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         stdout, _ = await done.communicate()
         assert stdout.decode() == "2 engines serve now, 2 asked for\n"
-    manager = simulated(1, startup_seconds=0.2)
-    async with manager.running(), scaling.scaling(config, manager):
-        await engines(manager, 2)  # as after a restart of the trainer
+        raise TrainerError("the process of policy rank 0 died")
 
 
 async def test_a_range_of_workers_grows_by_itself_and_reserved_gpus_are_named(

@@ -102,6 +102,7 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
         following = tasks.create_task(follow())
         yield
         following.cancel()
+    _wanted.pop(run, None)  # the run is over, and did not fail
 
 
 def _take_request(run: Path, config: Config, up: int) -> int | None:
