@@ -15,6 +15,9 @@ In two more runs, of twice as many sessions, 5 % of the engines take twice the t
 die one after the other and are not replaced. The perfect balancer loses the speed of the slow ones,
 and none that died.
 
+Four engines, three of which join after a second, are compared with four from the beginning, by
+their turns in the third second.
+
 With `rollout.processes`, each of 16 schedulers gives its sessions to a sixteenth of the engines;
 against that, each may use all of them, without knowledge of the others' loads.
 """
@@ -217,6 +220,26 @@ async def choice_microseconds(workers: int, count: int) -> float:
     return (time.perf_counter() - started) / count * 1e6
 
 
+def rate_with_joined(count: int, joining: int, sessions: int, seed: int) -> float:
+    """Return the turns per virtual second of `count` engines, the last `joining` of which join
+    after one second, in the third second."""
+
+    async def work() -> float:
+        engines, loop = make_engines(count), asyncio.get_running_loop()
+        first = count - joining
+        scheduler = schedule(engines[:first])
+        turns: list[int] = []
+        for engine in engines[first:]:
+            loop.call_later(1.0, scheduler.add, engine.name, engine)
+        for at in (2.0, 3.0):
+            loop.call_later(at, lambda: turns.append(scheduler.events["turns"]))
+        await run_sessions(scheduler, engines, sessions, PER_ENGINE * count, seed)
+        begin, end = turns
+        return float(end - begin)
+
+    return run_virtually(work())
+
+
 def makespan(
     what: str,
     run: Outcome,
@@ -252,6 +275,9 @@ def main() -> None:
     )
     small = [fleet_of(8, few, seed + i) for i in range(rounds)]
     robin = [fleet_of(8, few, seed + i, sticky=False) for i in range(rounds)]
+    grown, whole = (
+        [rate_with_joined(4, joining, few, seed + i) for i in range(rounds)] for joining in (3, 0)
+    )
     robin_of_many = fleet_of(many, sessions // 6, seed, sticky=False)
     choices = {
         count: [
@@ -280,6 +306,15 @@ def main() -> None:
             ),
             makespan(
                 f"makespan of {2 * sessions:,} sessions, 2 % of the engines die", dying, with_all
+            ),
+            Claim(
+                "turns of 4 simulated engines, 3 of which joined a second before",
+                "1/virtual s",
+                grown,
+                "4 from the beginning",
+                whole,
+                quotients(grown, whole),
+                at_least=0.9,
             ),
             Claim(
                 f"a turn among {many:,} engines, simulation included",

@@ -49,7 +49,10 @@ def main(system: str, folder: Path) -> None:
     if system == "darwin":  # torch itself asks sys.platform what a system has
         assert "holds no whole checkpoint" in result.output, result.output
     sys.platform = system
-    for command in (["train", "x.yaml"], ["serve", "x.yaml"], ["eval", "x.yaml"], ["stuck", run]):
+    for command in (
+        *(["train", "x.yaml"], ["serve", "x.yaml"], ["eval", "x.yaml"]),
+        *(["stuck", run], ["scale", run, "--workers", "2"]),
+    ):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2, command
         assert f"{command[0]} needs Linux, and this is {system}" in result.output, result.output

@@ -705,3 +705,26 @@ def test_a_name_that_is_a_path_is_refused(file: Path, name: str) -> None:
     with pytest.raises(InputError, match=r"name: must be one folder in output_dir, not '.*': ch"):
         load_config(file, [f"name={name}"])
     assert load_config(file, ["name=it is..fine-1_ü"]).name == "it is..fine-1_ü"
+
+
+@pytest.mark.parametrize(
+    ("workers", "fewest", "most"), [(3, 3, 3), ("1-8", 1, 8), ("4", 4, 4), ("2-2", 2, 2)]
+)
+def test_workers_are_a_number_or_a_range(file: Path, workers: Any, fewest: int, most: int) -> None:
+    serving = parse_config(minimal(serving={"workers": workers})).serving
+    assert (serving.fewest_workers, serving.most_workers) == (fewest, most)
+    again = load_config(file, [f"serving.workers={workers}"])
+    file.write_text(dump_config(again))
+    assert load_config(file).serving.workers == again.serving.workers == serving.workers
+
+
+@pytest.mark.parametrize("workers", [0, -1, "0-4", "4-1", "1-", "auto", "1-4-8", "-3"])
+def test_what_is_no_number_of_workers_is_said_in_a_sentence(workers: Any) -> None:
+    with pytest.raises(InputError, match=r"serving\.workers: .* is neither a number"):
+        parse_config(minimal(serving={"workers": workers}))
+
+
+def test_engines_in_the_trainers_processes_are_of_a_fixed_number() -> None:
+    tree = minimal(serving={"workers": "1-2"}, training={"colocated": True})
+    with pytest.raises(InputError, match=r"serving\.workers: 1-2 is a range, but with"):
+        parse_config(tree)

@@ -234,7 +234,7 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         assert target.endswith(".jsonl"), (block, line)
                         continue
                     context = command.make_context(name, options)
-                    if name in ("init", "show", "stuck", "view"):
+                    if name in ("init", "scale", "show", "stuck", "view"):
                         continue  # a folder that a reader makes or has
                     file, overrides = (context.params.get(key) for key in ("file", "overrides"))
                     if context.params.get("resume"):  # the run's own file, and no other

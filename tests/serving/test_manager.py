@@ -67,18 +67,18 @@ async def update(
 
 
 def simulated(
-    workers: int = 2,
+    workers: int | str = 2,
     start: Callable[[str], Managed] | None = None,
     startup_seconds: float = 5.0,
+    left: Callable[[int], None] = lambda index: None,
     **serving: Any,
 ) -> AsyncLLMServerManager:
     async def begin(name: str, index: int) -> Managed:
         await asyncio.sleep(startup_seconds)
         return start(name) if start else Managed(name=name)
 
-    return AsyncLLMServerManager(
-        begin, ServingConfig(workers=workers, **serving), WeightsConfig(), turn_timeout=120.0
-    )
+    config = ServingConfig(workers=workers, **serving)
+    return AsyncLLMServerManager(begin, config, WeightsConfig(), turn_timeout=120.0, left=left)
 
 
 def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:

@@ -48,7 +48,7 @@ _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
 )
-_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
+_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
@@ -399,6 +399,18 @@ async def stuck(command: Command, run: Run) -> None:
     from turnwise.core.stacks import ask
 
     typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
+
+
+@command_of(app)
+async def scale(
+    command: Command,
+    run: Run,
+    workers: Annotated[int, typer.Option(min=1, help="Number of engines from now on.")],
+) -> None:
+    """Change the number of engines of a run in progress, which goes on."""
+    from turnwise.run.scaling import ask
+
+    print_text(await run_in_thread(ask, run, workers))
 
 
 @command_of(traces, "export")

@@ -217,7 +217,8 @@ class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 16
     """Problems, each with one group of trajectories, in one training step."""
     concurrency: PositiveInt = 256
-    """Largest number of trajectories in flight."""
+    """Largest number of trajectories in flight; in proportion larger while there are more workers
+    than the run began with."""
     processes: PositiveInt = 1
     """Processes that run trajectories. 1 is the driver itself; with more, each is a Ray actor on
     any node, for fleets of engines whose turns one event loop cannot keep up with. Environments and

@@ -258,7 +258,12 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             "algorithm.kl.sync_steps moves a reference model's weights, and with model.lora it is "
             "the policy without its adapter: set it to 0, or model.lora.rank to 0"
         )
-    workers, size = config.serving.workers, config.engine.tensor_parallel_size
+    workers, size = config.serving.fewest_workers, config.engine.tensor_parallel_size
+    if training.colocated and config.serving.most_workers > workers:
+        yield (
+            f"serving.workers: {config.serving.workers} is a range, but with training.colocated "
+            "engines run in the trainer's processes, whose number is fixed: set one number"
+        )
     if training.colocated and workers * size != ranks:
         yield (
             f"training.colocated needs one rank per engine device: serving.workers {workers} * "

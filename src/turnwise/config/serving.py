@@ -28,9 +28,24 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
+def _range(text: str) -> tuple[int, int] | None:
+    """Return the numbers of FIRST-LAST; None if it is no range of positive numbers."""
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        return None
+    return int(match[1]), int(match[2])
+
+
 def _is_port_range(ports: str) -> bool:
-    match = re.fullmatch(r"(\d+)-(\d+)", ports or "1-1")
-    return match is not None and 0 < int(match[1]) <= int(match[2]) < 65_536
+    ends = _range(ports or "1-1")
+    return ends is not None and ends[1] < 65_536
+
+
+def _number_or_range(workers: int | str) -> int | str:
+    text = str(workers)
+    if _range(f"{text}-{text}" if text.isdecimal() else text) is None:
+        raise ValueError(f"{workers!r} is neither a number of workers nor a range such as 1-8")
+    return workers
 
 
 class EngineConfig(Section):
@@ -91,8 +106,10 @@ class EngineConfig(Section):
 class ServingConfig(Section):
     """The workers and the server in front of them."""
 
-    workers: PositiveInt = 1
-    """Number of engines, each in its own process."""
+    workers: Annotated[int | str, AfterValidator(_number_or_range)] = 1
+    """Number of engines, each in its own process; or a range such as 1-8: a run begins with the
+    first number of them, and has as many, up to the second, as the cluster has room for, also on
+    nodes that join during the run."""
     overload: Annotated[float, Field(ge=1)] = 1.5
     """Load of a worker, relative to the mean, at which sessions are moved away immediately; a
     lasting overload of 5 % moves them too."""
@@ -155,6 +172,16 @@ class ServingConfig(Section):
     """Memory of all clients' sessions in MB; beyond it, the session idle the longest is deleted."""
     reasoning_parser: str | None = None
     """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
+
+    @property
+    def fewest_workers(self) -> int:
+        """Number of workers that a run begins with."""
+        return int(str(self.workers).partition("-")[0])
+
+    @property
+    def most_workers(self) -> int:
+        """Largest number of workers, if the cluster has room for them."""
+        return int(str(self.workers).rpartition("-")[2])
 
 
 class WeightsConfig(Section):

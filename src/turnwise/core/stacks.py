@@ -246,6 +246,14 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     return [*found, *elsewhere]
 
 
+def may_be_running(run: Path) -> bool:
+    """Return whether a run has a living process here, or one on another machine, which may live."""
+    return any(
+        host != socket.gethostname() or _living(pid, started)
+        for _, host, pid, _, started in _registered(run)
+    )
+
+
 def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
     """Yield the files of a run's processes: each with host, process id, name and start."""
     for path in sorted(stacks_folder(run).glob("*.txt")):
@@ -301,10 +309,7 @@ def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
     if not (run / "logs").is_dir():
         raise InputError(f"there is no run in {run} (a folder with logs)")
     report, request = run / REPORT, report_request(run)
-    if any(
-        host != socket.gethostname() or _living(pid, started)
-        for _, host, pid, _, started in _registered(run)
-    ):
+    if may_be_running(run):
         due = time.monotonic() + seconds
         with suppress(OSError):
             request.touch()

@@ -108,7 +108,7 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
     )
     yield "dropped", Share(alarms.dropped, _share(lost, lost + row["trajectories"]), said)
     advice = (
-        "more engines (serving.workers) or more concurrency (rollout.concurrency)"
+        "more engines (turnwise scale, serving.workers) or more concurrency (rollout.concurrency)"
         if training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )

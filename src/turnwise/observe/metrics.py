@@ -174,6 +174,8 @@ class StepMetrics:
     train_memory_gib: float | None = None
     """Peak memory of a rank so far, in GiB: of its GPU, or of its process on a CPU."""
 
+    engines: int | None = None
+    """Number of engines that serve the new weights."""
     weight_version: Annotated[int | None, Series("turnwise_weight_version")] = None
     """Weight version of the engines: the number of optimizer steps."""
     weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None

@@ -141,7 +141,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         return Load(device, least, expected, worst, limit)
 
     if not machine.gpus:
-        beside = config.serving.workers * config.engine.devices * engine.peak
+        beside = config.serving.most_workers * config.engine.devices * engine.peak
         if config.weights.transport == "shm":
             beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
         loads = [load("memory of the machine", training.ranks, beside)]
@@ -269,17 +269,16 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
 def actors(config: Config, share: float) -> Iterator[Ask]:
     """Yield what the actors of a run ask Ray for, with this share of a GPU for each device."""
     training, serving, size = config.training, config.serving, config.engine.devices
+    workers = serving.fewest_workers
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:
-        yield Ask(
-            "worker, its model in the ranks", serving.workers, CPU_SHARE, 0, serving.resources
-        )
+        yield Ask("worker, its model in the ranks", workers, CPU_SHARE, 0, serving.resources)
     elif serving.spread:
-        count = serving.workers * size
+        count = workers * size
         yield Ask("device of a worker", count, CPU_SHARE, share, serving.resources)
     else:
         gpus = share * size
-        yield Ask("worker", serving.workers, CPU_SHARE, gpus, serving.resources)
+        yield Ask("worker", workers, CPU_SHARE, gpus, serving.resources)
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:

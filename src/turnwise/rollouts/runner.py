@@ -24,7 +24,7 @@ from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.template import load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import LOOP_NAMES, Config, SamplingConfig, ToolConfig
-from turnwise.core.aio import is_cancelled, run_in_thread, task_group
+from turnwise.core.aio import Slots, is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
@@ -304,7 +304,9 @@ class Runner:
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self.growth: Callable[[], float] = lambda: 1.0
+        """Returns `Scheduler.growth`, by which `rollout.concurrency` is multiplied."""
+        self._slots = Slots(lambda: config.rollout.concurrency * self.growth())
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":

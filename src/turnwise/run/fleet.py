@@ -21,6 +21,7 @@ from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
 from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.run.display import SILENT, Display, show_part
+from turnwise.run.scaling import scaling
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
@@ -104,6 +105,8 @@ async def _open_fleet(
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             starting.create_task(show_part(progress, name, front.start))
+        if hosts is None:  # else their number is that of the actors
+            await stack.enter_async_context(scaling(config, manager))
         async with watching_ray(config.ray_address if hosts is None else "auto"):
             yield manager, front
 
@@ -130,7 +133,7 @@ def begin_imports(config: Config) -> None:
 
 
 def starting_engines(config: Config) -> str:
-    return f"starting {count_of(config.serving.workers, 'engine')}"
+    return f"starting {count_of(config.serving.fewest_workers, 'engine')}"
 
 
 def count_of(number: int, noun: str) -> str:
@@ -145,4 +148,5 @@ def make_manager(
     the `WorkerHost`s that hold its model."""
     starter, seconds = WorkerStarter(config, share, hosts), config.engine.start_timeout
     seconds += config.engine.request_timeout
-    return AsyncLLMServerManager(starter, config.serving, config.weights, seconds, starter.end)
+    ends = starter.end, starter.leave
+    return AsyncLLMServerManager(starter, config.serving, config.weights, seconds, *ends)

@@ -39,6 +39,7 @@ from turnwise.run.fleet import (
     ray_running,
     starting_engines,
 )
+from turnwise.run.scaling import scaling
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
 from turnwise.training.algorithms import make_algorithm
@@ -137,6 +138,7 @@ async def open_runtime(
         if config.training.colocated and (trainer := await start_policy()) is not None:
             hosts = trainer.actors  # engines run in its processes
         manager = make_manager(config, share, hosts)
+        runner.growth = lambda: manager.scheduler.growth
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if (count := config.rollout.processes) > 1:
@@ -153,7 +155,7 @@ async def open_runtime(
         if processes is None and (fronts := config.loops & FRONTS.keys()):
             with progress.part(" and ".join(FRONTS[loop] for loop in sorted(fronts))):
                 await stack.enter_async_context(open_front(config, runner, manager.scheduler))
-        async with watching_ray(config.ray_address):
+        async with watching_ray(config.ray_address), scaling(config, manager):
             yield Runtime(manager, runner, policy, processes)
 
 
@@ -291,6 +293,7 @@ class TrainingStep:
             lent["offloaded_gib"] = await self._policy.offload() / 2**30
         return {
             **lent,
+            "engines": len(updated),
             "weight_version": published.version,
             "weight_update_seconds": time.perf_counter() - started,
             "canary_diff_mean": max((one.mean for one in updated), default=0.0),

@@ -23,7 +23,7 @@ from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.config.verl_keys import ROOT, VERL_KEYS
-from turnwise.core.aio import run_in_thread, together
+from turnwise.core.aio import Slots, run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -213,7 +213,8 @@ class ChatBackend:
         self.sessions = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._generator = generator
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        concurrency = config.rollout.concurrency
+        self._slots = Slots(lambda: concurrency * getattr(generator, "growth", 1.0))
 
     async def start(self) -> None:
         """Build vLLM's application, and the conductor; raise `InputError` when vLLM refuses the

@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 Order = tuple[str, tuple[object, ...]]
 """A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
-_OWN_ORDERS = frozenset({"add", "restore", "remove"})  # methods of the process; others: scheduler's
+_OWN_ORDERS = frozenset({"add", "restore", "remove", "retire"})
+"""Methods of the process; the others are its scheduler's."""
 REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
 LOST = "was lost when its process died"  # end of a session, after "the session NAME"
 _REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
@@ -199,6 +200,11 @@ class FrontProcess:
             worker = self.scheduler.remove(name)
             if isinstance(worker.engine, WorkerHandle):
                 worker.engine.fail(f"{name} is lost")
+
+    def retire(self, name: str) -> None:
+        """Give a worker no further turns; those on it go on until the driver ends it."""
+        if name in self.scheduler.workers:
+            self.scheduler.remove(name, lost=False)
 
     async def wake(self) -> None:
         """End a `report` that waits: the driver has orders."""
@@ -481,10 +487,10 @@ class FrontProcesses:
             if change == "restore" and name not in process.suspects:
                 continue
             process.suspects.discard(name)
-            if change == "remove":
+            if change in ("remove", "retire"):
                 process.loads.pop(name, None)
             self._tell(process, change, *arguments)
-        if change in ("add", "remove"):
+        if change in ("add", "remove", "retire"):
             self._assign()
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:

@@ -1,12 +1,15 @@
-"""A fleet of workers behind one scheduler: start, weights, sleep, wake and shutdown.
+"""A fleet of workers behind one scheduler: start, number, weights, sleep, wake and shutdown.
 
 Each worker has a supervisor that restarts it when it dies or hangs; one that only cannot be reached
 any more keeps running. A new worker gets the fleet's weights and state before it gets turns. If the
-restarts fail, the worker is given up, and further attempts follow at growing intervals.
+restarts fail, the worker is given up, and further attempts follow at growing intervals. Workers
+join and leave at any time (`AsyncLLMServerManager.scale`): one that leaves gets no further update,
+and no further turns, but loses none.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -26,7 +29,7 @@ from turnwise.errors import (
 )
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.routing import Supervisor, Worker
-from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.scheduler import Scheduler, can_move
 from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
+_LEAVE_SECONDS = 60.0
+"""Time in which the turns of a worker that leaves may end; then others continue them."""
+_LEAVE_POLL_SECONDS = 0.5  # also time in which all processes learn that it takes no more turns
+_HAND_OVER_SECONDS = 10.0  # time in which aborted turns leave it
 _SETTLED_CHECKS = 10
 """Number of successful health checks in a row after which earlier restarts no longer count."""
 
@@ -175,6 +182,18 @@ class WorkerSupervisor:
                     self.restarts = 0
                 scheduler.restore(self.name)
 
+    def join(self) -> None:
+        """Start the first process of a worker that joins during the run, and watch it."""
+
+        async def join() -> None:
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            await self._start_at_last("it did not start")
+            self.watch()
+            logger.info("%s has joined after %.1f s", self.name, clock() - started)
+
+        self._restarting = asyncio.create_task(join())
+
     async def _restart(self, why: str, dead: Worker) -> None:
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -182,6 +201,13 @@ class WorkerSupervisor:
             async with asyncio.timeout(_CAUSE_SECONDS):
                 while dead.running:  # noqa: ASYNC110 (one of the turns may be the cause)
                     await asyncio.sleep(_CAUSE_SECONDS / 100)
+        await self._start_at_last(why)
+        failure = WorkerFailure(self.name, why, clock() - started, Counter(dead.failed_turns))
+        logger.warning("%s", failure)
+        self._fleet.failures.append(failure)
+
+    async def _start_at_last(self, why: str) -> None:
+        """Start the worker, after as many attempts as it takes; `why` is the reason in the log."""
         last, longer = "", _GIVEN_UP_SECONDS
         while True:
             pause = _RETRY_SECONDS * max(0, self.restarts)
@@ -202,9 +228,6 @@ class WorkerSupervisor:
                 last = text_of(error)
         self.given_up = self._failure = self._unreachable = ""
         self._checks = 0
-        failure = WorkerFailure(self.name, why, clock() - started, Counter(dead.failed_turns))
-        logger.warning("%s", failure)
-        self._fleet.failures.append(failure)
 
 
 class AsyncLLMServerManager:
@@ -217,6 +240,7 @@ class AsyncLLMServerManager:
         weights: Treatment of running turns during updates.
         turn_timeout: Seconds that a turn waits while no worker is usable.
         end: Called once no worker will be started any more.
+        left: Called with the index of a worker that has left.
 
     Updates, sleep and wake raise `DeadlineError` or `EngineError`, naming the worker.
     """
@@ -228,17 +252,20 @@ class AsyncLLMServerManager:
         weights: WeightsConfig,
         turn_timeout: float,
         end: Callable[[], None] = lambda: None,
+        left: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
-        self._start, self._end = start, end
-        self._weights = weights
+        self._start, self._end, self._left = start, end, left
+        self._serving, self._weights = serving, weights
         self._supervisors = [
-            WorkerSupervisor(index, serving, self) for index in range(serving.workers)
+            WorkerSupervisor(index, serving, self) for index in range(serving.fewest_workers)
         ]
+        self._leaving: dict[int, tuple[asyncio.Task[None], WorkerHandle]] = {}
+        """Workers that get no more turns, by their indices."""
         self._sync: WeightSync | None = None  # source of the last update; None before the first one
         self._asleep = False
         self._control = asyncio.Lock()
@@ -271,6 +298,60 @@ class AsyncLLMServerManager:
             raise
         for supervisor in self._supervisors:
             supervisor.watch()
+
+    async def scale(self, workers: int) -> None:
+        """Have this number of workers from now on; returns before they are up, or have left.
+
+        One that joins is started once there is room for it, and gets the current weights before its
+        first turn. One that leaves (first those that are not up, then the last ones) gets no more
+        turns; those on it end or, after a while, continue on others.
+
+        Example:
+            await manager.scale(4)
+        """
+        async with self._control:  # no update is in progress
+            known = self._supervisors
+            last_first = sorted(known, key=lambda one: (one.engine is not None, -one.index))
+            for supervisor in last_first[: max(0, len(known) - workers)]:
+                await supervisor.stop()
+                known.remove(supervisor)
+                if (engine := supervisor.engine) is None:
+                    self._left(supervisor.index)
+                    continue
+                worker = self.scheduler.remove(supervisor.name, lost=False)
+                leaving = asyncio.create_task(self._let_go(supervisor.index, engine, worker))
+                self._leaving[supervisor.index] = leaving, engine
+            taken = {one.index for one in known} | self._leaving.keys()
+            free = (index for index in itertools.count() if index not in taken)
+            for index in itertools.islice(free, max(0, workers - len(known))):
+                known.append(supervisor := WorkerSupervisor(index, self._serving, self))
+                supervisor.join()
+
+    async def _let_go(self, index: int, engine: "WorkerHandle", worker: Worker) -> None:
+        """End a worker that gets no more turns, once it has none, or has handed them over."""
+        clock = asyncio.get_running_loop().time
+        ends, handed_over = clock() + _LEAVE_SECONDS, False
+        try:
+            while True:
+                await asyncio.sleep(_LEAVE_POLL_SECONDS)
+                if not (worker.running or await engine.num_in_flight()):
+                    break
+                if clock() < ends:
+                    continue
+                if handed_over:
+                    break
+                if all(can_move(turn) for turn in worker.running):
+                    await engine.pause("abort")
+                    ends, handed_over = clock() + _HAND_OVER_SECONDS, True
+            await engine.shutdown()
+        except Exception as error:  # as after any death, its turns continue on others
+            logger.warning("%s failed while it was leaving: %s", worker.name, text_of(error))
+            engine.fail(f"{worker.name} has left")
+            engine.kill()
+        finally:
+            del self._leaving[index]
+        self._left(index)
+        logger.info("%s has left", worker.name)
 
     async def start_worker(self, supervisor: WorkerSupervisor) -> None:
         """Start a worker, and give it the weights and state of all others."""
@@ -359,10 +440,14 @@ class AsyncLLMServerManager:
 
     async def shutdown(self) -> None:
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
+        leaving = [*self._leaving.values()]
+        for task, _ in leaving:
+            task.cancel()
         self.scheduler.close("the fleet was shut down")
         for name in list(self.scheduler.workers):
             self.scheduler.remove(name)
-        await asyncio.gather(*(e.shutdown() for e in self.engines), return_exceptions=True)
+        engines = [*self.engines, *(engine for _, engine in leaving)]
+        await asyncio.gather(*(e.shutdown() for e in engines), return_exceptions=True)
         for supervisor in self._supervisors:
             supervisor.engine = None
         self._end()
@@ -371,6 +456,8 @@ class AsyncLLMServerManager:
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]
 
     def close_if_empty(self, why: str) -> None:
-        """Fail turns that wait for a worker if all were given up."""
-        if len(self.given_up) == len(self._supervisors):
+        """Fail turns that wait for a worker if none is up, and all were given up but those that a
+        run does not begin with, which may wait for room for ever."""
+        needed = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
+        if not self.engines and all(one.given_up for one in needed):
             self.scheduler.close(why)

@@ -167,6 +167,8 @@ class Router:
     def rebuild(self) -> None:
         """Rebuild the arrays after a worker was added or removed."""
         averages = {worker.name: self._averages_W[worker.index] for worker in self.usable}
+        # Not its present load, 0: a worker that joins would get all new sessions for a while.
+        usual = float(self._averages_W.mean()) if averages else 0.0
         for worker in self.usable:
             worker.index = -1  # and that of a worker which is not preferred
         usable = [worker for worker in self.workers.values() if worker.usable]
@@ -175,7 +177,7 @@ class Router:
             worker.index = index
         self._loads_W = np.array([worker.load for worker in self.usable], dtype=float)
         self._averages_W = np.array(
-            [averages.get(worker.name, worker.load) for worker in self.usable], dtype=float
+            [averages.get(worker.name, usual) for worker in self.usable], dtype=float
         )
         self._turns_W = np.array([worker.turns for worker in self.usable], dtype=float)
         self._compare_speeds()

@@ -55,6 +55,8 @@ Follower = Callable[..., None]
 - `("restore", name)`: use a worker again on which a request failed, and which is alive; a follower
   that cannot reach it does not use it until it can;
 - `("remove", name)`: use a worker no longer, which is lost;
+- `("retire", name)`: give a worker no further turns, which leaves; those on it end, or are aborted
+  and continue on others;
 - `("close", why)`: expect no further worker until one is added.
 """
 
@@ -73,9 +75,9 @@ class Scheduler:
 
         Choices for sessions that have a worker: sticky (unchanged), moved_overload, moved_slow,
         moved_gone.
-        Interruptions: aborted_by_update. After a failure: continued (from the sampled tokens),
-        restarted (from the prompt, discarding tokens), moved (no token was sampled yet),
-        quarantined.
+        Interruptions: aborted_by_update, and handed_over by a worker that leaves. After a failure:
+        continued (from the sampled tokens), restarted (from the prompt, discarding tokens), moved
+        (no token was sampled yet), quarantined.
         """
         self._serving = serving
         self._turn_timeout = turn_timeout
@@ -93,6 +95,11 @@ class Scheduler:
     def workers(self) -> dict[str, Worker]:
         """All workers by name, including failed ones that are not removed yet."""
         return self._router.workers
+
+    @property
+    def growth(self) -> float:
+        """Number of workers by that which the run began with, at least 1."""
+        return max(1.0, len(self.workers) / self._serving.fewest_workers)
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
         """Add a worker; one of the same name is replaced."""
@@ -156,14 +163,15 @@ class Scheduler:
                 self._router.rebuild()
             worker.settle(lost=False)
 
-    def remove(self, name: str) -> Worker:
-        """Remove a worker; turns that are running on it continue until they fail."""
+    def remove(self, name: str, *, lost: bool = True) -> Worker:
+        """Remove a worker; turns that are running on it continue until they fail, or, if it is not
+        `lost` but leaves, until they end or are aborted, to continue on others."""
         worker = self.workers.pop(name)
-        if worker.verdict is None:
+        if lost and worker.verdict is None:
             worker.note_suspects()
-        worker.settle(lost=True)
+        worker.settle(lost=lost)
         self._router.rebuild()
-        self._tell("remove", name)
+        self._tell("remove" if lost else "retire", name)
         return worker
 
     async def collective_rpc(
@@ -219,8 +227,9 @@ class Scheduler:
                             if ended:
                                 break
                     if not ended:
-                        turn.aborts += 1  # aborted by a weight update: the tokens are kept
-                        self.events["aborted_by_update"] += 1
+                        turn.aborts += 1  # aborted without a failure: the tokens are kept
+                        stays = self.workers.get(worker.name) is worker
+                        self.events["aborted_by_update" if stays else "handed_over"] += 1
                 except (EngineError, DeadlineError) as error:
                     await self._handle_failure(turn, worker, error)
             if ended:
@@ -370,6 +379,11 @@ def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
         sampling=rest,
         id=f"{turn.request.id}~{attempts}",  # an engine may still know that of an earlier one
     )
+
+
+def can_move(turn: ScheduledTurn) -> bool:
+    """Return whether another worker can go on with a turn, from its tokens or from the prompt."""
+    return turn.request.whole or remaining(turn.request, len(turn.sampled)) is not None
 
 
 def remaining(request: Request, sampled: int) -> "Sampling | None":

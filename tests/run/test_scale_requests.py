@@ -1,0 +1,115 @@
+"""`turnwise scale`: what a run answers to it, and does, on simulated engines."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.serving.test_manager import simulated
+from turnwise.cli import app
+from turnwise.config import Config
+from turnwise.core.stacks import register
+from turnwise.errors import DeadlineError, InputError, TrainerError
+from turnwise.run import scaling
+from turnwise.run.scaling import ask, request_file
+from turnwise.serving.manager import AsyncLLMServerManager
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config], tmp_path: Path) -> Config:
+    config = make_config(output_dir=str(tmp_path), name="run")
+    register(tmp_path / "run", "turnwise")
+    return config
+
+
+@pytest.fixture
+def run(config: Config) -> Path:
+    return Path(config.output_dir, config.name)
+
+
+async def engines(manager: Any, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(manager.engines) != count or manager._leaving:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_run_gets_as_many_engines_as_it_is_asked_for(config: Config, run: Path) -> None:
+    manager = simulated(1, startup_seconds=0.2)
+    with pytest.raises(TrainerError):
+        await _ask_often(config, run, manager)
+    manager = simulated(1, startup_seconds=0.2)
+    async with manager.running(), scaling.scaling(config, manager):
+        await engines(manager, 2)  # as after a restart of the trainer
+    assert scaling._wanted == {}
+
+
+async def _ask_often(config: Config, run: Path, manager: AsyncLLMServerManager) -> None:
+    """Ask for several numbers, one after another, until the trainer dies."""
+    async with manager.running(), scaling.scaling(config, manager):
+        said = await asyncio.to_thread(ask, run, 3, 60.0)
+        assert said.startswith("1 engine serves now, 3 asked for: more join once they have")
+        assert not request_file(run).exists()
+        await engines(manager, 3)
+        said = await asyncio.to_thread(ask, run, 2, 60.0)
+        assert said.startswith("3 engines serve now, 2 asked for: others leave once their")
+        assert "reserved" not in said
+        await engines(manager, 2)
+        command = [sys.executable, "-m", "turnwise.cli", "scale", str(run), "--workers", "2"]
+        done = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        stdout, _ = await done.communicate()
+        assert stdout.decode() == "2 engines serve now, 2 asked for\n"
+        raise TrainerError("the process of policy rank 0 died")
+
+
+async def test_a_range_of_workers_grows_by_itself_and_reserved_gpus_are_named(
+    config: Config, run: Path
+) -> None:
+    serving = config.serving.model_copy(update={"workers": "2-4"})
+    config = config.model_copy(update={"serving": serving})
+    manager = simulated("2-4", startup_seconds=0.2)
+    async with manager.running(), scaling.scaling(config, manager):
+        assert len(manager.engines) == 2
+        await engines(manager, 4)
+        said = await asyncio.to_thread(ask, run, 1, 60.0)
+        assert said.endswith(
+            "; GPUs of the 2 that the run began with (serving.workers) stay reserved until it ends"
+        )
+        await engines(manager, 1)
+
+
+async def test_what_a_run_refuses_is_said_in_a_sentence(config: Config, run: Path) -> None:
+    training = config.training.model_copy(update={"colocated": True})
+    together = config.model_copy(update={"training": training})
+    async with simulated(1, startup_seconds=0.2).running() as manager:
+        async with scaling.scaling(together, manager):
+            with pytest.raises(InputError, match=r"refuses: with training\.colocated its engines"):
+                await asyncio.to_thread(ask, run, 3, 60.0)
+        async with scaling.scaling(config, manager):
+            for wrong in ("{", "[]", "null", "{}", *(json.dumps({"workers": n}) for n in WRONG)):
+                request_file(run).write_text(wrong)
+                async with asyncio.timeout(60):
+                    while request_file(run).exists():
+                        await asyncio.sleep(0.02)
+                answer = json.loads((run / "logs" / "scale.json").read_text())
+                assert answer == {"refused": "a number of engines is between 1 and 65,536"}, wrong
+        assert len(manager.engines) == 1
+
+
+WRONG = (0, -1, 10**9, True, "3", 2.0, None, [])
+
+
+def test_a_run_that_does_not_answer_or_is_none_is_said_so(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"may still be starting, did not answer within 0\.2 s"):
+        ask(run, 2, 0.2)
+    assert not request_file(run).exists(), "the request is withdrawn"
+    (tmp_path / "ended" / "logs").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"no process of .*ended is running here"):
+        ask(tmp_path / "ended", 2)
+    done = CliRunner().invoke(app, ["scale", str(tmp_path / "none"), "--workers", "2"])
+    assert done.exit_code == 2
+    assert "there is no run in" in done.stderr
