@@ -7,6 +7,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_li
 from turnwise.trajectory import Message
 
 _NO_KEY = "none"
+_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
 _jitter = random.Random()  # the global one is the run's
@@ -113,8 +115,10 @@ class ChatEndpoint:
         messages: Sequence[Message],
         spent: Counter[str],
         check: Callable[[str], object] = bool,
+        request: Mapping[str, object] | None = None,
     ) -> Reply:
-        """Return the answer to messages; adds to `spent` the requests, retries and tokens.
+        """Return the answer to messages, asked with these parameters too; adds to `spent` the
+        requests, retries and tokens.
 
         Connection errors, 408, 409, 429, 5xx and texts that `check` refuses with an AnswerError
         are tried again, after growing pauses or after the time that the server names.
@@ -122,7 +126,8 @@ class ChatEndpoint:
         Raises:
             TrajectoryError: with the server's own words, when no attempt succeeds in time.
         """
-        body = {"model": self.model, **self._request, "messages": list(messages)}
+        parameters = {**self._request, **(request or {})}
+        body = {"model": self.model, **parameters, "messages": list(messages)}
         failure = _FailedAttempt("", None)
         try:
             async with deadline(self._timeout, f"{self} did not answer", self._key):
@@ -193,6 +198,11 @@ class ChatEndpoint:
 
     def __str__(self) -> str:
         return f"{self._who} {self.model} at {self._url}"
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without what is between `<think>` tags, of which the last may be open."""
+    return _THOUGHTS.sub("", text).strip() if "<think>" in text else text
 
 
 def is_http(url: str) -> bool:

@@ -4,16 +4,14 @@ An environment's `step` returns its answers. They reach the policy as messages o
 tokens are part of the prompt and are never trained.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.chat_endpoint import ChatEndpoint, is_http
+from turnwise.rollouts.chat_endpoint import ChatEndpoint, is_http, without_thoughts
 from turnwise.trajectory import Message
 
 GREETING = "Hello! How can I help you?"
-_THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)\s*", re.DOTALL)
 
 
 class SimulatedUser:
@@ -152,12 +150,12 @@ class SimulatedUser:
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
-        said = _THOUGHTS.sub("", said)
+        said = without_thoughts(said)
         spent = Counter[str]()
         reply = await self._endpoint.ask([*self.messages, {"role": "user", "content": said}], spent)
         self.calls += 1
         self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]
-        text = _THOUGHTS.sub("", reply.text).strip()
+        text = without_thoughts(reply.text).strip()
         if not text:
             message = f"{self} answered without a text (finish_reason {reply.finish_reason})"
             raise TrajectoryError("simulated_user_error", message)
