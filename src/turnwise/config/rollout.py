@@ -37,6 +37,10 @@ Loop = Annotated[
 ]
 
 
+SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
+"""Names of the built-in sandboxes for code."""
+
+
 def _with_colon(path: str) -> str:
     """Return `package.module.Class`, as verl writes it, as `package.module:Class`."""
     return path if ":" in path else ":".join(path.rsplit(".", 1))
@@ -45,9 +49,16 @@ def _with_colon(path: str) -> str:
 class CodeToolConfig(Section):
     """A tool that runs the model's code in a sandbox of its trajectory."""
 
-    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"] = "auto"
-    """Program that confines the code: sandlock, bubblewrap, auto for the first of the two that
-    works, or none, which gives the code all rights of the run's user."""
+    sandbox: Annotated[
+        str,
+        must(
+            lambda name: name in SANDBOXES or ":" in name,
+            f"sandbox must be {', '.join(SANDBOXES)}, a URL or package.module:Class, not {{!r}}",
+        ),
+    ] = "auto"
+    """Confinement of the code: sandlock, bubblewrap, auto for the first of the two that works;
+    docker or podman; the URL of a server of sandboxes; package.module:Class; or none, which gives
+    the code all rights of the run's user."""
     timeout: PositiveFloat = 10.0
     """Seconds for one call, after which the code is interrupted."""
     memory: PositiveInt = 512
@@ -57,8 +68,13 @@ class CodeToolConfig(Section):
     processes: PositiveInt = 32
     """Largest number of processes and threads."""
     interpreter: str | None = None
-    """Python's executable, for the packages of its environment; null offers Python's own
-    modules."""
+    """Python's executable, for the packages of its environment, or in the image; null offers
+    Python's own modules."""
+    image: str = "docker.io/library/python:3.12-slim"
+    """For docker and podman: image with Python 3.9 or newer, and bash for a shell, which has been
+    pulled."""
+    cpus: PositiveFloat = 1.0
+    """For docker and podman: processors that the code may use."""
 
 
 class McpConfig(Section):

@@ -23,8 +23,9 @@ from typing import Literal
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+from turnwise.tools.sandbox.containers import specify_container
 
-Backend = Literal["sandlock", "bubblewrap", "none"]
+Backend = Literal["sandlock", "bubblewrap", "none", "docker", "podman"]
 MISSING = (
     "a sandbox for code needs sandlock (pip install 'turnwise[sandbox]', Linux 6.7 with Landlock) "
     "or bubblewrap (apt install bubblewrap, user namespaces); sandbox: none runs code unconfined"
@@ -57,7 +58,9 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
 
 def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
     """Return the keeper's specification of a new sandbox, which ends when the file `lifeline` does;
-    makes its scratch folder."""
+    makes its scratch folder, if it has one."""
+    if backend == "docker" or backend == "podman":
+        return specify_container(backend, limits, shell=shell, lifeline=lifeline)
     executable, prefixes = _python(limits.interpreter)
     root = os.geteuid() == 0
     # As root, every sandbox has its own user: root would own the system's files, and the kernel
