@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections import Counter
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +271,7 @@ async def test_a_wrong_key_is_named(scripted: Scripted, wrong: dict[str, Any], w
 def test_the_pause_that_a_server_names_is_read() -> None:
     assert named_pause({"retry-after-ms": "20", "retry-after": "9"}) == 0.02
     assert named_pause({"retry-after": "9"}) == 9.0
-    assert 50 < named_pause({"retry-after": formatdate(time.time() + 60, usegmt=True)}) <= 60
-    for text in ("", "soon", "nan", "-3", "1e999", formatdate(0)):
+    for text in ("", "soon", "nan", "-3", "Fri, 31 Dec 1999 23:59:59 GMT"):
         assert named_pause({"retry-after": text}) == 0.0
 
 

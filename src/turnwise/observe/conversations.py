@@ -14,10 +14,11 @@ from statistics import fmean, pstdev
 from rich.console import Console
 from rich.text import Text
 
+from turnwise.chat.messages import said
 from turnwise.core.files import JUDGEMENTS, number_of, numbered
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, visible
-from turnwise.trajectory import Message, Trajectory, read_jsonl
+from turnwise.trajectory import Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
@@ -143,21 +144,6 @@ def conversation(
 
 def _indented(text: str) -> str:
     return visible(text).replace("\n", "\n" + _INDENT)
-
-
-def said(message: Message) -> str:
-    """Return a message's text and its calls."""
-    content = message.get("content")
-    if isinstance(content, list):  # parts of a message
-        content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
-    lines = [str(content)] if content else []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") or call
-        arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        lines.append(f"→ {function.get('name')}({arguments})")
-    return "\n".join(lines)
 
 
 def _numbers() -> "array[float]":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.chat_endpoint import ChatEndpoint, is_http, without_thoughts
+from turnwise.rollouts.chat_endpoint import ChatEndpoint, without_thoughts
 from turnwise.trajectory import Message
 
 GREETING = "Hello! How can I help you?"
@@ -74,8 +74,9 @@ class SimulatedUser:
         api_key_variable: str | None = None,
         request: Mapping[str, object] | None = None,
     ) -> None:
+        is_url = base_url.startswith(("http://", "https://"))
         for right, rule, value in (
-            (is_http(base_url), "base_url must begin with http:// or https://", base_url),
+            (is_url, "base_url must begin with http:// or https://", base_url),
             (stop != "", "stop must be a phrase", stop),
             (max_calls > 0, "max_calls must be at least 1", max_calls),
             (max_tokens is None or max_tokens > 0, "max_tokens must be at least 1", max_tokens),
@@ -93,7 +94,6 @@ class SimulatedUser:
                 timeout=timeout,
                 retries=retries,
                 api_key_variable=api_key_variable,
-                request=request,
             )
         except InputError as error:
             raise InputError(f"SimulatedUser: {error}") from None
@@ -110,6 +110,7 @@ class SimulatedUser:
             self._record(GREETING, opening)
         self._stop = stop
         self._max_calls, self._max_tokens = max_calls, max_tokens
+        self._request = dict(request or {})
 
     async def open(self) -> str:
         """Return the user's first message, for `problem`; for an environment's async `setup`.
@@ -150,9 +151,9 @@ class SimulatedUser:
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
-        said = without_thoughts(said)
-        spent = Counter[str]()
-        reply = await self._endpoint.ask([*self.messages, {"role": "user", "content": said}], spent)
+        said, spent = without_thoughts(said), Counter[str]()
+        messages = [*self.messages, {"role": "user", "content": said}]
+        reply = await self._endpoint.ask(messages, self._request, spent)
         self.calls += 1
         self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]
         text = without_thoughts(reply.text).strip()

@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from turnwise.chat.messages import said
 from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
-from turnwise.observe.conversations import NO_TRAJECTORY, judge_requests, said
+from turnwise.observe.conversations import NO_TRAJECTORY, judge_requests
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
