@@ -156,12 +156,10 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
         for name in names:
             if wanted != name and (wanted != "auto" or name in ENGINES):
                 continue
-            program = {"bubblewrap": "bwrap"}.get(name, name)
+            sandlock = name == "sandlock" and importlib.util.find_spec(name)
             if name not in ENGINES and platform.machine() not in ARCHITECTURES:
                 reason = "not available on this architecture"
-            elif not (
-                importlib.util.find_spec(name) if name == "sandlock" else shutil.which(program)
-            ):
+            elif not sandlock and shutil.which({"bubblewrap": "bwrap"}.get(name, name)) is None:
                 reason = "not installed"
             else:
                 session = Session(name, CodeToolConfig.model_validate(limits))

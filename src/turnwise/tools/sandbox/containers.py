@@ -29,9 +29,10 @@ _CLIENTS = ("PATH", "HOME", "USER", "XDG_", "DOCKER_", "CONTAINER", "DBUS_")
 
 
 def specify_container(
-    engine: Engine, limits: CodeToolConfig, *, shell: bool, lifeline: int
+    engine: Engine, limits: CodeToolConfig, inside: JsonObject, lifeline: int
 ) -> JsonObject:
-    """Return the keeper's specification of a session in a new container."""
+    """Return the keeper's specification of a session in a new container; `inside` is that of the
+    program."""
     program, name = shutil.which(engine) or engine, f"turnwise-{secrets.token_hex(8)}"
     memory, disk = f"{limits.memory}m", f"size={limits.disk}m"
     options = {
@@ -59,24 +60,12 @@ def specify_container(
     command += [f"--env={key}={value}" for key, value in variables.items()]
     if engine == "podman":
         command.append("--read-only-tmpfs=false")  # those have no limit
-    inside: JsonObject = {
-        "shell": shell,
-        "memory": limits.memory << 20,
-        "disk": limits.disk << 20,
-        "processes": None,
-        "uid": None,
-        "reads_all": False,
-        "filter": None,
-        "one_stream": True,
-    }
-    command += [limits.image, "-I", "-c", _PROGRAM, _INNER.read_text(), json.dumps(inside)]
+    given = json.dumps(inside | {"one_stream": True})
+    command += [limits.image, "-I", "-c", _PROGRAM, _INNER.read_text(), given]
     at_once = ["-t", "0"] if engine == "podman" else []  # it waits for SIGTERM otherwise
     return {
         "lifeline": lifeline,
-        "memory": None,
-        "disk": None,
         "scratch": None,
-        "mounted": [],
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_CLIENTS)},
         "command": command,
         "end": [program, "rm", "-f", *at_once, name],
