@@ -15,7 +15,8 @@ class Sandbox(Protocol):
     """The session of one trajectory; a class of your own is `sandbox: package.module:Class`.
 
     It is made as `Class(limits, shell=shell)` before the first call; `shell` says whether it runs
-    bash commands or Python. The methods are called in threads, `run` never twice at the same time.
+    bash commands or Python. The methods are called in threads; calls of `run` overlap only where
+    one is later than `rollout.tool_timeout`.
 
     Example:
         class Stateless:
@@ -35,8 +36,8 @@ class Sandbox(Protocol):
 
     def run(self, code: str) -> str:
         """Run code within `limits.timeout`, and return what the model reads: its output, or its
-        error. A TrajectoryError, for a sandbox that fails, drops the trajectory under its reason;
-        the model reads the message of any other error."""
+        error. A TrajectoryError, for a sandbox that fails, drops the trajectory under its reason,
+        and so does an InputError as `sandbox_error`; the model reads any other error's message."""
         ...
 
     def close(self) -> None:
