@@ -238,6 +238,7 @@ def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
         "turnwise_worker_up",
     }
     assert counted - asked == {
+        "turnwise_judges_total",  # of runs with judges only
         "turnwise_sampled_tokens_total",
         "turnwise_trained_tokens_total",
         "turnwise_trajectories_total",

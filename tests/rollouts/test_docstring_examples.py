@@ -34,9 +34,9 @@ def example(documented: type) -> Any:
     return made
 
 
-@pytest.mark.parametrize("module", ["turnwise.rollouts.problems"])
+@pytest.mark.parametrize("module", ["problems", "judge_prompts"])
 def test_the_examples_of_functions(module: str) -> None:
-    results = doctest.testmod(importlib.import_module(module))
+    results = doctest.testmod(importlib.import_module(f"turnwise.rollouts.{module}"))
     assert results.attempted > 0
     assert results.failed == 0
 

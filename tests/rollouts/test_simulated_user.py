@@ -1,93 +1,18 @@
 """The simulated user: its model's view, retries, budgets, deadlines; and a masked trajectory."""
 
-import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 import turnwise
+from tests.scripted import DROP, HANG, Scripted
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem, Runner
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, audit
-
-DROP = "drop"
-HANG = "hang"
-
-
-class Scripted(ThreadingHTTPServer):
-    """A server of Chat Completions that answers each request with the next line of a script.
-
-    A line is the text of a completion, a status with which to fail, DROP (no answer) or HANG (none
-    until the test ends either).
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.script: list[Any] = []
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.over = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Scripted
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append({"path": self.path, **body})
-        self.server.keys.append(self.headers["authorization"])
-        line = self.server.script.pop(0)
-        if line == HANG:
-            self.server.over.wait()
-        if line in (DROP, HANG):
-            self.close_connection = True
-        elif isinstance(line, int):
-            self._send(line, {"error": {"message": f"not today ({line})"}})
-        else:
-            choice = {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": line},
-            }
-            usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
-            made = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
-            self._send(200, {**made, "choices": [choice], "usage": usage})
-
-    def _send(self, status: int, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.send_header("retry-after-ms", "5")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def scripted() -> Iterator[Scripted]:
-    with Scripted() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        yield server
-        server.over.set()
-        server.shutdown()
-        thread.join()
 
 
 def said(text: str) -> dict[str, str]:

@@ -185,8 +185,10 @@ def test_without_a_sandbox_the_error_says_what_to_install() -> None:
         load_tools([entry])
     unconfined = ToolConfig.model_validate({"python": {"sandbox": "none"}})
     assert len(load_tools([unconfined])) == 1
-    with pytest.raises(InputError, match="must be auto, sandlock, bubblewrap or none"):
-        choose("nothing")
+    with pytest.raises(InputError, match=r"podman: not installed"):
+        choose("podman")
+    with pytest.raises(ValueError, match="sandbox must be auto, sandlock, bubblewrap, docker"):
+        Limits(sandbox="nothing")
 
 
 def test_without_a_sandbox_code_has_limits_and_is_ended_by_name_only() -> None:

@@ -347,3 +347,23 @@ def test_mistakes_are_one_sentence(folder: Path, arguments: list[str], said: str
     done = CliRunner().invoke(commands, ["view", *words])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.stderr.split())
+
+
+def test_the_prompts_and_answers_of_judges_are_there(client: TestClient, folder: Path) -> None:
+    key = "a" * 64
+    verdict = {"judge": "style", "score": 0.5, "why": "So so.", "request": key}
+    judged = a_trajectory(0, "Plain.")
+    judged.judgements = [verdict, verdict | {"request": "b" * 64}]
+    write_jsonl(folder / "trajectories" / "step-0002.jsonl", [judged])
+    entry = {"key": key, "judge": "style", "messages": [{"role": "user", "content": ATTACK}]}
+    lines = [json.dumps(entry | {"answer": "{}"}), json.dumps(entry | {"key": "c" * 64})]
+    (folder / "judge.jsonl").write_text("".join(f"{line}\n" for line in lines) + '{"key": "')
+    found = client.get("/api/runs/demo/files/step-0002/0/judgements").json()
+    assert {name: one["answer"] for name, one in found.items()} == {key: "{}"}
+    assert client.get(f"{STEP}/0/judgements").json() == {}
+    shown = CliRunner().invoke(commands, ["show", str(folder), "0", "--step", "2"]).output
+    assert "style 0.5: So so." in shown
+    assert "asked, user:" in shown
+    page = folder / "page.html"
+    assert CliRunner().invoke(commands, ["view", str(folder), "--export", str(page)]).exit_code == 0
+    assert ATTACK not in page.read_text()

@@ -139,6 +139,21 @@ def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
     return (text or "").strip(), tuple(called)
 
 
+def said(message: Message) -> str:
+    """Return a message's text and its calls, as people and judges read them."""
+    content = message.get("content")
+    if isinstance(content, list):  # parts of a message
+        content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+    lines = [str(content)] if content else []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        lines.append(f"→ {function.get('name')}({arguments})")
+    return "\n".join(lines)
+
+
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""

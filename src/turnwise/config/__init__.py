@@ -20,6 +20,7 @@ from turnwise.config.load import (
 )
 from turnwise.config.rollout import (
     LOOP_NAMES,
+    JudgeConfig,
     McpConfig,
     RewardConfig,
     RolloutConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "EngineConfig",
+    "JudgeConfig",
     "LoraConfig",
     "McpConfig",
     "ModelConfig",

@@ -125,7 +125,7 @@ ALIASES = {
         "rollout.max_response_tokens": "max_response_length response_length",
         "rollout.prompts_per_step": "batch_size num_prompts_per_step sample_per_episode "
         "train_batch_size",
-        "rollout.rewards": "reward reward_fn reward_funcs",
+        "rollout.rewards": "judge_model judges reward reward_fn reward_funcs",
         "rollout.sampler": "rollout_sampler",
         "sampling.max_tokens": "max_completion_length max_new_tokens new_token_limit",
         "sampling.n": "group_size num_generations num_generations_per_prompt "

@@ -46,6 +46,10 @@ Compaction = Annotated[
 ]
 
 
+SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
+"""Names of the built-in sandboxes for code."""
+
+
 def _with_colon(path: str) -> str:
     """Return `package.module.Class`, as verl writes it, as `package.module:Class`."""
     return path if ":" in path else ":".join(path.rsplit(".", 1))
@@ -54,9 +58,16 @@ def _with_colon(path: str) -> str:
 class CodeToolConfig(Section):
     """A tool that runs the model's code in a sandbox of its trajectory."""
 
-    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"] = "auto"
-    """Program that confines the code: sandlock, bubblewrap, auto for the first of the two that
-    works, or none, which gives the code all rights of the run's user."""
+    sandbox: Annotated[
+        str,
+        must(
+            lambda name: name in SANDBOXES or ":" in name,
+            f"sandbox must be {', '.join(SANDBOXES)}, a URL or package.module:Class, not {{!r}}",
+        ),
+    ] = "auto"
+    """Confinement of the code: sandlock, bubblewrap, auto for the first of the two that works;
+    docker or podman; the URL of a server of sandboxes; package.module:Class; or none, which gives
+    the code all rights of the run's user."""
     timeout: PositiveFloat = 10.0
     """Seconds for one call, after which the code is interrupted."""
     memory: PositiveInt = 512
@@ -66,8 +77,13 @@ class CodeToolConfig(Section):
     processes: PositiveInt = 32
     """Largest number of processes and threads."""
     interpreter: str | None = None
-    """Python's executable, for the packages of its environment; null offers Python's own
-    modules."""
+    """Python's executable, for the packages of its environment, or in the image; null offers
+    Python's own modules."""
+    image: str = "docker.io/library/python:3.12-slim"
+    """For docker and podman: image with Python 3.9 or newer, and bash for a shell, which has been
+    pulled."""
+    cpus: PositiveFloat = 1.0
+    """For docker and podman: processors that the code may use."""
 
 
 class McpConfig(Section):
@@ -135,9 +151,63 @@ class ToolConfig(Section):
             )
 
 
+class JudgeConfig(Section):
+    """A model that judges trajectories by a rubric, behind an OpenAI-compatible URL."""
+
+    url: Annotated[
+        str,
+        must(
+            lambda url: url.startswith(("http://", "https://")),
+            "url must begin with http:// or https://, not {!r}",
+        ),
+    ]
+    """URL up to and including /v1, of any server of Chat Completions."""
+    model: str
+    """Name of the model there."""
+    rubric: str = (
+        "- To reach the goal of the task is worth far more than not to reach it.\n"
+        "- Of two that reach it, the one with fewer detours is better.\n"
+        "- Progress without success is worth a part."
+    )
+    """Text by which the judge scores."""
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
+    """Worst and best score in the judge's own numbers, such as [1, 10]; the reward is from 0 to
+    1."""
+    compare: Literal["group", "pairs"] | None = None
+    """Comparisons within a group: one request that scores all its trajectories (group), or one for
+    each two, where the reward is the share of those won (pairs); null judges each trajectory by
+    itself."""
+    row_fields: list[str] = []
+    """Fields of the row to show to the judge, such as a reference answer."""
+    max_chars: PositiveInt = 100_000
+    """Largest number of characters of a conversation to show to the judge; of longer texts in it,
+    the middles are left out."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the server's key; null sends none."""
+    request: Tree = {}
+    """Other parameters of each request, such as {temperature: 0}; `response_format: null` asks for
+    no structured output, where a server has none."""
+    concurrency: PositiveInt = 16
+    """Largest number of requests at the same time, in all rollout.processes together."""
+    timeout: Seconds = 60.0
+    """Deadline in seconds for one verdict, retries included."""
+    retries: NonNegativeInt = 4
+    """Number of further attempts after a connection error, 408, 409, 429, 5xx or an unusable
+    answer, with growing pauses or after the time that the server names."""
+    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = "drop"
+    """Result of a judge that gives no verdict: its trajectory, or with compare its group, is
+    dropped (drop), or gets this number as the part's value."""
+    cache: bool = True
+    """Judge equal requests once, also those of the same run before it was resumed."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.scale[0] >= self.scale[1]:
+            yield f"scale must be [worst, best], not {self.scale}"
+
+
 class RewardConfig(Section):
-    """One part of the reward: the environment's own, a function of a trajectory or of a group, or a
-    reward model."""
+    """One part of the reward: the environment's own, a function of a trajectory or of a group, a
+    reward model, or a judge."""
 
     function: str | None = None
     """package.module:function(trajectory, row) -> number, sync or async; null uses no function."""
@@ -150,6 +220,8 @@ class RewardConfig(Section):
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
+    judge: JudgeConfig | None = None
+    """Model that judges by a rubric, over Chat Completions; null uses none."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the model's tokenizer and chat template; null uses those of
     model."""
@@ -158,7 +230,7 @@ class RewardConfig(Section):
     gpus: NonNegativeFloat = 0.0
     """GPUs for the model's process, such as 0.5 for half of one; 0 computes on the CPU."""
     name: str | None = None
-    """Name in metrics; null uses the name of the function or the model."""
+    """Name in metrics; null uses the name of the function or the model, of a judge too."""
     weight: float = 1.0
     """Factor of this part in the sum."""
 
@@ -166,11 +238,16 @@ class RewardConfig(Section):
     def label(self) -> str:
         """Its name in metrics."""
         source = self.function or self.group_function or self.trl or self.model
-        return self.name or source or "environment"
+        judge = self.judge.model if self.judge else None
+        return self.name or source or judge or "environment"
 
     def mistakes(self) -> Iterator[str]:
-        if sum(map(bool, (self.function, self.group_function, self.trl, self.model))) > 1:
-            yield "a reward is a function, a group_function, trl or a model: use an entry for each"
+        given = (self.function, self.group_function, self.trl, self.model, self.judge)
+        if sum(map(bool, given)) > 1:
+            yield (
+                "a reward is a function, a group_function, trl, a model or a judge: use an entry "
+                "for each"
+            )
 
 
 class ContextConfig(Section):
@@ -229,8 +306,8 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = 0
     """Number of times that a failed trajectory is retried."""
     rewards: list[RewardConfig] = []
-    """Parts of the reward, which are summed. An entry without function, group_function, trl and
-    model is the environment's own reward; an empty list uses only the environment's reward."""
+    """Parts of the reward, which are summed. An entry without function, group_function, trl, model
+    and judge is the environment's own reward; an empty list uses only the environment's reward."""
     history: Literal["exact", "template"] = "exact"
     """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
     template renders (template), in a new branch where the two differ."""

@@ -82,6 +82,10 @@ class StepMetrics:
     """Trajectories by final status."""
     events: Annotated[Counts, Series("turnwise_tool_calls_total", "outcome", _tool_calls)] = None
     """Events of the trajectories, such as tool errors, by kind."""
+    judges: Annotated[Counts, Series("turnwise_judges_total", "kind")] = None
+    """Work of judges, also for dropped trajectories and the step's evaluation: requests, retries,
+    cached (equal requests that were not asked again), failed (verdicts that they did not give),
+    prompt_tokens and completion_tokens; None without judges."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
     sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None
@@ -217,6 +221,8 @@ class StepMetrics:
         self.dropped = _sorted(dropped)
         self.retried = _sorted(sum((group.retried for group in groups), Counter[str]()))
         self.groups_discarded = batch.discarded_by_reason
+        made = [*groups, *(group for _, group in batch.discarded)]
+        self._add_judging(sum((group.judging for group in made), Counter[str]()))
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
         tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
@@ -267,6 +273,9 @@ class StepMetrics:
                 named = ("mean", mean(tokens)), ("min", min(tokens)), ("max", max(tokens))
                 self.completion_tokens |= {f"{whose}{name}": float(n) for name, n in named}
 
+    def _add_judging(self, counts: Counter[str]) -> None:
+        self.judges = _sorted(Counter(self.judges or {}) + counts) or None
+
     def _environment(self, name: str) -> JsonObject:
         """Return the metrics of one of several environments, to which some are added."""
         self.environments = self.environments or {}
@@ -289,6 +298,7 @@ class StepMetrics:
 
     def add_evaluation(self, evaluation: "Evaluation | None") -> None:
         """Add an evaluation on held-out problems; None for a step without one."""
+        self._add_judging(evaluation.judging if evaluation else Counter())
         self.accuracy_heldout = evaluation.accuracy if evaluation else None
         self.heldout = evaluation.summary if evaluation else {}
         self.heldout_sets = (evaluation.sets or None) if evaluation else None

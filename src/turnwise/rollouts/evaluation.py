@@ -94,6 +94,8 @@ class Evaluation:
     """The summary of each environment by name, in a run with several; otherwise empty."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
     """The summary of each held-out set by name, if there are several; otherwise empty."""
+    judging: Counter[str] = field(default_factory=Counter, kw_only=True)
+    """Work of judges: requests, retries, cached, failed, prompt_tokens, completion_tokens."""
 
     @property
     def accuracy(self) -> float:
@@ -256,4 +258,5 @@ async def evaluate(
         scores.summary(),
         {name: sum(values) / len(values) for name, values in sorted(measured.items())},
         *({name: of[name].summary() for name in sorted(of)} for of in (of_each, of_sets)),
+        judging=outcomes.judging,
     )

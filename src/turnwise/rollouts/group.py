@@ -14,6 +14,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
+_COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
 """Reason of a trajectory to which no reward applies (all are None): it is no failure."""
 
@@ -32,6 +33,9 @@ class Group:
     """Number of tokens sampled in all failed attempts, by reason."""
     causes: dict[str, str] = field(default_factory=dict)
     """Message of the first failure for each reason in `dropped` or `retried`."""
+    judging: Counter[str] = field(default_factory=Counter)
+    """Work of judges, also for trajectories that failed: requests, retries, cached, failed,
+    prompt_tokens, completion_tokens."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, summed over the trajectories: generate, tools, reward, agent."""
     elapsed: float = 0.0
@@ -81,7 +85,7 @@ class Group:
             "trajectories": [Trajectory.from_json(text) for text in tree["trajectories"]],
             "seconds": defaultdict(float, tree["seconds"]),
         }
-        made |= {name: Counter(tree[name]) for name in ("dropped", "retried", "dropped_tokens")}
+        made |= {name: Counter(tree.get(name)) for name in _COUNTERS}
         calls = tree.get("calls", {}).items()  # JSON has no numbers as keys
         made["calls"] = {int(index): [TurnTimes(*one) for one in of] for index, of in calls}
         return cls(**made)
@@ -112,8 +116,11 @@ class Outcomes:
     dropped: Counter[str] = field(default_factory=Counter)
     causes: dict[str, str] = field(default_factory=dict)
     """Message of the last group with each reason."""
+    judging: Counter[str] = field(default_factory=Counter)
+    """Work of judges for them all."""
 
     def add(self, group: Group) -> None:
+        self.judging.update(group.judging)
         self.finished += len(group.trajectories)
         self.dropped.update(group.dropped)
         self.causes.update(group.causes)

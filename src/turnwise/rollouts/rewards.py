@@ -1,11 +1,12 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
-A part is the environment's own reward, a function, or a reward model, whose parts of one trajectory
-are computed concurrently; or a function of all finished trajectories of a group (`REWARD_KINDS`).
-If a part fails or is not a finite number, the trajectory has no reward: it is dropped under
-`reward_error`, and the message names the part.
+A part is the environment's own reward, a function, a reward model or a judge, whose parts of one
+trajectory are computed concurrently; or a function or judge of all finished trajectories of a group
+(`REWARD_KINDS`). If a part fails or is not a finite number, the trajectory has no reward: it is
+dropped under `reward_error`, or a judge's own reasons, and the message names the part.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -26,9 +27,10 @@ from turnwise.rollouts.environment import (
     shown,
 )
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
+from turnwise.rollouts.judge import Judge
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.run_files import RunFiles
-from turnwise.trajectory import MAX_REWARD, Trajectory
+from turnwise.trajectory import MAX_REWARD, Message, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.rollouts.reward_model import RemoteRewardModel
@@ -52,6 +54,7 @@ REWARD_KINDS = {  # by the key that an entry has; without any it is the environm
     "group_function": RewardKind("group function", compares=True),
     "trl": RewardKind("TRL function", True, True, "turnwise.compat.trl.environment:judge_group"),
     "model": RewardKind("model"),
+    "judge": RewardKind("judge"),
     "environment": RewardKind("environment"),
 }
 
@@ -62,6 +65,7 @@ class _Part(NamedTuple):
     weight: float
     function: Callable[..., Foreign] | None  # the adapter's, of a kind that compares
     model: str  # path of the reward model; "" for the other kinds
+    judge: Judge | None
 
     def __str__(self) -> str:
         label = self.kind.label
@@ -99,13 +103,18 @@ class RewardManager:
             key = next((key for key in REWARD_KINDS if getattr(entry, key, None)), "environment")
             kind, path = REWARD_KINDS[key], str(getattr(entry, key, key))
             function: Callable[..., Foreign] | None = None
-            if key not in ("model", "environment"):
+            judge: Judge | None = None
+            if entry.judge is not None:
+                judge = Judge(entry.judge, entry.label, rollout or RolloutConfig(), files)
+                kind = kind._replace(compares=entry.judge.compare is not None)
+            elif key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
                 if kind.compares:
                     adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
                     function = partial(adapter, function, max_steps, files)
-            self._parts.append(_Part(entry.label, kind, entry.weight, function, entry.model or ""))
+            model = entry.model or ""
+            self._parts.append(_Part(entry.label, kind, entry.weight, function, model, judge))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -115,24 +124,34 @@ class RewardManager:
             ("has the model", [part.model for part in self._parts if part.model]),
         ):
             if twice := [name for name in names if names.count(name) > 1]:
-                raise InputError(f"rollout.rewards {what} {twice[0]} twice; add up the weights")
+                advice = "add up the weights, or give each a name of its own"
+                raise InputError(f"rollout.rewards {what} {twice[0]} twice; {advice}")
 
     async def judge(
-        self, episode: Episode, trajectory: Trajectory, row: Row, clock: StallClock | None = None
+        self,
+        episode: Episode,
+        trajectory: Trajectory,
+        row: Row,
+        clock: StallClock | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
-        reported replaces the environment's own."""
+        reported replaces the environment's own. What judges cost is added to `counts`."""
+        counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Rewards:
-            # A reward model has a clock of its own for its whole queue.
-            bounded = clock.held() if clock is not None and part.model else nullcontext()
+            # Reward models and judges have clocks of their own for their whole queues.
+            queued = clock is not None and (part.model or part.judge)
+            bounded = clock.held() if clock is not None and queued else nullcontext()
             async with part.judging(trajectory.problem_id):
                 with bounded:
                     if part.function is not None:
                         value = await self._call(part, part.function, trajectory, row)
                     elif part.model:
-                        read = episode.plain_text(trajectory) or trajectory.messages
-                        value = await self.models[part.model].score(read)
+                        value = await self.models[part.model].score(_read(episode, trajectory))
+                    elif part.judge is not None:
+                        read = _read(episode, trajectory)
+                        value = await part.judge.score(read, row, trajectory, counts)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
                     else:
@@ -170,15 +189,23 @@ class RewardManager:
         trajectory.reward = _within_limit(total)
 
     async def judge_group(
-        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
+        self,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+        counts: Counter[str] | None = None,
     ) -> None:
-        """Add the rewards of the group functions to those of a group's finished trajectories."""
+        """Add the rewards of the parts that compare to those of a group's finished trajectories."""
         if not trajectories:
             return
+        counts = Counter() if counts is None else counts
 
-        async def judged(part: _Part) -> list[float | None]:
-            assert part.function is not None
+        async def judged(part: _Part) -> Sequence[float | None]:
             async with part.judging(trajectories[0].problem_id):
+                if part.judge is not None:
+                    reads = [_read(episodes[t.sample_index], t) for t in trajectories]
+                    return await part.judge.compare(reads, row, trajectories, counts)
+                assert part.function is not None
                 call = partial(self._call, part)
                 values = await part.function(call, trajectories, row, episodes)
                 return await self._call(part, _numbers, values, part, len(trajectories))
@@ -224,6 +251,11 @@ class RewardManager:
             )
         async with part.judging(trajectory.problem_id):
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
+
+
+def _read(episode: Episode, trajectory: Trajectory) -> Sequence[Message] | str:
+    """Return what a reward model or a judge reads of a trajectory."""
+    return episode.plain_text(trajectory) or trajectory.messages
 
 
 async def _judge_group(

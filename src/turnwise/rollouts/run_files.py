@@ -1,4 +1,4 @@
-"""Files of a run's folder to which rollouts append: errors.log and extra.jsonl.
+"""Files of a run's folder to which rollouts append: errors.log, extra.jsonl and judge.jsonl.
 
 Only the driver writes them: texts of a process of rollouts, which may be on a node without the
 folder, go to it with the groups.
@@ -7,6 +7,7 @@ folder, go to it with the groups.
 import logging
 import threading
 import traceback
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -39,6 +40,12 @@ class RunFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / name).open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Yield the lines of a file of the run folder; none without a folder or the file."""
+        if self._folder is not None and (path := self._folder / name).is_file():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                yield from file
 
     def take(self) -> list[tuple[str, str]]:
         """Return what has been kept, with the names of the files, and keep it no longer."""

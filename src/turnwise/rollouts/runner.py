@@ -399,7 +399,9 @@ class Runner:
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
             try:
-                await self.rewards.judge_group(group.trajectories, problem.row, run.episodes)
+                await self.rewards.judge_group(
+                    group.trajectories, problem.row, run.episodes, group.judging
+                )
             except TrajectoryError as error:
                 group.drop(group.trajectories, error.reason, str(error))
                 if isinstance(error.__cause__, Exception):
@@ -529,7 +531,8 @@ class Runner:
             except Exception as error:
                 raise TrajectoryError("loop_error", await describe_user_error(error)) from error
             with context.timed("reward"):
-                await self.rewards.judge(episode, trajectory, problem.row, clock)
+                counts = run.group.judging
+                await self.rewards.judge(episode, trajectory, problem.row, clock, counts)
             run.episodes[trajectory.sample_index] = episode
             if episode.measures:
                 try:

@@ -4,25 +4,14 @@ An environment's `step` returns its answers. They reach the policy as messages o
 tokens are part of the prompt and are never trained.
 """
 
-import asyncio
-import os
-import re
+from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
-from turnwise.core.deadlines import deadline
-from turnwise.core.spans import trace_headers
-from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts.chat_endpoint import ChatEndpoint, without_thoughts
 from turnwise.trajectory import Message
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 GREETING = "Hello! How can I help you?"
-_THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)\s*", re.DOTALL)
-_NO_KEY = "none"
 
 
 class SimulatedUser:
@@ -85,7 +74,7 @@ class SimulatedUser:
         api_key_variable: str | None = None,
         request: Mapping[str, object] | None = None,
     ) -> None:
-        is_url = urlsplit(base_url).scheme in ("http", "https")
+        is_url = base_url.startswith(("http://", "https://"))
         for right, rule, value in (
             (is_url, "base_url must begin with http:// or https://", base_url),
             (stop != "", "stop must be a phrase", stop),
@@ -96,10 +85,18 @@ class SimulatedUser:
         ):
             if not right:
                 raise InputError(f"SimulatedUser: {rule}, not {value!r}")
-        key = _NO_KEY if api_key_variable is None else os.environ.get(api_key_variable)
-        if not key:
-            where = f"the environment variable {api_key_variable}"
-            raise InputError(f"SimulatedUser: {where} is not set")
+        try:
+            self._endpoint = ChatEndpoint(
+                base_url,
+                model,
+                who="the simulated user",
+                reason="simulated_user",
+                timeout=timeout,
+                retries=retries,
+                api_key_variable=api_key_variable,
+            )
+        except InputError as error:
+            raise InputError(f"SimulatedUser: {error}") from None
         self.model = model
         self.calls = 0
         """Answers so far."""
@@ -111,10 +108,8 @@ class SimulatedUser:
         """The conversation as the model sees it."""
         if opening is not None:
             self._record(GREETING, opening)
-        self._base_url, self._key = base_url.rstrip("/"), key
         self._stop = stop
         self._max_calls, self._max_tokens = max_calls, max_tokens
-        self._timeout, self._retries = timeout, retries
         self._request = dict(request or {})
 
     async def open(self) -> str:
@@ -156,38 +151,15 @@ class SimulatedUser:
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
-        from openai import AsyncOpenAI, OpenAIError  # a second to import
-
-        said = _THOUGHTS.sub("", said)
+        said, spent = without_thoughts(said), Counter[str]()
         messages = [*self.messages, {"role": "user", "content": said}]
-        clients, key = _clients.setdefault(asyncio.get_running_loop(), {}), self._key
-        if (client := clients.get((self._base_url, key))) is None:
-            client = AsyncOpenAI(base_url=self._base_url, api_key=key)
-            clients[self._base_url, key] = client
-        try:
-            async with deadline(self._timeout, f"{self} did not answer", "timeout"):
-                completion = await client.with_options(
-                    max_retries=self._retries, timeout=self._timeout
-                ).chat.completions.create(
-                    model=self.model,
-                    messages=messages,  # type: ignore[arg-type]
-                    extra_body=self._request,
-                    extra_headers=trace_headers(),
-                )
-        except DeadlineError as error:
-            raise TrajectoryError("simulated_user_timeout", str(error)) from None
-        except OpenAIError as error:
-            cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
-            what = f"{self} gave no answer in up to {self._retries + 1} attempts"
-            message = f"{what}: {first_line(error)}{cause}"
-            raise TrajectoryError("simulated_user_error", message) from error
+        reply = await self._endpoint.ask(messages, self._request, spent)
         self.calls += 1
-        self.tokens += completion.usage.total_tokens if completion.usage else 0
-        choice = completion.choices[0] if completion.choices else None
-        text = _THOUGHTS.sub("", (choice and choice.message.content) or "").strip()
-        if choice is None or not text:
-            ended = f" (finish_reason {choice.finish_reason})" if choice else ""
-            raise TrajectoryError("simulated_user_error", f"{self} answered without a text{ended}")
+        self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]
+        text = without_thoughts(reply.text).strip()
+        if not text:
+            message = f"{self} answered without a text (finish_reason {reply.finish_reason})"
+            raise TrajectoryError("simulated_user_error", message)
         self._record(said, text)
         if self._stop is not None and self._stop in text:
             self.ended_by = "stop"
@@ -199,10 +171,4 @@ class SimulatedUser:
         self.messages.append({"role": "assistant", "content": answer})
 
     def __str__(self) -> str:
-        return f"the simulated user {self.model} at {self._base_url}"
-
-
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], "AsyncOpenAI"]]
-_clients = WeakKeyDictionary()
-"""Clients, shared by all simulated users of a server, by event loop, to which their connections
-belong, and by URL and key."""
+        return str(self._endpoint)

@@ -18,17 +18,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import IO, Literal
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
-from turnwise.tools.sandbox import keeper
+from turnwise.core.optional import load_object
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.tools.sandbox import Sandbox, keeper
 from turnwise.tools.sandbox.backends import ARCHITECTURES, MISSING, Backend, specify
+from turnwise.tools.sandbox.containers import ENGINES
+from turnwise.tools.sandbox.http import HttpSandbox
 from turnwise.tools.tool import Tool
 
 _ABOUT = {
@@ -72,11 +75,18 @@ class CodeTool:
     def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
         self.name = name
         self.limits = CodeToolConfig.model_validate(options)
-        self._session: Session | None = None
+        self._session: Sandbox | None = None
 
-    def choose(self) -> Backend:
-        """Return the backend that this tool uses on this machine; raises what `choose` does."""
-        return choose(self.limits.sandbox, self.limits.interpreter)
+    def choose(self) -> Callable[..., Sandbox]:
+        """Return what makes this tool's sandboxes: called with the limits and `shell`. Raises what
+        `choose` does, or when a class cannot be imported."""
+        wanted = self.limits.sandbox
+        if wanted.startswith(("http://", "https://")):
+            return HttpSandbox
+        if ":" in wanted:
+            made: Callable[..., Sandbox] = load_object(wanted, "sandbox")
+            return made
+        return partial(Session, choose(wanted, self.limits.interpreter, self.limits.image))
 
     def toolset(self) -> "CodeTool":
         """Return the toolset of one trajectory; nothing is started before its first call."""
@@ -84,8 +94,9 @@ class CodeTool:
 
     async def open(self) -> list[Tool]:
         """Choose the sandbox and return the tool; raises what `choose` does."""
-        backend = await run_in_thread(self.choose)
-        self._session = session = Session(backend, self.limits, shell=self.name == "shell")
+        make = await run_in_thread(self.choose)
+        session = await run_in_thread(make, self.limits, shell=self.name == "shell")
+        self._session = session
         about, argument, described = _ABOUT[self.name]
         parameters: JsonObject = {
             "type": "object",
@@ -95,7 +106,10 @@ class CodeTool:
         }
 
         def call(arguments: JsonObject) -> str:
-            return session.run(arguments[argument])
+            try:
+                return session.run(arguments[argument])
+            except InputError as error:  # it does not start: nothing that the model can mend
+                raise TrajectoryError("sandbox_error", str(error)) from error
 
         return [Tool(self.name, about, parameters, call, in_order=True)]
 
@@ -130,24 +144,25 @@ def shell(**options: object) -> CodeTool:
 
 
 @lru_cache
-def choose(wanted: str, interpreter: str | None = None) -> Backend:
+def choose(wanted: str, interpreter: str | None = None, image: str | None = None) -> Backend:
     """Return the first backend that works on this machine, tried by running code in it: `wanted`,
     or for `auto` sandlock or else bubblewrap. InputError when none works says what to install."""
     if wanted == "none":
         return "none"
     tried = []
-    names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+    names: tuple[Backend, ...] = ("sandlock", "bubblewrap", *ENGINES)
+    limits = {"interpreter": interpreter} | ({"image": image} if image else {})
     with _choosing:
         for name in names:
-            if wanted not in ("auto", name):
+            if wanted != name and (wanted != "auto" or name in ENGINES):
                 continue
-            sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
-            if platform.machine() not in ARCHITECTURES:
+            sandlock = name == "sandlock" and importlib.util.find_spec(name)
+            if name not in ENGINES and platform.machine() not in ARCHITECTURES:
                 reason = "not available on this architecture"
-            elif (sandlock if name == "sandlock" else bwrap) is None:
+            elif not sandlock and shutil.which({"bubblewrap": "bwrap"}.get(name, name)) is None:
                 reason = "not installed"
             else:
-                session = Session(name, CodeToolConfig(interpreter=interpreter))
+                session = Session(name, CodeToolConfig.model_validate(limits))
                 try:
                     answer = session.run("6 * 7")
                     reason = "" if answer == "42" else f"answered {answer[:200]!r}"
@@ -158,8 +173,8 @@ def choose(wanted: str, interpreter: str | None = None) -> Backend:
             if not reason:
                 return name
             tried.append(f"{name}: {reason}")
-    if not tried:
-        raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
+    if wanted in ENGINES:
+        raise InputError(f"a sandbox in a container of {'; '.join(tried)}; has it {image}?")
     raise InputError(f"{MISSING} ({'; '.join(tried)})")
 
 
@@ -236,6 +251,7 @@ class _Process:
     """A keeper with its sandbox, and the pipes to it."""
 
     def __init__(self, backend: Backend, limits: CodeToolConfig, shell: bool) -> None:
+        self._one_stream = backend in ENGINES
         self.complaint = ""
         """The last that came in place of an answer: why a sandbox does not start."""
         lifeline, end = os.pipe()
@@ -295,6 +311,10 @@ class _Process:
                     continue
                 elif fd == self._output:
                     keep(part)
+                    if self._one_stream and (at := output.rfind(answer + b"\n", -half)) >= 0:
+                        del output[at:]
+                        outcome = "answered"
+                        break
                     if not part:
                         poll.unregister(fd)
                 else:
@@ -322,6 +342,8 @@ class _Process:
         try:
             return self._keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
+            if self._one_stream:  # the keeper goes on until the container is removed
+                return None
             kill_group(self._keeper.pid, reaped=False)
             self._keeper.wait(_END_SECONDS)
             return None

@@ -139,6 +139,9 @@ class Trajectory:
     """Share of the reward that each turn earned; empty if none did. The end earned the rest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported, by name."""
+    judgements: list[JsonObject] = field(default_factory=list)
+    """Verdicts of judges: the `judge`, its `score` from 0 to 1, `why` in its words, and the key of
+    the `request` in the run's judge.jsonl."""
     turn_players: list[str] = field(default_factory=list)
     """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
     player_rewards: dict[str, float] = field(default_factory=dict)

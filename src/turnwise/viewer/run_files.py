@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from turnwise.chat.messages import said
 from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
-from turnwise.observe.conversations import NO_TRAJECTORY, said
+from turnwise.observe.conversations import NO_TRAJECTORY, judge_requests
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
@@ -224,6 +225,10 @@ class RunFiles:
             return Trajectory.from_json(line.decode())
         except NO_TRAJECTORY as error:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
+
+    def judgements(self, name: str, index: int) -> JsonObject:
+        """Return what the judges of a trajectory were asked and answered, by the requests' keys."""
+        return judge_requests(self.path, [self._trajectory(name, index)])
 
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens, if the run has them."""

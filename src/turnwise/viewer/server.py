@@ -66,6 +66,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}/{index:int}": RunFiles.line,
     "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
     "files/{file}/{index:int}/audit": RunFiles.audit,
+    "files/{file}/{index:int}/judgements": RunFiles.judgements,
     "files/{file}/{index:int}/values": RunFiles.token_values,
     "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
 }
@@ -224,6 +225,7 @@ def write_page(
             compared = run.compare_with_template(file, i, branch.leaf)
             answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
+        answers[f"{prefix}/files/{file}/{i}/judgements"] = run.judgements(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):

@@ -23,8 +23,9 @@ from typing import Literal
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+from turnwise.tools.sandbox.containers import specify_container
 
-Backend = Literal["sandlock", "bubblewrap", "none"]
+Backend = Literal["sandlock", "bubblewrap", "none", "docker", "podman"]
 MISSING = (
     "a sandbox for code needs sandlock (pip install 'turnwise[sandbox]', Linux 6.7 with Landlock) "
     "or bubblewrap (apt install bubblewrap, user namespaces); sandbox: none runs code unconfined"
@@ -57,12 +58,11 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
 
 def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
     """Return the keeper's specification of a new sandbox, which ends when the file `lifeline` does;
-    makes its scratch folder."""
-    executable, prefixes = _python(limits.interpreter)
-    root = os.geteuid() == 0
+    makes its scratch folder, if it has one."""
+    root, kernel = os.geteuid() == 0, backend in ("sandlock", "bubblewrap")
     # As root, every sandbox has its own user: root would own the system's files, and the kernel
     # counts processes by user.
-    uid = (1 << 30) + secrets.randbelow(1 << 29) if root and backend != "none" else None
+    uid = (1 << 30) + secrets.randbelow(1 << 29) if root and kernel else None
     bubblewrap, sandlock = backend == "bubblewrap", backend == "sandlock"
     inside: JsonObject = {
         "shell": shell,
@@ -71,8 +71,11 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
         "processes": limits.processes if bubblewrap or uid is not None else None,
         "uid": uid,
         "reads_all": sandlock,
-        "filter": None if backend == "none" else filter_program(attributes=bubblewrap).hex(),
+        "filter": filter_program(attributes=bubblewrap).hex() if kernel else None,
     }
+    if backend == "docker" or backend == "podman":
+        return specify_container(backend, limits, inside, lifeline)
+    executable, prefixes = _python(limits.interpreter)
     scratch = None
     if not bubblewrap:
         scratch = tempfile.mkdtemp(prefix="turnwise-sandbox-")

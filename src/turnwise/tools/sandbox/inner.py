@@ -2,7 +2,8 @@
 
 It has no imports but Python's own, because it runs in the interpreter that the model's code uses.
 Requests are lines of JSON on standard input; standard output receives what the code prints; an
-answer on standard error is a request's nonce. Answers that the code forges only end its own call.
+answer on standard error, or in a container after the output, is a request's nonce. Answers that the
+code forges only end its own call.
 """
 
 import ast
@@ -182,9 +183,9 @@ def _tail(error: BaseException) -> str:
         return type(error).__name__
 
 
-def serve(run: Any) -> None:
-    """Answer requests until standard input ends."""
-    requests, answers = os.dup(0), os.dup(2)  # not inherited by the code's processes
+def serve(run: Any, stream: int) -> None:
+    """Answer requests on a stream until standard input ends."""
+    requests, answers = os.dup(0), os.dup(stream)  # not inherited by the code's processes
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(1, 2)
@@ -210,7 +211,8 @@ def main() -> None:
     sys.argv = [""]
     confine(spec)
     os.chdir(os.environ["HOME"])
-    serve(run_shell if spec["shell"] else Python().run)
+    # A container's engine copies its two streams without an order: there, the output's has all.
+    serve(run_shell if spec["shell"] else Python().run, 1 if spec.get("one_stream") else 2)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ OVER_MEMORY, OVER_DISK = 10, 11
 _PERIOD = 0.2
 """Seconds between two looks at the sandbox."""
 _END_SECONDS = 5.0
+_REMOVE_SECONDS = 60.0
+_KILLED = 137
+"""Exit code of a container that the kernel killed: its memory had no room left."""
 _MOST_FILES = 20_000
 _SET_SUBREAPER = 36
 
@@ -45,6 +48,7 @@ def main() -> int:
             os.dup2(nothing, stream)
         return _watch(spec, ended)
     finally:
+        removed = _remove(spec)
         ends = time.monotonic() + _END_SECONDS
         while (pids := _descendants()) and time.monotonic() < ends:  # some may begin meanwhile
             for pid in pids:
@@ -54,6 +58,8 @@ def main() -> int:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.005)
+        if not removed:  # the command that has just been killed was still making it
+            _remove(spec)
         if spec["scratch"]:  # of any depth, with any modes
             for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -61,27 +67,41 @@ def main() -> int:
                     subprocess.run(command, timeout=60, capture_output=True, check=False)
 
 
-def _start(spec: dict[str, Any]) -> Callable[[], bool]:
-    """Start the sandbox, and return a function that tells whether it has ended."""
+def _remove(spec: dict[str, Any]) -> bool:
+    """Remove the sandbox's container, if it is one; return whether it was there."""
+    if "end" not in spec:
+        return True
+    try:
+        options: dict[str, Any] = {"capture_output": True, "env": spec["environment"]}
+        done = subprocess.run(spec["end"], timeout=_REMOVE_SECONDS, check=False, **options)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and b"o such container" not in done.stderr
+
+
+def _start(spec: dict[str, Any]) -> Callable[[], int | None]:
+    """Start the sandbox, and return a function of its exit code, which is None while it runs."""
     if "sandlock" not in spec:
         process = subprocess.Popen(spec["command"], env=spec["environment"], cwd=spec["scratch"])
-        return lambda: process.poll() is not None
+        return process.poll
     sys.path.append(spec["sandlock"]["path"])
     import sandlock
 
     sandboxed = sandlock.Sandbox(**spec["sandlock"]["options"]).popen(spec["command"])
     waiting = threading.Thread(target=sandboxed.wait, daemon=True)
     waiting.start()
-    return lambda: not waiting.is_alive()
+    return lambda: None if waiting.is_alive() else 0
 
 
-def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
+def _watch(spec: dict[str, Any], ended: Callable[[], int | None]) -> int:
     """Return when the sandbox has ended, or has to end; the value is the exit code."""
     lifeline = select.poll()
     lifeline.register(spec["lifeline"], select.POLLIN)
-    while not ended():
+    while (code := ended()) is None:
         if lifeline.poll(_PERIOD * 1000):
             return 0
+        if "end" in spec:  # the container's engine limits it
+            continue
         # Memory without mapped files. Pages that processes share since a fork are counted once, but
         # only if the simple sum, which is far cheaper to read, exceeds the limit.
         pids, limit = _descendants(), spec["memory"] / 1024
@@ -99,7 +119,7 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
                     if inside.f_files - inside.f_ffree > _MOST_FILES:
                         return OVER_DISK
                     break
-    return 0
+    return OVER_MEMORY if "end" in spec and code == _KILLED else 0
 
 
 def _descendants() -> list[int]:

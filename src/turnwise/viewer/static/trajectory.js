@@ -53,6 +53,16 @@ function placeOfDifference(tokens, [start, end, rendered, same], number, shown, 
       sides("template", [...other, more(rendered.length) || ""].filter((each) => each !== ""), rendered.length)))));
 }
 
+// `requests` are by key: what the judges were asked and answered.
+function judgesView(judgements, requests) {
+  const part = (name, text) => h("details", { class: "message" }, h("summary", null, name), h("div", { class: "said" }, text));
+  return h("div", { class: "stack" }, judgements.map(({ judge, score, why, request }) => h("section", { class: "panel stack", "aria-label": `Verdict of ${judge}` },
+    h("div", { class: "row" }, chip("judge", judge), chip("score", short(score))),
+    h("p", null, why),
+    requests[request] ? [...requests[request].messages.map((message) => part(`Prompt, ${message.role}`, message.content)), part("Answer", requests[request].answer)]
+      : h("p", { class: "quiet small" }, "Its prompt is not in the run's judge.jsonl."))));
+}
+
 const SPAN = 1000;
 const NAMES = 70;
 const OTHERS = 60;
@@ -118,7 +128,7 @@ export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
   const [trajectory, texts, values, listed, timeline] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file)), keep(`${trajectoryPath(run, file)}/timeline`)]);
-  const known = ["chat", "tokens", "template", ...(timeline.calls[index]?.length ? ["timeline"] : [])];
+  const known = ["chat", "tokens", "template", ...(trajectory.judgements?.length ? ["judges"] : []), ...(timeline.calls[index]?.length ? ["timeline"] : [])];
   const tabOf = (query) => (known.includes(query.tab) ? query.tab : "chat");
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
@@ -168,7 +178,7 @@ export async function showTrajectory(main, runs, place, go) {
     // What is drawn again keeps the focus: a tab, or a turn of the tree.
     const [tabHeld, turnHeld] = [tabs, side].map((part) => part.contains(document.activeElement));
     side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
-    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
+    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["judges", "Judges"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
       onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
     if (tabHeld) tabs.querySelector("[aria-selected=true]").focus();
     if (turnHeld) side.querySelector("[aria-current=true]")?.focus();
@@ -184,6 +194,10 @@ export async function showTrajectory(main, runs, place, go) {
       keep(`${base}/template/${branch.leaf}`).then(
         (compared) => waiting.replaceWith(templateView(tokens, compared, (token) => go(address({ tab: "tokens", turn: token.turn, token: token.at })))),
         (error) => waiting.replaceWith(h("p", { class: "error" }, error.message)));
+    } else if (state.tab === "judges") {
+      const waiting = h("p", { class: "quiet", role: "status" }, "Reading judge.jsonl …");
+      content.replaceChildren(waiting);
+      keep(`${base}/judgements`).then((found) => waiting.replaceWith(judgesView(trajectory.judgements, found)), (error) => waiting.replaceWith(h("p", { class: "error" }, error.message)));
     } else if (state.tab === "timeline") {
       content.replaceChildren(timelineView(timeline.calls, index, listed.trajectories));
     } else {

@@ -1,0 +1,1 @@
+"""A judge in place of a reward: another model scores trajectories by a rubric."""

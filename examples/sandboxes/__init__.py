@@ -1,0 +1,1 @@
+"""Sandboxes elsewhere: a server on another machine, and classes for hosted services."""

@@ -1,0 +1,19 @@
+"""Fixtures of the tests of rollouts."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scripted import Scripted
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    with Scripted() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
