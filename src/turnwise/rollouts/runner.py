@@ -62,6 +62,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.run_files import RunFiles
+from turnwise.rollouts.slots import Slots
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools import Tool, Toolset
 from turnwise.tools.foreign import adopted
@@ -246,6 +247,8 @@ class _Run:
     group: Group
     search: BeamSearch | None = None
     """The group's beam search; None if its answers are sampled."""
+    last: bool = False
+    """Whether its trajectories begin after all others that wait."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
@@ -302,7 +305,7 @@ class Runner:
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._slots = Slots(config.rollout.concurrency)
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -364,9 +367,11 @@ class Runner:
         *,
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
+        last: bool = False,
     ) -> Group:
         """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
-        `on_trajectory` gets each as soon as its reward is known."""
+        `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
+        they came; those that are `last`, after all others."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
@@ -378,7 +383,7 @@ class Runner:
                 )
             ends = self.template.stop_token_ids
             search = BeamSearch(engine, self._tokenizer, ends, sampling.n)
-        run = _Run(engine, problem, sampling, name, stage, group, search)
+        run = _Run(engine, problem, sampling, name, stage, group, search, last)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
@@ -421,7 +426,7 @@ class Runner:
     ) -> None:
         """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
-        async with self._slots:
+        async with self._slots.taken(last=run.last):
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return

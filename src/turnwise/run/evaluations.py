@@ -1,0 +1,146 @@
+"""Evaluations on held-out problems during training: between two steps, or beside the next one.
+
+An evaluation measures one weight version, whatever happens meanwhile. Beside training it runs on
+the engines of the rollouts, which begin first, and is over before these engines get other weights:
+the training loop calls `settle` before each update. A trajectory that other weights sampled all the
+same, because an engine failed and came back with newer ones, is dropped and counted.
+
+No evaluation is lost: the last step's is awaited, and one that the end of the run cut short is run
+again when the run is resumed. If the checkpoint has the weights of the step after it, these are
+evaluated in their place, and under their own step.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from turnwise.config import Config
+from turnwise.core.interrupt import SAVE_SECONDS
+from turnwise.core.watchdog import waiting
+from turnwise.rollouts import Group, Problem
+from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.producer import RunGroup
+from turnwise.run.display import Display
+from turnwise.run.run_dir import RunDir
+
+_LAST_SECONDS = SAVE_SECONDS / 2
+"""Time that an evaluation has left once the run is asked to end and a trained step waits for it."""
+
+
+class Evaluations:
+    """The evaluations of a run: those that the training loop awaits, and those beside it.
+
+    Awaited are all without `eval.background`; with it that of the model before training, that of
+    the last step, and that of a step in which another one is found to reach `eval.target`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_group: RunGroup,
+        problems: Sequence[Problem],
+        folder: RunDir,
+        progress: Display,
+    ) -> None:
+        self.accuracy: float | None = None
+        """Accuracy after the current step; None if it was not awaited."""
+        self._config = config
+        self._run_group = run_group
+        self._problems = problems
+        self._folder = folder
+        self._progress = progress
+        self._known: float | None = None
+        """Accuracy of the last evaluation beside training, until another one is awaited."""
+        self._step = 0  # whose weights the one beside training measures
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether an evaluation runs beside training."""
+        return self._running is not None and not self._running.done()
+
+    def _is_due(self, step: int) -> bool:
+        every, last = self._config.eval.every, self._config.training.steps
+        return bool(self._problems and every) and (step % every == 0 or step == last)
+
+    async def between(self, step: int) -> Evaluation | None:
+        """Evaluate the weights after a step if that is awaited; otherwise return None."""
+        self.accuracy = None
+        last, background = self._config.training.steps, self._config.eval.background
+        awaited = self._is_due(step) and (step in (0, last) or not background)
+        if not awaited and not self._config.eval.reached(self._known):
+            return None
+        self._progress.phase("evaluate", len(self._problems))
+        evaluation = await self._evaluate(step, lambda _: self._progress.advance())
+        self._known, self.accuracy = None, evaluation.accuracy
+        return evaluation
+
+    def due_beside(self, step: int) -> bool:
+        """Return whether to `begin` the evaluation of a step that is finished."""
+        return self._config.eval.background and self._is_due(step) and self.accuracy is None
+
+    def cut_short(self, step: int) -> bool:
+        """Return whether to `begin` an evaluation of the step that a run is resumed after, because
+        the end of the run cut the last one short."""
+        if not self._config.eval.background:
+            return False
+        measured = [row["step"] for row in self._folder.metrics.rows if row.get("heldout")]
+        due = [row["step"] for row in self._folder.metrics.rows if self._is_due(row["step"])]
+        if measured and measured[-1] == step:
+            self._known = self._folder.metrics.rows[-1]["accuracy_heldout"]
+        return bool(due) and due[-1] > max(measured, default=-1)
+
+    def begin(
+        self,
+        tasks: asyncio.TaskGroup,
+        step: int,
+        version: int,
+        report: Callable[[Evaluation], Awaitable[None]],
+    ) -> None:
+        """Begin to evaluate a step's weights, of this version, beside training.
+
+        Args:
+            tasks: Gets the task; an error ends the run.
+            report: Called with the results.
+        """
+
+        async def run() -> None:
+            evaluation = await self._evaluate(step, lambda _: None, version)
+            self._known = evaluation.accuracy
+            await report(evaluation)
+
+        assert not self.running
+        self._step, self._running = step, tasks.create_task(run())
+
+    async def settle(self, asked: asyncio.Event) -> None:
+        """Wait for the evaluation beside training, if there is one; cut it short if the run is
+        `asked` to end and it goes on for too long."""
+        if (running := self._running) is None:
+            return
+        ending = asyncio.ensure_future(asked.wait())
+        try:
+            with waiting(f"the evaluation of step {self._step}"):
+                await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    await asyncio.wait([running], timeout=_LAST_SECONDS)
+                    running.cancel()
+                    await asyncio.wait([running])
+        finally:
+            ending.cancel()
+
+    def cancel(self) -> None:
+        """End the evaluation beside training, if there is one, because the run ends."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _evaluate(
+        self, step: int, on_group: Callable[[Group], None], version: int | None = None
+    ) -> Evaluation:
+        return await evaluate(
+            self._run_group,
+            self._problems,
+            self._config,
+            f"eval{step}",
+            on_group,
+            self._folder.group_log("eval", step),
+            version,
+        )
