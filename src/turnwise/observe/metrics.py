@@ -6,14 +6,18 @@ declares, and the documentation their meanings.
 
 import ast
 import inspect
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import translate_unwritable
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.rollouts import Batch
@@ -308,6 +312,13 @@ class StepMetrics:
     def evaluation_json(self) -> JsonObject:
         """Return what an evaluation adds to a step whose other metrics are written already."""
         return {name: value for name, value in self.to_json().items() if name in _OF_EVALUATION}
+
+    def write_evaluation(self, path: Path) -> None:
+        """Write the results of an evaluation outside of training to a JSON file."""
+        tree = {**self.evaluation_json(), "trajectories": self.trajectories, "env": self.env}
+        with translate_unwritable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(tree, indent=1) + "\n")
 
     def to_json(self) -> JsonObject:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
