@@ -6,18 +6,14 @@ declares, and the documentation their meanings.
 
 import ast
 import inspect
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import translate_unwritable
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.rollouts import Batch
@@ -27,10 +23,6 @@ if TYPE_CHECKING:  # the display imports this module before torch is imported
 
 Counts = dict[str, int] | None
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
-_OF_EVALUATION = (
-    *("step", "accuracy_heldout", "heldout", "heldout_sets", "heldout_dropped"),
-    *("heldout_seconds", "environments"),
-)
 
 
 class Series(NamedTuple):
@@ -310,15 +302,10 @@ class StepMetrics:
             self._environment(name)["heldout"] = summary
 
     def evaluation_json(self) -> JsonObject:
-        """Return what an evaluation adds to a step whose other metrics are written already."""
-        return {name: value for name, value in self.to_json().items() if name in _OF_EVALUATION}
-
-    def write_evaluation(self, path: Path) -> None:
-        """Write the results of an evaluation outside of training to a JSON file."""
-        tree = {**self.evaluation_json(), "trajectories": self.trajectories, "env": self.env}
-        with translate_unwritable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(tree, indent=1) + "\n")
+        """Return what an evaluation adds to a step whose line is written already."""
+        own = ("step", "accuracy_heldout", "environments")
+        values = self.to_json().items()
+        return {name: each for name, each in values if name in own or name.startswith("heldout")}
 
     def to_json(self) -> JsonObject:
         values = {item.name: getattr(self, item.name) for item in fields(self)}

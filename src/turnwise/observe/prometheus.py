@@ -29,7 +29,6 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_LATE = "accuracy_heldout"
 _ENGINE_SECONDS = 5.0  # time to collect the engines' metrics: below Prometheus' 10 s
 
 
@@ -59,8 +58,8 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
                 add(row)
                 seen += 1
             for row in reversed(rows[skipped:]):  # an evaluation may come late
-                if row.get(_LATE) is not None:
-                    add({_LATE: row[_LATE]})
+                if row.get("accuracy_heldout") is not None:
+                    add({"accuracy_heldout": row["accuracy_heldout"]})
                     break
         for metric, each in series():
             found = values.get(each.name, {"": 0.0} if each.sums and not each.label else {})

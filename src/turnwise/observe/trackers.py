@@ -186,10 +186,7 @@ def _logged(package: ModuleType, run: Any) -> Tracker:
         data = [[row[name] for name in _COLUMNS] for row in rows]
         run.log({"samples": package.Table(columns=_COLUMNS, data=data)}, step=step)
 
-    def write(step: int, values: dict[str, float]) -> None:
-        run.log(values, step=step)
-
-    return Tracker(write, write_samples, run.finish)
+    return Tracker(lambda step, values: run.log(values, step=step), write_samples, run.finish)
 
 
 def _wandb(folder: Path, config: Config, resumed: bool) -> Tracker:

@@ -217,23 +217,15 @@ async def evaluate(
     tag: str = "eval",
     on_group: Callable[[Group], None] = lambda _: None,
     kept: GroupLog | None = None,
-    version: int | None = None,
 ) -> Evaluation:
     """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`. StepError when
-    more than `rollout.max_failed_fraction` of the trajectories fail, among them, with a `version`,
-    those that other weights have sampled."""
+    more than `rollout.max_failed_fraction` of the trajectories fail."""
     n, kept = config.eval.sampling.n, kept or GroupLog()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
     of_each, of_sets = (
         defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward)) for _ in range(2)
     )
     measured = defaultdict[str, list[float]](list)
-
-    async def run_pinned(problem: Problem, tag: str) -> Group:
-        group = await run_group(problem, tag)
-        if version is not None:
-            group.pin(version)
-        return group
 
     async def keep(place: int, group: Group) -> None:
         nonlocal tokens
@@ -251,7 +243,7 @@ async def evaluate(
 
     at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
     outcomes = await run_groups(
-        run_pinned, problems, tag, keep, on_group, at_once=at_once, row_seconds=row_seconds
+        run_group, problems, tag, keep, on_group, at_once=at_once, row_seconds=row_seconds
     )
     seconds = time.perf_counter() - started
     dropped = outcomes.check(config.rollout.max_failed_fraction, "evaluation")

@@ -14,7 +14,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
-OTHER_WEIGHTS = "other_weights"  # reason of an evaluation's trajectory, see `Group.pin`
+OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
 NO_REWARD = "no_reward"
 """Reason of a trajectory to which no reward applies (all are None): it is no failure."""
 
@@ -69,13 +69,12 @@ class Group:
             self.trajectories = [t for t in self.trajectories if id(t) not in gone]
 
     def pin(self, version: int) -> None:
-        """Drop the trajectories that other weights than those of a version have sampled, too."""
-        own = {version, FORCED}
-        others = [
-            trajectory
-            for trajectory in self.trajectories
-            if any(not own.issuperset(turn.weight_versions) for turn in trajectory.turns)
-        ]
+        """Drop the trajectories that not only the weights of one version have sampled."""
+
+        def versions(trajectory: Trajectory) -> set[int]:
+            return {each for turn in trajectory.turns for each in turn.weight_versions}
+
+        others = [t for t in self.trajectories if versions(t) - {version, FORCED}]
         why = f"not only version {version} of the weights sampled it: an engine was restarted"
         self.drop(others, OTHER_WEIGHTS, why)
 

@@ -7,17 +7,12 @@ from contextlib import asynccontextmanager
 
 
 class Slots:
-    """At most `count` holders at a time; the others wait, each kind in the order in which it came.
-
-    Example:
-        slots = Slots(256)
-        async with slots.taken(last=True):  # once nothing else waits
-            ...
-    """
+    """At most `count` holders at a time; the others wait, each kind in the order in which it
+    came."""
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._first, self._last = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
+        self._waiting = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
 
     @asynccontextmanager
     async def taken(self, *, last: bool = False) -> AsyncIterator[None]:
@@ -26,7 +21,7 @@ class Slots:
             self._free -= 1
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            (self._last if last else self._first).append(turn)
+            self._waiting[last].append(turn)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -39,7 +34,7 @@ class Slots:
             self._give_back()
 
     def _give_back(self) -> None:
-        for waiting in (self._first, self._last):
+        for waiting in self._waiting:
             while waiting:
                 if not (turn := waiting.popleft()).done():
                     turn.set_result(None)

@@ -272,8 +272,7 @@ async def evaluate(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
-    """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl, and
-    the results in its eval.json, under the names that they have in metrics.jsonl."""
+    """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl."""
     paths: list[str] = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
@@ -286,23 +285,18 @@ async def evaluate(
             paths += own
     playing = _playing(config, console, inputs, paths, "evaluate", on_group)
     async with playing as (run_group, problems, advance):
-        from turnwise.observe.metrics import StepMetrics
         from turnwise.observe.timeline import TIMELINE
         from turnwise.rollouts.evaluation import GroupLog
         from turnwise.rollouts.evaluation import evaluate as evaluate_problems
 
         folder, name = run_folder(config), "eval.jsonl"
-        evaluation = await evaluate_problems(
+        return await evaluate_problems(
             run_group,
             problems,
             config,
             on_group=advance,
             kept=GroupLog(folder / name, folder / TIMELINE / name),
         )
-        results = StepMetrics(env=evaluation.env, trajectories=evaluation.finished)
-        results.add_evaluation(evaluation)
-        await run_in_thread(results.write_evaluation, folder / "eval.json")
-        return evaluation
 
 
 async def rollout(

@@ -27,11 +27,9 @@ _LAST_SECONDS = SAVE_SECONDS / 2
 
 
 class Evaluations:
-    """The evaluations of a run: those that the training loop awaits, and those beside it.
-
-    Awaited are all without `eval.background`; with it that of the model before training, that of
-    the last step, and that of a step in which another one is found to reach `eval.target`.
-    """
+    """The evaluations of a run. With `eval.background`, the training loop awaits only those before
+    the first step, after the last one, and after a step that learns that `eval.target` is
+    reached."""
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class Evaluations:
         self._progress = progress
         self._known: float | None = None
         """Accuracy of the last evaluation beside training, until another one is awaited."""
-        self._step = 0  # whose weights the one beside training measures
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -81,13 +78,11 @@ class Evaluations:
     def cut_short(self, step: int) -> bool:
         """Return whether to `begin` an evaluation of the step that a run is resumed after, because
         the end of the run cut the last one short."""
-        if not self._config.eval.background:
-            return False
-        measured = [row["step"] for row in self._folder.metrics.rows if row.get("heldout")]
-        due = [row["step"] for row in self._folder.metrics.rows if self._is_due(row["step"])]
-        if measured and measured[-1] == step:
-            self._known = self._folder.metrics.rows[-1]["accuracy_heldout"]
-        return bool(due) and due[-1] > max(measured, default=-1)
+        rows = self._folder.metrics.rows if self._config.eval.background else []
+        measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
+        self._known = measured.get(step)
+        due = [row["step"] for row in rows if self._is_due(row["step"])]
+        return max(due, default=-1) > max(measured, default=-1)
 
     def begin(
         self,
@@ -96,12 +91,8 @@ class Evaluations:
         version: int,
         report: Callable[[Evaluation], Awaitable[None]],
     ) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training.
-
-        Args:
-            tasks: Gets the task; an error ends the run.
-            report: Called with the results.
-        """
+        """Begin to evaluate a step's weights, of this version, beside training; an error ends the
+        tasks, and `report` gets the results."""
 
         async def run() -> None:
             evaluation = await self._evaluate(step, lambda _: None, version)
@@ -109,7 +100,7 @@ class Evaluations:
             await report(evaluation)
 
         assert not self.running
-        self._step, self._running = step, tasks.create_task(run())
+        self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
 
     async def settle(self, asked: asyncio.Event) -> None:
         """Wait for the evaluation beside training, if there is one; cut it short if the run is
@@ -118,7 +109,7 @@ class Evaluations:
             return
         ending = asyncio.ensure_future(asked.wait())
         try:
-            with waiting(f"the evaluation of step {self._step}"):
+            with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
                     await asyncio.wait([running], timeout=_LAST_SECONDS)
@@ -135,12 +126,12 @@ class Evaluations:
     async def _evaluate(
         self, step: int, on_group: Callable[[Group], None], version: int | None = None
     ) -> Evaluation:
-        return await evaluate(
-            self._run_group,
-            self._problems,
-            self._config,
-            f"eval{step}",
-            on_group,
-            self._folder.group_log("eval", step),
-            version,
-        )
+        async def run_group(problem: Problem, tag: str) -> Group:
+            group = await self._run_group(problem, tag)
+            if version is not None:
+                group.pin(version)
+            return group
+
+        kept = self._folder.group_log("eval", step)
+        tag = f"eval{step}"
+        return await evaluate(run_group, self._problems, self._config, tag, on_group, kept)
