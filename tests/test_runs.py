@@ -476,16 +476,20 @@ def test_an_evaluation_beside_training_is_that_between_steps_through_a_crash_and
         assert evaluated(beside, step) == evaluated(between, step)
 
 
+AHEAD = ("training.max_staleness=1", "rollout.processes=2", "serving.workers=2")
+TOGETHER = ("training.colocated=true", "training.threads=1")
+
+
 @pytest.mark.slow
-def test_evaluations_beside_rollouts_that_run_ahead_measure_one_version(
-    file: Path, tmp_path: Path
+@pytest.mark.parametrize("layout", [AHEAD, TOGETHER])
+def test_evaluations_beside_training_measure_one_version_in_every_layout(
+    file: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     options = (
-        *("training.max_staleness=1", "rollout.processes=2", "serving.workers=2", "sampling.n=4"),
         *("training.steps=5", "eval.every=1", "eval.background=true", "data.eval_limit=16"),
-        *("eval.sampling.n=4", "eval.sampling.temperature=1"),
+        *("sampling.n=4", "eval.sampling.n=4", "eval.sampling.temperature=1"),
     )
-    done = turnwise("train", file, *options)
+    done = turnwise("train", file, *layout, *options)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     rows = metrics_of(run)

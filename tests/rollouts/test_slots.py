@@ -10,8 +10,8 @@ from turnwise.rollouts.slots import Slots
 class Line:
     """Tasks that hold a slot until they are let go, in the order in which they began."""
 
-    def __init__(self, count: int) -> None:
-        self.slots = Slots(count)
+    def __init__(self, count: int, last_below: int = 99) -> None:
+        self.slots = Slots(count, last_below)
         self.began: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
 
@@ -53,6 +53,22 @@ async def test_a_free_slot_is_taken_by_whoever_comes() -> None:
     line.gates["eval"].set()
     await settled()
     assert line.began == ["eval", "a", "b"]
+    for gate in line.gates.values():
+        gate.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_what_is_last_fills_the_places_that_others_leave() -> None:
+    line = Line(8, last_below=3)
+    names = ["a", "b", "c", "d"]
+    tasks = [line.start(name) for name in names]
+    tasks += [line.start(name, last=True) for name in ("eval1", "eval2")]
+    await settled()
+    assert line.began == names, "slots are free, but the step's trajectories are not over"
+    for name, began in (("a", []), ("b", ["eval1"]), ("c", ["eval1", "eval2"])):
+        line.gates[name].set()
+        await settled()
+        assert line.began == [*names, *began]
     for gate in line.gates.values():
         gate.set()
     await asyncio.gather(*tasks)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from turnwise.config import parse_config
+from turnwise.config import SamplingConfig, parse_config
 from turnwise.engine.protocol import FORCED
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import Evaluation
 from turnwise.rollouts.group import OTHER_WEIGHTS
 from turnwise.rollouts.problems import Problems
+from turnwise.rollouts.producer import RunGroup
 from turnwise.run import evaluations as module
 from turnwise.run.display import SILENT, Display
 from turnwise.run.evaluations import Evaluations
@@ -34,6 +35,9 @@ class Engines:
         self.gate = asyncio.Event()
         self.gate.set()
         self.right = True
+
+    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
+        return self.run_group
 
     async def run_group(self, problem: Problem, tag: str) -> Group:
         self.asked.append(tag)
@@ -60,7 +64,8 @@ class Loop:
         resume = None if resumed_after is None else Resume(folder, resumed_after, {}, [])
         self.folder = RunDir(config, resume)
         heldout = Problems("h", ROWS)
-        self.evaluations = Evaluations(config, self.engines.run_group, heldout, self.folder, SILENT)
+        runtime: Any = self.engines
+        self.evaluations = Evaluations(config, runtime, heldout, self.folder, SILENT)
         self.tasks = asyncio.TaskGroup()
 
     def begin(self, step: int) -> None:
@@ -69,7 +74,10 @@ class Loop:
             metrics.add_evaluation(evaluation)
             self.folder.metrics.amend(metrics.evaluation_json())
 
-        self.evaluations.begin(self.tasks, step, self.engines.version, report)
+        async def ready() -> None:
+            """Rollouts begin first."""
+
+        self.evaluations.begin(self.tasks, step, self.engines.version, ready, report)
 
     async def step(self, step: int) -> StepMetrics:
         """Update the weights, evaluate if that is awaited, write the line, begin the evaluation."""
@@ -134,7 +142,7 @@ async def test_what_other_weights_sampled_is_dropped_and_counted(tmp_path: Path)
             loop.engines.version = 2 + (len(asked) == 1)
             return await answer(problem, tag)
 
-        loop.evaluations._run_group = restarted
+        loop.evaluations._run_beside = restarted
         await loop.step(2)
     row = loop.folder.metrics.rows[-1]
     assert row["heldout_dropped"] == {OTHER_WEIGHTS: 1}
@@ -234,7 +242,7 @@ async def test_an_evaluation_that_fails_ends_the_run(tmp_path: Path) -> None:
         group.causes["engine_error"] = "worker-0 died"
         return group
 
-    loop.evaluations._run_group = fail
+    loop.evaluations._run_beside = fail
 
     async def play() -> None:
         async with loop.tasks:

@@ -305,7 +305,8 @@ class Runner:
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        self._slots = Slots(config.rollout.concurrency)
+        step = config.rollout.prompts_per_step * config.sampling.n
+        self._slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -371,7 +372,8 @@ class Runner:
     ) -> Group:
         """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
         `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
-        they came; those that are `last`, after all others."""
+        they came; those that are `last`, after all others, and where fewer than those of a
+        training step are in flight."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None

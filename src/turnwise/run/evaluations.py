@@ -21,6 +21,7 @@ from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
+from turnwise.run.runtime import Runtime
 
 _LAST_SECONDS = SAVE_SECONDS / 2
 """Time that an evaluation has left once the run is asked to end and a trained step waits for it."""
@@ -34,7 +35,7 @@ class Evaluations:
     def __init__(
         self,
         config: Config,
-        run_group: RunGroup,
+        runtime: Runtime,
         problems: Sequence[Problem],
         folder: RunDir,
         progress: Display,
@@ -42,7 +43,8 @@ class Evaluations:
         self.accuracy: float | None = None
         """Accuracy after the current step; None if it was not awaited."""
         self._config = config
-        self._run_group = run_group
+        self._run_awaited = runtime.group_runner(config.eval.sampling)
+        self._run_beside = runtime.group_runner(config.eval.sampling, last=True)
         self._problems = problems
         self._folder = folder
         self._progress = progress
@@ -67,7 +69,8 @@ class Evaluations:
         if not awaited and not self._config.eval.reached(self._known):
             return None
         self._progress.phase("evaluate", len(self._problems))
-        evaluation = await self._evaluate(step, lambda _: self._progress.advance())
+        advance = self._progress.advance
+        evaluation = await self._evaluate(step, self._run_awaited, lambda _: advance())
         self._known, self.accuracy = None, evaluation.accuracy
         return evaluation
 
@@ -89,13 +92,20 @@ class Evaluations:
         tasks: asyncio.TaskGroup,
         step: int,
         version: int,
+        ready: Callable[[], Awaitable[None]],
         report: Callable[[Evaluation], Awaitable[None]],
     ) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training; an error ends the
-        tasks, and `report` gets the results."""
+        """Begin to evaluate a step's weights, of this version, beside training, once `ready`
+        returns; an error ends the tasks, and `report` gets the results."""
+
+        async def run_group(problem: Problem, tag: str) -> Group:
+            group = await self._run_beside(problem, tag)
+            group.pin(version)
+            return group
 
         async def run() -> None:
-            evaluation = await self._evaluate(step, lambda _: None, version)
+            await ready()
+            evaluation = await self._evaluate(step, run_group)
             self._known = evaluation.accuracy
             await report(evaluation)
 
@@ -124,14 +134,8 @@ class Evaluations:
             self._running.cancel()
 
     async def _evaluate(
-        self, step: int, on_group: Callable[[Group], None], version: int | None = None
+        self, step: int, run_group: RunGroup, on_group: Callable[[Group], None] = lambda _: None
     ) -> Evaluation:
-        async def run_group(problem: Problem, tag: str) -> Group:
-            group = await self._run_group(problem, tag)
-            if version is not None:
-                group.pin(version)
-            return group
-
         kept = self._folder.group_log("eval", step)
         tag = f"eval{step}"
         return await evaluate(run_group, self._problems, self._config, tag, on_group, kept)

@@ -60,8 +60,7 @@ class TrainingLoop:
             lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
         )
-        run_heldout = runtime.group_runner(config.eval.sampling, last=config.eval.background)
-        self._evaluations = Evaluations(config, run_heldout, heldout, folder, progress)
+        self._evaluations = Evaluations(config, runtime, heldout, folder, progress)
         self._find_alarms = alarm_finder(config)
         for row in folder.metrics.rows:  # of the run that is resumed
             self._find_alarms(row)
@@ -171,9 +170,9 @@ class TrainingLoop:
 
         The order matters: an evaluation beside training ends before the weights that it measures
         are replaced; weights before evaluation, which is of the new ones; the line of metrics
-        before what adds to it later, and before the checkpoint, so that no saved step lacks its
-        line (the seconds of saving are in the next step's line); `advance` last, so that a
-        checkpoint of a synchronous run holds no group of the next step.
+        before the checkpoint, so that no saved step lacks its line (the seconds of saving are in
+        the next step's line); then `advance`, so that a checkpoint of a synchronous run holds no
+        group of the next step; an evaluation beside training last, because rollouts begin first.
         """
         previous = time.perf_counter()
         self._seconds = {}  # those of `_begin` are no part of the first step
@@ -205,8 +204,6 @@ class TrainingLoop:
                 waits[phase] += seconds
             metrics.phase_seconds = {**self._seconds, **waits}
             await self._report(metrics)
-            if self._evaluations.due_beside(step):
-                self._evaluate_beside(tasks, step, update["weight_version"])
             await self._show_samples(step, batch)
             self._seconds = {}
             self._finished = step
@@ -220,6 +217,8 @@ class TrainingLoop:
             if self._reached or self._ending.asked.is_set():
                 break
             await self._producer.advance(step)
+            if self._evaluations.due_beside(step):
+                self._evaluate_beside(tasks, step, update["weight_version"])
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -278,7 +277,7 @@ class TrainingLoop:
             self._progress.evaluated(metrics)
             await run_in_thread(self._folder.draw)
 
-        self._evaluations.begin(tasks, step, version, report)
+        self._evaluations.begin(tasks, step, version, self._producer.all_begun, report)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""
