@@ -227,7 +227,6 @@ class Wandb:
         return self
 
     def define_metric(self, name: str, step_metric: str) -> None:
-        assert name not in self.axes
         self.axes[name] = step_metric
 
     def log(self, values: dict[str, float], step: int) -> None:

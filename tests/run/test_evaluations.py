@@ -261,5 +261,5 @@ def test_the_display_names_the_step_and_what_was_dropped() -> None:
         display.evaluated(StepMetrics(step=2, accuracy_heldout=0.75, heldout_dropped=dropped))
     assert out.getvalue() == (
         "step    2/7  held-out accuracy (reward ≥ 1) 0.750  "
-        "held-out dropped: other_weights 1  evaluated beside training\n"
+        "held-out dropped: 1  evaluated beside training\n"
     )

@@ -203,17 +203,16 @@ def _wandb(folder: Path, config: Config, resumed: bool) -> Tracker:
         settings=wandb.Settings(console="off"),
     )
     kept.write_text(run.id)
-    newest, known = 0, set[str]()
+    newest = 0
 
     def write(step: int, values: dict[str, float]) -> None:
         """Write an evaluation that comes late beside the newest step, because W&B takes none for an
         earlier one; its x axis is the step whose weights were evaluated."""
         nonlocal newest
         newest = max(newest, step)
-        if measured := {name for name in values if "heldout" in name}:
-            for name in measured - known:
+        if measured := [name for name in values if "heldout" in name]:
+            for name in measured:
                 run.define_metric(name, step_metric=_EVALUATED)
-            known.update(measured)
             values = {**values, _EVALUATED: float(step)}
         run.log(values, step=newest)
 

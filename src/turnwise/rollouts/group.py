@@ -70,11 +70,10 @@ class Group:
 
     def pin(self, version: int) -> None:
         """Drop the trajectories that not only the weights of one version have sampled."""
-
-        def versions(trajectory: Trajectory) -> set[int]:
-            return {each for turn in trajectory.turns for each in turn.weight_versions}
-
-        others = [t for t in self.trajectories if versions(t) - {version, FORCED}]
+        own = {version, FORCED}
+        others = [
+            t for t in self.trajectories if any({*one.weight_versions} - own for one in t.turns)
+        ]
         why = f"not only version {version} of the weights sampled it: an engine was restarted"
         self.drop(others, OTHER_WEIGHTS, why)
 

@@ -95,7 +95,8 @@ class Display:
         if why := why_untrained([metrics.to_json()]):
             parts.append(f"nothing trained: {why}")
         if metrics.dropped:
-            parts.append(f"dropped: {_listed(metrics.dropped)}")
+            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
+            parts.append(f"dropped: {reasons}")
         self._print("  ".join(parts))
 
     def evaluated(self, metrics: StepMetrics) -> None:
@@ -111,7 +112,7 @@ class Display:
         each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
         parts = [f"held-out accuracy ({self._success}) {accuracy:.3f}{each}"]
         if metrics.heldout_dropped and metrics.step:  # those of step 0 are its `dropped`
-            parts.append(f"held-out dropped: {_listed(metrics.heldout_dropped)}")
+            parts.append(f"held-out dropped: {sum(metrics.heldout_dropped.values())}")
         return parts
 
     def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
@@ -175,10 +176,6 @@ class Display:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())
         return table
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
 def _clock(seconds: float) -> str:

@@ -1,13 +1,10 @@
 """Evaluations on held-out problems during training: between two steps, or beside the next one.
 
-An evaluation measures one weight version, whatever happens meanwhile. Beside training it runs on
-the engines of the rollouts, which begin first, and is over before these engines get other weights:
-the training loop calls `settle` before each update. A trajectory that other weights sampled all the
-same, because an engine failed and came back with newer ones, is dropped and counted.
-
-No evaluation is lost: the last step's is awaited, and one that the end of the run cut short is run
-again when the run is resumed. If the checkpoint has the weights of the step after it, these are
-evaluated in their place, and under their own step.
+An evaluation measures one weight version. Beside training it runs on the engines of the rollouts,
+and is over before these get other weights: the loop calls `settle` before each update. Trajectories
+of other weights, as an engine that was restarted may have, are dropped and counted. None is lost:
+the last step's is awaited, and one that was cut short is run again when the run is resumed; if the
+checkpoint is that of the step after it, with the weights of that step, and in its line.
 """
 
 import asyncio
@@ -23,8 +20,7 @@ from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime
 
-_LAST_SECONDS = SAVE_SECONDS / 2
-"""Time that an evaluation has left once the run is asked to end and a trained step waits for it."""
+_LAST_SECONDS = SAVE_SECONDS / 2  # for an evaluation that a step waits for when the run shall end
 
 
 class Evaluations:
@@ -43,7 +39,7 @@ class Evaluations:
         self.accuracy: float | None = None
         """Accuracy after the current step; None if it was not awaited."""
         self._config = config
-        self._run_awaited = runtime.group_runner(config.eval.sampling)
+        self._run = runtime.group_runner(config.eval.sampling)
         self._run_beside = runtime.group_runner(config.eval.sampling, last=True)
         self._problems = problems
         self._folder = folder
@@ -69,8 +65,7 @@ class Evaluations:
         if not awaited and not self._config.eval.reached(self._known):
             return None
         self._progress.phase("evaluate", len(self._problems))
-        advance = self._progress.advance
-        evaluation = await self._evaluate(step, self._run_awaited, lambda _: advance())
+        evaluation = await self._evaluate(step, self._run, lambda _: self._progress.advance())
         self._known, self.accuracy = None, evaluation.accuracy
         return evaluation
 
@@ -137,5 +132,5 @@ class Evaluations:
         self, step: int, run_group: RunGroup, on_group: Callable[[Group], None] = lambda _: None
     ) -> Evaluation:
         kept = self._folder.group_log("eval", step)
-        tag = f"eval{step}"
-        return await evaluate(run_group, self._problems, self._config, tag, on_group, kept)
+        name = f"eval{step}"
+        return await evaluate(run_group, self._problems, self._config, name, on_group, kept)
