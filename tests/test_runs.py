@@ -46,6 +46,17 @@ class Held(Lottery):
         return super().reward(trajectory)
 
 
+class HeldOut(Held):
+    """Lottery that holds the rewards of held-out rows only."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.held_out = row.get("held_out")
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return super().reward(trajectory) if self.held_out else Lottery.reward(self, trajectory)
+
+
 class Sure(Lottery):
     """Lottery that everyone wins: its groups have no signal."""
 
@@ -66,12 +77,15 @@ class Running:
     Args:
         steps: Steps after which `Held` waits.
         go: File that it waits for; None waits for ever.
+        environment: The one that waits.
     """
 
-    def __init__(self, *arguments: object, steps: int, go: Path | None = None) -> None:
+    def __init__(
+        self, *arguments: object, steps: int, go: Path | None = None, environment: str = HELD
+    ) -> None:
         self.mark = Mark()
         self.process = subprocess.Popen(
-            [*python(), "-m", "turnwise.cli", "train", *map(str, arguments), HELD],
+            [*python(), "-m", "turnwise.cli", "train", *map(str, arguments), environment],
             cwd=ROOT,
             env=command_environment()
             | self.mark.environment
@@ -397,3 +411,98 @@ def test_rollouts_that_run_ahead_outlive_a_crash(file: Path, tmp_path: Path) -> 
         for t in read_jsonl(run / "trajectories" / f"step-{step:04d}.jsonl")
     ]
     assert len(seen) == len(set(seen)) == 8 * 4 * 4  # every problem of the epoch once
+
+
+BESIDE = (
+    *("deterministic=true", "training.steps=4", "training.checkpoint_every=1"),
+    *("sampling.n=4", "sampling.max_tokens=8", "eval.every=2", "eval.sampling.max_tokens=8"),
+    *("data.eval_limit=16", "environment=tests.test_runs:HeldOut"),
+)
+
+
+@pytest.fixture
+def held_out(file: Path, tmp_path: Path) -> str:
+    """Held-out rows that say so."""
+    rows = Path(load_config(file).data.eval_path or "").read_text().splitlines()
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps(json.loads(row) | {"held_out": 1}) + "\n" for row in rows))
+    return f"data.eval_path={path}"
+
+
+def evaluated(run: Path, step: int) -> dict[Any, list[tuple[list[int], list[int]]]]:
+    """The sampled ids and their weight versions of the turns of each held-out trajectory."""
+    return {
+        (t.problem_id, t.sample_index): [
+            (turn.completion_token_ids, turn.weight_versions) for turn in t.turns
+        ]
+        for t in read_jsonl(run / "trajectories" / f"eval-{step:04d}.jsonl")
+    }
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_training_is_that_between_steps_through_a_crash_and_an_end(
+    file: Path, held_out: str, tmp_path: Path
+) -> None:
+    between, beside = (tmp_path / "runs" / name for name in ("between", "beside"))
+    done = turnwise("train", file, *BESIDE, held_out, "name=between")
+    assert done.returncode == 0, done.stderr
+
+    options = (*BESIDE, held_out, "eval.background=true", "name=beside")
+    environment = BESIDE[-1]
+    running = Running(file, *options, steps=1, environment=environment)
+    running.until("step    2/4", "held")
+    ends = time.monotonic() + 300
+    while not (beside / "checkpoints" / "step-0002").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+    running.kill()
+    rows = metrics_of(beside)
+    assert [row["accuracy_heldout"] is None for row in rows] == [False, True, True]
+
+    running = Running("--resume", beside, steps=0, environment=environment)
+    running.until("held")  # the evaluation of step 2, again
+    running.process.send_signal(signal.SIGTERM)
+    _, stderr = running.process.communicate(timeout=120)
+    assert running.process.returncode in (130, 143), stderr
+    assert running.mark.left() == []
+
+    resumed = turnwise("train", "--resume", beside)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "evaluated beside training" in resumed.stdout
+    assert timeless(beside) == timeless(between)
+    measured = [row["step"] for row in metrics_of(beside) if row["accuracy_heldout"] is not None]
+    assert measured == [0, 2, 4]
+    for step in measured:
+        assert evaluated(beside, step) == evaluated(between, step)
+
+
+AHEAD = ("training.max_staleness=1", "rollout.processes=2", "serving.workers=2")
+TOGETHER = ("training.colocated=true", "training.threads=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [AHEAD, TOGETHER])
+def test_evaluations_beside_training_measure_one_version_in_every_layout(
+    file: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    options = (
+        *("training.steps=5", "eval.every=1", "eval.background=true", "data.eval_limit=16"),
+        *("sampling.n=4", "eval.sampling.n=4", "eval.sampling.temperature=1"),
+    )
+    done = turnwise("train", file, *layout, *options)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == list(range(6))
+    for row in rows:
+        versions = {
+            version
+            for turns in evaluated(run, row["step"]).values()
+            for _, each in turns
+            for version in each
+        }
+        assert versions == {row["weight_version"]}
+        assert row["heldout_dropped"] == {}
+        assert row["heldout"].keys() >= {"pass@1", "pass@2", "pass@4", "mean@4"}
+        assert row["heldout"]["pass@4"] >= row["heldout"]["pass@2"] >= row["heldout"]["pass@1"]
+        assert row["heldout"]["pass@1"] == pytest.approx(row["accuracy_heldout"])

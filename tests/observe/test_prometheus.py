@@ -98,6 +98,17 @@ def test_gauges_have_the_last_value_and_counters_the_sum() -> None:
     assert exported(steps) == second, "each step is counted once"
 
 
+def test_an_evaluation_that_comes_late_is_the_last_one() -> None:
+    rows = [step(1, accuracy_heldout=0.25, dropped={"stalled": 1}), step(2, heldout={}), step(3)]
+    steps = step_families(rows)
+    assert exported(steps)["turnwise_accuracy_heldout"] == 0.25
+    rows[1] = {**rows[1], "accuracy_heldout": 0.5}
+    again = exported(steps)
+    assert again["turnwise_accuracy_heldout"] == 0.5
+    assert again["turnwise_step"] == 3
+    assert again["turnwise_dropped_total stalled"] == 1, "nothing is counted twice"
+
+
 def test_steps_of_an_earlier_program_are_not_counted() -> None:
     rows = [step(1, dropped={"stalled": 1})]
     assert "turnwise_dropped_total stalled" not in exported(step_families(rows, skipped=1))

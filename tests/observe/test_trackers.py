@@ -195,6 +195,70 @@ def goes_on(folder: Path, name: str) -> None:
     assert set(again._trackers) == {"TensorBoard", name}
 
 
+def test_what_comes_late_joins_the_line_of_its_step(tmp_path: Path) -> None:
+    sinks = MetricsLog(tmp_path, config())
+    environments = {"shop": {"reward_mean": 0.5}}
+    first = {"step": 1, "x": 1, "heldout": {}, "environments": environments}
+    sinks.write(first)
+    sinks.write({"step": 2, "x": 2})
+    heldout = {"accuracy": 0.75}
+    late = {"step": 1, "heldout": heldout, "environments": {"shop": {"heldout": heldout}}}
+    sinks.amend(late)
+    sinks.write({"step": 3, "x": 3})
+    sinks.close()
+    whole = {**late, "x": 1, "environments": {"shop": {"reward_mean": 0.5, "heldout": heldout}}}
+    assert sinks.rows == lines(tmp_path) == [whole, {"step": 2, "x": 2}, {"step": 3, "x": 3}]
+    assert scalars(tmp_path)[1, "heldout/accuracy"] == 0.75
+    assert scalars(tmp_path)[1, "environments/shop/heldout/accuracy"] == 0.75
+    assert scalars(tmp_path)[1, "environments/shop/reward_mean"] == 0.5
+
+
+class Wandb:
+    """What the tracker uses of W&B's package, which takes nothing for a step before the newest."""
+
+    Settings = staticmethod(dict)
+    id = "run-1"
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.axes: dict[str, str] = {}
+
+    def init(self, **_: Any) -> "Wandb":
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert step >= max(self.rows, default=0)
+        self.rows.setdefault(step, {}).update(values)
+
+    def finish(self) -> None:
+        pass
+
+
+def test_wandb_draws_what_comes_late_over_the_step_that_it_belongs_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, find, load = Wandb(), importlib.util.find_spec, importlib.import_module
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: n == "wandb" or find(n))
+    monkeypatch.setattr(importlib, "import_module", lambda n: run if n == "wandb" else load(n))
+    sinks = MetricsLog(tmp_path, config(trackers=["wandb"]))
+    sinks.write({"step": 0, "heldout": {"accuracy": 0.25}})
+    for step in (1, 2):
+        sinks.write({"step": step, "x": step})
+    sinks.amend({"step": 1, "heldout": {"accuracy": 0.5}})
+    sinks.write({"step": 3, "x": 3})
+    sinks.close()
+    assert run.axes == {"heldout/accuracy": "step_evaluated"}
+    assert run.rows == {
+        0: {"heldout/accuracy": 0.25, "step_evaluated": 0},
+        1: {"x": 1},
+        2: {"x": 2, "heldout/accuracy": 0.5, "step_evaluated": 1},
+        3: {"x": 3},
+    }
+
+
 @pytest.mark.skipif("mlflow" not in INSTALLED, reason="mlflow is not installed")
 def test_mlflow_has_one_run_with_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

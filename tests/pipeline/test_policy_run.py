@@ -140,7 +140,10 @@ async def test_what_nobody_waits_for_any_more_is_not_sampled_to_its_end(begin: B
 
 @pytest.mark.parametrize(
     "change",
-    ["rollout.processes=2", "deterministic=true", "data.eval_sets={easy: easy.jsonl}"],
+    [
+        *("rollout.processes=2", "deterministic=true", "eval.background=true"),
+        "data.eval_sets={easy: easy.jsonl}",
+    ],
 )
 def test_what_a_class_of_the_policys_cannot_do_is_refused(file: Path, change: str) -> None:
     with pytest.raises(InputError, match=f"leave out {change.partition('=')[0]}"):

@@ -83,6 +83,23 @@ def names(groups: list[Group]) -> list[str]:
     return [group.problem_id for group in groups]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_what_waits_for_all_groups_to_begin_goes_on_in_every_step(staleness: int) -> None:
+    """Also at the end of a run, where steps allow no further groups."""
+    settings, groups = config(staleness), Groups()
+    settings = settings.model_copy(
+        update={"training": settings.training.model_copy(update={"steps": 3})}
+    )
+    async with producing(settings, groups) as producer:
+        for step in range(1, 4):
+            async with asyncio.timeout(10):
+                await producer.all_begun()
+            assert len(groups.started) == 4 * min(3, step + staleness)
+            await groups.let_go(*range(4 * step))
+            await producer.next_batch()
+            await producer.advance(step)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 async def test_no_more_groups_begin_than_could_still_be_trained(staleness: int) -> None:
     groups = Groups()

@@ -12,7 +12,7 @@ from tests.serving.test_manager import SAMPLING, Managed, simulated, update
 from tests.simulated import Latency
 from tests.virtual_time import run_virtually
 from turnwise.config import Config, SamplingConfig, ServingConfig, WeightsConfig
-from turnwise.core.aio import Slots
+from turnwise.core.slots import Slots
 from turnwise.engine import Request, Route, generate
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError
@@ -343,7 +343,7 @@ def test_the_number_of_slots_follows_its_limit() -> None:
 
         async def one() -> None:
             nonlocal held, most
-            async with slots:
+            async with slots.taken():
                 held += 1
                 most = max(most, held)
                 await asyncio.sleep(1.0)

@@ -47,6 +47,8 @@ def look_at_the_overview(page: "Page") -> None:
         "Pools of demo",
     ):
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
+    both = re.compile("^Accuracy of easy: accuracy from .*; pass@n from ")
+    expect(page.get_by_role("img", name=both)).to_be_visible()
     shoot(page, "overview")
 
 
@@ -63,6 +65,14 @@ def look_at_a_live_run(page: "Page") -> None:
     with path.open("a") as file:
         file.write(json.dumps(rows[-1] | {"step": rows[-1]["step"] + 1}) + "\n")
     expect(cell).to_have_text(str(rows[-1]["step"] + 1))
+    accuracy = page.locator("table").first.locator("tbody td").nth(3)
+    known = accuracy.inner_text()  # an evaluation beside training comes later than its step's line
+    *before, last = path.read_text().splitlines()
+    late = path.with_suffix(".tmp")
+    amended = json.loads(last) | {"accuracy_heldout": 0.4375}
+    late.write_text("".join(f"{line}\n" for line in (*before, json.dumps(amended))))
+    late.replace(path)
+    expect(accuracy).not_to_have_text(known)
     page.get_by_role("link", name=f"Open {new}").first.click()
     expect(page.get_by_role("heading", level=1)).to_contain_text(f"Step {rows[-1]['step'] + 1}")
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -161,11 +162,11 @@ async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = No
     show(console, overview)
     lines = [
         f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
+        f"{_at_k(summary)}"
         for name, summary in (evaluation.environments | evaluation.sets).items()
     ]
-    several = {k: v for k, v in evaluation.summary.items() if "@" in k and k[-2:] != "@1"}
-    if several:
-        lines.append("  ".join(f"{k} {v:.4f}" for k, v in several.items()))
+    if several := _at_k(evaluation.summary):
+        lines.append(several.strip())
     lines += [f"{name} {value:.4f}" for name, value in evaluation.env.items()]
     lines.append(
         f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
@@ -174,6 +175,12 @@ async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = No
         f"{evaluation.tokens_per_s:,.0f} tok/s"
     )
     print_text("\n".join([*lines, str(commands.run_folder(config) / "eval.jsonl")]))
+
+
+def _at_k(summary: Mapping[str, float]) -> str:
+    """Return pass@k and mean@k for every k above 1, as the rest of a line."""
+    several = {name: value for name, value in summary.items() if "@" in name and name[-2:] != "@1"}
+    return "".join(f"  {name} {value:.4f}" for name, value in several.items())
 
 
 @command_of(app)

@@ -106,6 +106,7 @@ ALIASES = {
         "engine.vllm_args": "worker_extension_cls",
         "environment": "env",
         "environment_args": "env_args env_config env_kwargs",
+        "eval.background": "eval_num_gpus",
         "eval.every": "eval_episode_interval eval_freq eval_interval eval_steps test_freq",
         "eval.sampling.temperature": "eval_temperature",
         "eval.sampling.top_k": "eval_top_k",

@@ -493,6 +493,11 @@ class EvalConfig(Section):
     every: NonNegativeInt = 10
     """Number of steps between evaluations on data.eval_path, which also run before the first step
     and after the last; 0 never evaluates."""
+    background: bool = False
+    """Evaluate while training goes on, except before the first step and after the last: beside the
+    next step's rollouts, which begin first, on the same engines. These get the next weights when
+    the evaluation is over, so it measures those of its step alone. If false, the next step begins
+    after the evaluation."""
     target: Fraction | None = None
     """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
     training.steps."""

@@ -84,23 +84,6 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class Slots(asyncio.Semaphore):
-    """A semaphore whose number of slots may change: each release brings it to `limit()`."""
-
-    def __init__(self, limit: Callable[[], float]) -> None:
-        self._limit, self._size = limit, int(limit())
-        super().__init__(self._size)
-
-    def release(self) -> None:
-        more = max(1, int(self._limit())) - self._size
-        if more < 0:  # this slot is given up
-            self._size -= 1
-            return
-        self._size += more
-        for _ in range(1 + more):
-            super().release()
-
-
 def freeze_gc() -> None:
     """Exempt all present objects (modules, models) from garbage collection: each full collection
     would stop the event loop for tenths of a second."""

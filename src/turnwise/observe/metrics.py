@@ -194,12 +194,16 @@ class StepMetrics:
 
     accuracy_heldout: Annotated[float | None, Series("turnwise_accuracy_heldout")] = None
     """Share of held-out trajectories with a reward of at least eval.success_reward; null in a step
-    without evaluation."""
+    without evaluation, and as long as one beside training (eval.background) is running."""
     heldout: dict[str, float] | None = None
-    """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty in a step
-    without evaluation."""
+    """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty where
+    accuracy_heldout is null."""
     heldout_sets: dict[str, dict[str, float]] | None = None
     """With data.eval_sets, the results of each set by name."""
+    heldout_dropped: Counts = None
+    """Held-out trajectories that failed, by reason: they count as wrong."""
+    heldout_seconds: float | None = None
+    """Seconds from the evaluation's start to its end."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None
     """Seconds since the end of the previous step."""
     phase_seconds: Annotated[
@@ -301,9 +305,19 @@ class StepMetrics:
         self._add_judging(evaluation.judging if evaluation else Counter())
         self.accuracy_heldout = evaluation.accuracy if evaluation else None
         self.heldout = evaluation.summary if evaluation else {}
-        self.heldout_sets = (evaluation.sets or None) if evaluation else None
-        for name, summary in (evaluation.environments if evaluation else {}).items():
+        if evaluation is None:
+            return
+        self.heldout_sets = evaluation.sets or None
+        self.heldout_dropped = _sorted(evaluation.dropped)
+        self.heldout_seconds = evaluation.seconds
+        for name, summary in evaluation.environments.items():
             self._environment(name)["heldout"] = summary
+
+    def evaluation_json(self) -> JsonObject:
+        """Return what an evaluation adds to a step whose line is written already."""
+        own = ("step", "accuracy_heldout", "environments")
+        values = self.to_json().items()
+        return {name: each for name, each in values if name in own or name.startswith("heldout")}
 
     def to_json(self) -> JsonObject:
         values = {item.name: getattr(self, item.name) for item in fields(self)}

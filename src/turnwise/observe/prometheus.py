@@ -57,6 +57,10 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
             for row in rows[seen:]:
                 add(row)
                 seen += 1
+            for row in reversed(rows[skipped:]):  # an evaluation may come late
+                if row.get("accuracy_heldout") is not None:
+                    add({"accuracy_heldout": row["accuracy_heldout"]})
+                    break
         for metric, each in series():
             found = values.get(each.name, {"": 0.0} if each.sums and not each.label else {})
             yield family(each.name, meanings()[metric], found, each.label)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 180.0  # deadline for a tracker to start, which may ask a server
 _CALL_SECONDS = 60.0  # deadline for each later call of a tracker
+_EVALUATED = "step_evaluated"  # W&B's x axis of what an evaluation measures
 _COLUMNS = ["problem", "reward", "status", "conversation"]  # columns of tables of conversations
 
 
@@ -72,6 +74,7 @@ class MetricsLog:
             except OSError as error:
                 why = f"{self._path} cannot be resumed from: {error.strerror}"
                 raise InputError(why) from error
+        self._calling = threading.Lock()  # an evaluation may come beside a step's samples
         self._trackers: dict[str, Tracker] = {}
         if SummaryWriter is None:
             logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
@@ -90,10 +93,22 @@ class MetricsLog:
     def write(self, metrics: JsonObject) -> None:
         """Write one step's metrics; those that are no numbers go only to metrics.jsonl, where NaN
         and infinity become null, and nested ones to trackers as `key/name`."""
-        metrics = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+        metrics = _plain(metrics)
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
+        self._track(metrics)
+
+    def amend(self, metrics: JsonObject) -> None:
+        """Add metrics that come late to the line of their step, and write them to the trackers."""
+        metrics = _plain(metrics)
+        (place,) = (n for n, row in enumerate(self.rows) if row["step"] == metrics["step"])
+        self.rows[place] = _joined(self.rows[place], metrics)
+        with translate_unwritable(self._path):
+            write_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._track(metrics)
+
+    def _track(self, metrics: JsonObject) -> None:
         values = {
             re.sub(r"[^A-Za-z0-9_./-]", "_", name): float(value)
             for name, value in leaves(metrics, separator="/")
@@ -119,14 +134,31 @@ class MetricsLog:
 
     def _each(self, do: Callable[[Tracker], None]) -> None:
         """Call every tracker; one that fails is reported, and gets no more calls."""
-        for name, tracker in list(self._trackers.items()):
-            who = f"the tracker {name}"
-            try:
-                call_and_wait(partial(do, tracker), name=who, seconds=_CALL_SECONDS)
-            except Exception as error:
-                del self._trackers[name]
-                why = f"{type(error).__name__}: {error}"
-                logger.warning("%s failed and gets no more metrics: %s", name, why)
+        with self._calling:
+            for name, tracker in list(self._trackers.items()):
+                who = f"the tracker {name}"
+                try:
+                    call_and_wait(partial(do, tracker), name=who, seconds=_CALL_SECONDS)
+                except Exception as error:
+                    del self._trackers[name]
+                    why = f"{type(error).__name__}: {error}"
+                    logger.warning("%s failed and gets no more metrics: %s", name, why)
+
+
+def _plain(metrics: JsonObject) -> JsonObject:
+    """Return metrics as JSON has them; NaN and infinity become null."""
+    plain: JsonObject = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+    return plain
+
+
+def _joined(earlier: JsonObject, later: JsonObject) -> JsonObject:
+    """Return both, dictionaries within them joined in the same way."""
+    both = {
+        name: _joined(earlier[name], value)
+        for name, value in later.items()
+        if isinstance(value, dict) and isinstance(earlier.get(name), dict)
+    }
+    return earlier | later | both
 
 
 def _tensorboard(folder: Path, after_step: int | None) -> Tracker:
@@ -171,7 +203,20 @@ def _wandb(folder: Path, config: Config, resumed: bool) -> Tracker:
         settings=wandb.Settings(console="off"),
     )
     kept.write_text(run.id)
-    return _logged(wandb, run)
+    newest = 0
+
+    def write(step: int, values: dict[str, float]) -> None:
+        """Write an evaluation that comes late beside the newest step, because W&B takes none for an
+        earlier one; its x axis is the step whose weights were evaluated."""
+        nonlocal newest
+        newest = max(newest, step)
+        if measured := [name for name in values if "heldout" in name]:
+            for name in measured:
+                run.define_metric(name, step_metric=_EVALUATED)
+            values = {**values, _EVALUATED: float(step)}
+        run.log(values, step=newest)
+
+    return _logged(wandb, run)._replace(write=write)
 
 
 def _trackio(folder: Path, config: Config, resumed: bool) -> Tracker:

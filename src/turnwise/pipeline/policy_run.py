@@ -114,12 +114,14 @@ class PolicyRun:
             "rollout.processes": config.rollout.processes > 1,
             "environments": config.environments,
             "data.eval_sets": config.data.eval_sets,
+            "eval.background": config.eval.background,
             "deterministic": config.deterministic,
         }
         if unusable := [key for key, value in given.items() if value]:
             raise InputError(
                 f"{POLICY_CLASS}: the policy's class makes its batches in one process, as prompts "
-                f"come, of one training and one held-out dataset: leave out {', '.join(unusable)}"
+                f"come, of one training and one held-out dataset, one after another: leave out "
+                f"{', '.join(unusable)}"
             )
         self._calls = 0
         self._turn = asyncio.Lock()

@@ -8,12 +8,13 @@ from math import isclose
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import TurnTimes
+from turnwise.engine.protocol import FORCED, TurnTimes
 from turnwise.errors import StepError, translate_unwritable
 from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
+OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
 _COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
 """Reason of a trajectory to which no reward applies (all are None): it is no failure."""
@@ -70,6 +71,15 @@ class Group:
             self.causes.setdefault(reason, cause)
             gone = {id(trajectory) for trajectory in trajectories}
             self.trajectories = [t for t in self.trajectories if id(t) not in gone]
+
+    def pin(self, version: int) -> None:
+        """Drop the trajectories that not only the weights of one version have sampled."""
+        own = {version, FORCED}
+        others = [
+            t for t in self.trajectories if any({*one.weight_versions} - own for one in t.turns)
+        ]
+        why = f"not only version {version} of the weights sampled it: an engine was restarted"
+        self.drop(others, OTHER_WEIGHTS, why)
 
     def to_dict(self) -> JsonObject:
         """Return all fields as plain values, for checkpoints."""

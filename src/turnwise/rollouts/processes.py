@@ -70,9 +70,11 @@ class RolloutProcesses(FrontProcesses):
         )
         self._files = RunFiles(Path(config.output_dir, config.name))
 
-    async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
+    async def run_group(
+        self, problem: Problem, sampling: SamplingConfig, tag: str, *, last: bool = False
+    ) -> Group:
         """Run a problem's group in the process with the fewest, and again in another if that dies
-        (`Group.retried`; after the second death `Group.dropped`)."""
+        (`Group.retried`; after the second death `Group.dropped`); `last` as in `Runner`'s."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):
@@ -85,7 +87,7 @@ class RolloutProcesses(FrontProcesses):
             process.busy += 1
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
-                answer = await self._ask(process, problem, sampling, name)
+                answer = await self._ask(process, problem, sampling, name, last)
             finally:
                 process.busy -= 1
             if isinstance(answer, Group):
@@ -108,13 +110,13 @@ class RolloutProcesses(FrontProcesses):
         return group
 
     async def _ask(
-        self, process: Process, problem: Problem, sampling: SamplingConfig, name: str
+        self, process: Process, problem: Problem, sampling: SamplingConfig, name: str, last: bool
     ) -> Group | str:
         """Run a group in one process; if that dies or hangs meanwhile, return the reason."""
         assert process.actor is not None
         lost = process.lost
         try:
-            reply = process.actor.actor.run_group.remote(problem, sampling, name)
+            reply = process.actor.actor.run_group.remote(problem, sampling, name, last)
         except TypeError as error:
             raise InputError(
                 f"{problem.id} cannot be sent to another process (rollout.processes): "
@@ -151,8 +153,8 @@ async def open_runner(
     runner.growth = lambda: scheduler.growth
     await run_in_thread(lambda: runner.tool_parser)
 
-    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
-        group = await runner.run_group(scheduler, problem, sampling, tag)
+    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:
+        group = await runner.run_group(scheduler, problem, sampling, tag, last=last)
         group.appended = files.take()
         return group
 

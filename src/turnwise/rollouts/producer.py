@@ -91,6 +91,8 @@ class GroupProducer:
         async with task_group() as tasks:
             while True:
                 async with self._changed:
+                    if self._counted >= self._allowed:
+                        self._changed.notify_all()  # see `all_begun`
                     await self._changed.wait_for(lambda: self._counted < self._allowed)
                 resumed = self._resumed[:1]
                 problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
@@ -192,6 +194,11 @@ class GroupProducer:
         async with self._changed:
             self._allowed = self._bound(step)
             self._changed.notify_all()
+
+    async def all_begun(self) -> None:
+        """Wait until all groups that may begin have begun."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._counted >= self._allowed)
 
     @property
     def in_flight(self) -> int:

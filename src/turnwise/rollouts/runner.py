@@ -24,10 +24,11 @@ from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.template import load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import LOOP_NAMES, Config, SamplingConfig, ToolConfig
-from turnwise.core.aio import Slots, is_cancelled, run_in_thread, task_group
+from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
+from turnwise.core.slots import Slots
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
     call_and_wait,
@@ -248,6 +249,8 @@ class _Run:
     group: Group
     search: BeamSearch | None = None
     """The group's beam search; None if its answers are sampled."""
+    last: bool = False
+    """Whether its trajectories begin after all others that wait."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
@@ -306,7 +309,9 @@ class Runner:
         self._warned = False  # whether a trajectory without any reward has been reported
         self.growth: Callable[[], float] = lambda: 1.0
         """Returns `Scheduler.growth`, by which `rollout.concurrency` is multiplied."""
-        self._slots = Slots(lambda: config.rollout.concurrency * self.growth())
+        step = config.rollout.prompts_per_step * config.sampling.n
+        last_below = -(-step // config.rollout.processes)
+        self._slots = Slots(lambda: config.rollout.concurrency * self.growth(), last_below)
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -368,9 +373,12 @@ class Runner:
         *,
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
+        last: bool = False,
     ) -> Group:
         """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
-        `on_trajectory` gets each as soon as its reward is known."""
+        `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
+        they came; those that are `last`, after all others, and where fewer than those of a
+        training step are in flight."""
         group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
@@ -382,7 +390,7 @@ class Runner:
                 )
             ends = self.template.stop_token_ids
             search = BeamSearch(engine, self._tokenizer, ends, sampling.n)
-        run = _Run(engine, problem, sampling, name, stage, group, search)
+        run = _Run(engine, problem, sampling, name, stage, group, search, last)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
@@ -427,7 +435,7 @@ class Runner:
     ) -> None:
         """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
-        async with self._slots:
+        async with self._slots.taken(last=run.last):
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return

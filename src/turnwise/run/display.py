@@ -80,8 +80,6 @@ class Display:
         """Show the metrics of a completed step, or (step 0) of the first evaluation."""
         self._last = metrics
         self._steps_here += bool(metrics.step)
-        if metrics.accuracy_heldout is not None:
-            self._accuracy = metrics.accuracy_heldout
         environments = metrics.environments or {}
         parts = [
             f"step {metrics.step or 0:>4}/{self._steps}",
@@ -93,16 +91,29 @@ class Display:
         ]
         if left := self._time_left():
             parts.append(f"left {left}")
-        if (accuracy := metrics.accuracy_heldout) is not None:
-            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
-            each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
-            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
+        parts += self._heldout(metrics)
         if why := why_untrained([metrics.to_json()]):
             parts.append(f"nothing trained: {why}")
         if metrics.dropped:
             reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
             parts.append(f"dropped: {reasons}")
         self._print("  ".join(parts))
+
+    def evaluated(self, metrics: StepMetrics) -> None:
+        """Show the evaluation of an earlier step's weights, which ran beside training."""
+        head = f"step {metrics.step or 0:>4}/{self._steps}"
+        self._print("  ".join([head, *self._heldout(metrics), "evaluated beside training"]))
+
+    def _heldout(self, metrics: StepMetrics) -> list[str]:
+        if (accuracy := metrics.accuracy_heldout) is None:
+            return []
+        self._accuracy = accuracy
+        heldout = {n: own.get("heldout", {}) for n, own in (metrics.environments or {}).items()}
+        each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
+        parts = [f"held-out accuracy ({self._success}) {accuracy:.3f}{each}"]
+        if metrics.heldout_dropped and metrics.step:  # those of step 0 are its `dropped`
+            parts.append(f"held-out dropped: {sum(metrics.heldout_dropped.values())}")
+        return parts
 
     def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
         """Show conversations of the step, by a label such as "best"."""

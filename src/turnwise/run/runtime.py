@@ -77,14 +77,15 @@ class Runtime:
         """The engines, in the form that agent loops sample from."""
         return self.manager.scheduler
 
-    def group_runner(self, sampling: SamplingConfig) -> RunGroup:
-        """Return a function that runs the group of a problem, under a unique tag."""
+    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
+        """Return a function that runs the group of a problem, under a unique tag; if `last`, its
+        trajectories begin after all others that wait."""
         if self.grouping is not None:
             return self.grouping(sampling)
         if (processes := self.processes) is not None:
-            return lambda problem, tag: processes.run_group(problem, sampling, tag)
+            return lambda problem, tag: processes.run_group(problem, sampling, tag, last=last)
         run_group, generator = self.runner.run_group, self.generator
-        return lambda problem, tag: run_group(generator, problem, sampling, tag)
+        return lambda problem, tag: run_group(generator, problem, sampling, tag, last=last)
 
 
 @asynccontextmanager

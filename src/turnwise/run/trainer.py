@@ -21,10 +21,11 @@ from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
-from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.evaluation import Evaluation
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
+from turnwise.run.evaluations import Evaluations
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
@@ -48,7 +49,6 @@ class TrainingLoop:
         assert runtime.policy is not None
         self._config = config
         self._policy = runtime.policy
-        self._heldout = heldout
         self._folder = folder
         self._progress = progress
         self._resume = resume
@@ -60,7 +60,7 @@ class TrainingLoop:
             lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
         )
-        self._run_heldout = runtime.group_runner(config.eval.sampling)
+        self._evaluations = Evaluations(config, runtime, heldout, folder, progress)
         self._find_alarms = alarm_finder(config)
         for row in folder.metrics.rows:  # of the run that is resumed
             self._find_alarms(row)
@@ -68,8 +68,6 @@ class TrainingLoop:
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
         """Seconds since the last line of metrics, by the loop's phase."""
-        self._accuracy: float | None = None
-        """Accuracy on held-out problems after the current step; None if not evaluated."""
         self._finished = 0 if resume is None else resume.step
         """The last step that is finished."""
         self._saved = self._finished
@@ -93,11 +91,12 @@ class TrainingLoop:
         with self._ending:
             async with watchdog, task_group() as tasks:
                 watch = tasks.create_task(self._policy.watch())
-                first = await self._begin()
+                first = await self._begin(tasks)
                 if not self._reached:
                     producing = tasks.create_task(self._producer.run())
-                    await self._consume(first)
+                    await self._consume(first, tasks)
                     producing.cancel()
+                    self._evaluations.cancel()
                     complete = self._reached or self._finished == self._config.training.steps
                     if self._ending.asked.is_set() and not complete:
                         if self._finished > self._saved:
@@ -110,13 +109,13 @@ class TrainingLoop:
                 watch.cancel()
         if self._reached:
             self._progress.warn(
-                f"held-out accuracy {self._accuracy:.3f} reaches eval.target "
+                f"held-out accuracy {self._evaluations.accuracy:.3f} reaches eval.target "
                 f"{self._config.eval.target:g}: the run ends"
             )
 
     @property
     def _reached(self) -> bool:
-        return self._config.eval.reached(self._accuracy)
+        return self._config.eval.reached(self._evaluations.accuracy)
 
     def _report_stall(self, line: str) -> None:
         stuck = stuck_calls()
@@ -124,9 +123,9 @@ class TrainingLoop:
         report = write_report(self._folder.path, line)
         self._progress.warn(f"{line} (all stacks: {report})" if report else line)
 
-    async def _begin(self) -> int:
+    async def _begin(self, tasks: asyncio.TaskGroup) -> int:
         """Bring the engines to the trainer's weights; return the first step. Those of a new run are
-        evaluated as step 0."""
+        evaluated as step 0; those of a resumed one, if the end of the run cut that short."""
         if self._resume is None:
             started = time.perf_counter()
             update = await self._update_weights()
@@ -161,16 +160,19 @@ class TrainingLoop:
             key="training.step_timeout",
         )
         self.exactness = ExactnessReport.from_dict(state["exactness"])
-        await self._update_weights()
+        update = await self._update_weights()
+        if self._evaluations.cut_short(self._resume.step):
+            self._evaluate_beside(tasks, self._resume.step, update["weight_version"])
         return self._resume.step + 1
 
-    async def _consume(self, first: int) -> None:
+    async def _consume(self, first: int, tasks: asyncio.TaskGroup) -> None:
         """Train steps from `first` on.
 
-        The order matters: weights before evaluation, which is of the new ones; the line of metrics
+        The order matters: an evaluation beside training ends before the weights that it measures
+        are replaced; weights before evaluation, which is of the new ones; the line of metrics
         before the checkpoint, so that no saved step lacks its line (the seconds of saving are in
-        the next step's line); `advance` last, so that a checkpoint of a synchronous run holds no
-        group of the next step.
+        the next step's line); then `advance`, so that a checkpoint of a synchronous run holds no
+        group of the next step; an evaluation beside training last, because rollouts begin first.
         """
         previous = time.perf_counter()
         self._seconds = {}  # those of `_begin` are no part of the first step
@@ -182,7 +184,12 @@ class TrainingLoop:
             failed = self._config.rollout.max_failed_fraction
             metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
             await self._learn(step, batch, metrics)
-            metrics.add(await self._update_weights())
+            if self._evaluations.running:
+                self._progress.phase("evaluate")
+                with self._timed("evaluate"):
+                    await self._evaluations.settle(self._ending.asked)
+            update = await self._update_weights()
+            metrics.add(update)
             metrics.add_evaluation(await self._evaluate(step))
             await run_in_thread(  # in no variable, which would keep them through the next step
                 self._folder.write_trajectories,
@@ -210,6 +217,8 @@ class TrainingLoop:
             if self._reached or self._ending.asked.is_set():
                 break
             await self._producer.advance(step)
+            if self._evaluations.due_beside(step):
+                self._evaluate_beside(tasks, step, update["weight_version"])
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -253,22 +262,22 @@ class TrainingLoop:
             return await self._step.update_weights()
 
     async def _evaluate(self, step: int) -> Evaluation | None:
-        self._accuracy = None
-        every, last = self._config.eval.every, self._config.training.steps
-        if not self._heldout or not every or (step % every and step != last):
-            return None
-        self._progress.phase("evaluate", len(self._heldout))
-        with self._timed("evaluate"):
-            evaluation = await evaluate(
-                self._run_heldout,
-                self._heldout,
-                self._config,
-                f"eval{step}",
-                lambda _: self._progress.advance(),
-                self._folder.group_log("eval", step),
-            )
-        self._accuracy = evaluation.accuracy
+        evaluation = await self._evaluations.between(step)
+        if evaluation is not None:
+            self._seconds["evaluate"] = self._seconds.get("evaluate", 0.0) + evaluation.seconds
         return evaluation
+
+    def _evaluate_beside(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
+        """Begin the evaluation of a step whose line is written, which gets the results."""
+
+        async def report(evaluation: Evaluation) -> None:
+            metrics = StepMetrics(step=step)
+            metrics.add_evaluation(evaluation)
+            await run_in_thread(self._folder.metrics.amend, metrics.evaluation_json())
+            self._progress.evaluated(metrics)
+            await run_in_thread(self._folder.draw)
+
+        self._evaluations.begin(tasks, step, version, self._producer.all_begun, report)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""
@@ -298,7 +307,7 @@ class TrainingLoop:
                 "producer": self._state_between_steps or self._producer.state(),
                 "versions": list(self._step.versions),
                 "exactness": self.exactness.to_dict(),
-                "accuracy_heldout": self._accuracy,
+                "accuracy_heldout": self._evaluations.accuracy,
             }
             await run_in_thread(self._folder.commit_checkpoint, step, state)
         self._saved, self._saved_at = step, time.monotonic()

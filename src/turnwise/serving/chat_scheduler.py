@@ -23,10 +23,11 @@ from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.config.verl_keys import ROOT, VERL_KEYS
-from turnwise.core.aio import Slots, run_in_thread, together
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.core.slots import Slots
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
@@ -417,7 +418,7 @@ class ChatBackend:
             trajectory, row = Trajectory(str(index), number), prompts.row(index)
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
-                async with self._slots, limits as clock:
+                async with self._slots.taken(), limits as clock:
                     made = await self.converse(
                         trajectory, row, sampling, sampling_params=params, clock=clock
                     )

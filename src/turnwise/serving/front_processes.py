@@ -62,8 +62,9 @@ _MAX_CALLS = 1 << 14
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
 
-RunWithSampling = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
-"""Runs the group of a problem, by a sampling configuration, under a unique tag."""
+RunWithSampling = Callable[[Foreign, SamplingConfig, str, bool], Awaitable[object]]
+"""Runs the group of a problem, by a sampling configuration, under a unique tag; if the last is
+true, after all others that wait."""
 OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunWithSampling]]
 """Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
 
@@ -126,9 +127,11 @@ class FrontProcess:
         server.sessions.changes = {}
         return await server.start()
 
-    async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object:
+    async def run_group(
+        self, problem: Foreign, sampling: SamplingConfig, tag: str, last: bool
+    ) -> object:
         assert self._run_group is not None
-        return await self._run_group(problem, sampling, tag)
+        return await self._run_group(problem, sampling, tag, last)
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
         assert self._server is not None

@@ -28,10 +28,16 @@ function notCompleted(row) {
   return 1 - (row.statuses.completed ?? 0) / row.trajectories;
 }
 
+// The share of problems of which one of all attempts is right; null where there is one attempt only.
+function passAtMost(heldout) {
+  const [name, value] = Object.entries(heldout ?? {}).findLast(([key]) => key.startsWith("pass@")) ?? ["pass@1"];
+  return name === "pass@1" ? null : value;
+}
+
 // Title, unit, [[label, value of a row], ...], options. The second value of a chart is dashed.
 const CHARTS = [
   ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "reward_left", "no_signal"] }],
-  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout]], { low: 0, high: 1, sparse: true }],
+  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout], ["pass@n", (row) => passAtMost(row.heldout)]], { low: 0, high: 1, sparse: true }],
   ["Length", "sampled tokens of a trajectory", [["tokens", perTrajectory]], { alarm: ["truncated"] }],
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
   ["Entropy", "nats per token", [["entropy", (row) => row.entropy]], { low: 0, alarm: ["entropy_left"] }],
@@ -53,13 +59,13 @@ const CHARTS = [
 // The reward and the accuracy of each environment, and the accuracy of each held-out set, in runs with several.
 function environmentCharts(rows) {
   const namesOf = (key) => [...new Set(rows.flat().flatMap((row) => Object.keys(row[key] ?? {})))].sort();
-  const accuracy = (name, value) => [`Accuracy of ${name}`, "its held-out problems", [["accuracy", value]], { low: 0, high: 1, sparse: true }];
+  const accuracy = (name, heldout) => [`Accuracy of ${name}`, "its held-out problems", [["accuracy", (row) => heldout(row)?.accuracy], ["pass@n", (row) => passAtMost(heldout(row))]], { low: 0, high: 1, sparse: true }];
   return [
     ...namesOf("environments").flatMap((name) => [
       [`Reward of ${name}`, "mean of its trajectories", [["reward", (row) => row.environments?.[name]?.reward_mean]], {}],
-      accuracy(name, (row) => row.environments?.[name]?.heldout?.accuracy),
+      accuracy(name, (row) => row.environments?.[name]?.heldout),
     ]),
-    ...namesOf("heldout_sets").map((name) => accuracy(name, (row) => row.heldout_sets?.[name]?.accuracy)),
+    ...namesOf("heldout_sets").map((name) => accuracy(name, (row) => row.heldout_sets?.[name])),
   ];
 }
 
@@ -72,7 +78,8 @@ export async function showOverview(main, runs, go) {
 
   async function draw(current) {
     const rows = await Promise.all(current.map((run) => readMetrics(run.name)));
-    const counts = JSON.stringify([rows.map((each) => each.length), current.map((run) => Object.keys(run.files))]);
+    // An evaluation may come later than the line of its step.
+    const counts = JSON.stringify([rows.map((each) => [each.length, each.filter((row) => (row.accuracy_heldout ?? null) !== null).length]), current.map((run) => Object.keys(run.files))]);
     if (counts === state.counts) return;
     state.counts = counts;
     const alarms = await Promise.all(current.map((run) => fetchNow(runPath(run.name, "/alarms"))));

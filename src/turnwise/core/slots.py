@@ -1,0 +1,43 @@
+"""Slots of trajectories: how many run at once, and which of those that wait begins next."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+
+class Slots:
+    """At most `limit()` holders at a time, which may change; the others wait, each kind in its
+    order. Those that are `last` begin when no other waits and fewer than `last_below`
+    slots are taken."""
+
+    def __init__(self, limit: Callable[[], float], last_below: float = math.inf) -> None:
+        self._limit, self._last_below = limit, last_below
+        self._taken = 0
+        self._waiting = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
+
+    @asynccontextmanager
+    async def taken(self, *, last: bool = False) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it for an `async with` block."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[last].append(turn)
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():  # it got a slot, perhaps at the moment of its cancellation
+                self._taken -= 1
+                self._grant()
+
+    def _grant(self) -> None:
+        """Give free slots to those that wait."""
+        limit = max(1, int(self._limit()))
+        for waiting, most in zip(self._waiting, (limit, self._last_below), strict=True):
+            while waiting and self._taken < min(limit, most):
+                if not (turn := waiting.popleft()).done():
+                    turn.set_result(None)
+                    self._taken += 1
+            if waiting:
+                return

@@ -1,0 +1,136 @@
+"""Evaluations on held-out problems during training: between two steps, or beside the next one.
+
+An evaluation measures one weight version. Beside training it runs on the engines of the rollouts,
+and is over before these get other weights: the loop calls `settle` before each update. Trajectories
+of other weights, as an engine that was restarted may have, are dropped and counted. None is lost:
+the last step's is awaited, and one that was cut short is run again when the run is resumed; if the
+checkpoint is that of the step after it, with the weights of that step, and in its line.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from turnwise.config import Config
+from turnwise.core.interrupt import SAVE_SECONDS
+from turnwise.core.watchdog import waiting
+from turnwise.rollouts import Group, Problem
+from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.producer import RunGroup
+from turnwise.run.display import Display
+from turnwise.run.run_dir import RunDir
+from turnwise.run.runtime import Runtime
+
+_LAST_SECONDS = SAVE_SECONDS / 2  # for an evaluation that a step waits for when the run shall end
+
+
+class Evaluations:
+    """The evaluations of a run. With `eval.background`, the training loop awaits only those before
+    the first step, after the last one, and after a step that learns that `eval.target` is
+    reached."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        problems: Sequence[Problem],
+        folder: RunDir,
+        progress: Display,
+    ) -> None:
+        self.accuracy: float | None = None
+        """Accuracy after the current step; None if it was not awaited."""
+        self._config = config
+        self._run = runtime.group_runner(config.eval.sampling)
+        self._run_beside = runtime.group_runner(config.eval.sampling, last=True)
+        self._problems = problems
+        self._folder = folder
+        self._progress = progress
+        self._known: float | None = None
+        """Accuracy of the last evaluation beside training, until another one is awaited."""
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether an evaluation runs beside training."""
+        return self._running is not None and not self._running.done()
+
+    def _is_due(self, step: int) -> bool:
+        every, last = self._config.eval.every, self._config.training.steps
+        return bool(self._problems and every) and (step % every == 0 or step == last)
+
+    async def between(self, step: int) -> Evaluation | None:
+        """Evaluate the weights after a step if that is awaited; otherwise return None."""
+        self.accuracy = None
+        last, background = self._config.training.steps, self._config.eval.background
+        awaited = self._is_due(step) and (step in (0, last) or not background)
+        if not awaited and not self._config.eval.reached(self._known):
+            return None
+        self._progress.phase("evaluate", len(self._problems))
+        evaluation = await self._evaluate(step, self._run, lambda _: self._progress.advance())
+        self._known, self.accuracy = None, evaluation.accuracy
+        return evaluation
+
+    def due_beside(self, step: int) -> bool:
+        """Return whether to `begin` the evaluation of a step that is finished."""
+        return self._config.eval.background and self._is_due(step) and self.accuracy is None
+
+    def cut_short(self, step: int) -> bool:
+        """Return whether to `begin` an evaluation of the step that a run is resumed after, because
+        the end of the run cut the last one short."""
+        rows = self._folder.metrics.rows if self._config.eval.background else []
+        measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
+        self._known = measured.get(step)
+        due = [row["step"] for row in rows if self._is_due(row["step"])]
+        return max(due, default=-1) > max(measured, default=-1)
+
+    def begin(
+        self,
+        tasks: asyncio.TaskGroup,
+        step: int,
+        version: int,
+        ready: Callable[[], Awaitable[None]],
+        report: Callable[[Evaluation], Awaitable[None]],
+    ) -> None:
+        """Begin to evaluate a step's weights, of this version, beside training, once `ready`
+        returns; an error ends the tasks, and `report` gets the results."""
+
+        async def run_group(problem: Problem, tag: str) -> Group:
+            group = await self._run_beside(problem, tag)
+            group.pin(version)
+            return group
+
+        async def run() -> None:
+            await ready()
+            evaluation = await self._evaluate(step, run_group)
+            self._known = evaluation.accuracy
+            await report(evaluation)
+
+        assert not self.running
+        self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
+
+    async def settle(self, asked: asyncio.Event) -> None:
+        """Wait for the evaluation beside training, if there is one; cut it short if the run is
+        `asked` to end and it goes on for too long."""
+        if (running := self._running) is None:
+            return
+        ending = asyncio.ensure_future(asked.wait())
+        try:
+            with waiting(running.get_name()):
+                await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    await asyncio.wait([running], timeout=_LAST_SECONDS)
+                    running.cancel()
+                    await asyncio.wait([running])
+        finally:
+            ending.cancel()
+
+    def cancel(self) -> None:
+        """End the evaluation beside training, if there is one, because the run ends."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _evaluate(
+        self, step: int, run_group: RunGroup, on_group: Callable[[Group], None] = lambda _: None
+    ) -> Evaluation:
+        kept = self._folder.group_log("eval", step)
+        name = f"eval{step}"
+        return await evaluate(run_group, self._problems, self._config, name, on_group, kept)
