@@ -93,6 +93,14 @@ def test_the_reference_may_have_a_precision_of_its_own(
     assert close(scored(policy, "policy"), direct_logprobs(model_path))
 
 
+def test_a_teacher_takes_the_place_of_the_reference(
+    make_policy: Make, model_path: str, reference_path: str
+) -> None:
+    policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
+    assert close(scored(policy, "reference"), direct_logprobs(reference_path))
+    assert close(scored(policy, "policy"), direct_logprobs(model_path))
+
+
 def test_a_value_model_starts_from_a_reward_model_with_its_head(
     make_policy: Make, reward_path: str
 ) -> None:
