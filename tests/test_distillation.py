@@ -1,4 +1,4 @@
-"""On-policy distillation on the calculator: a model that rewards trained teaches the initial one."""
+"""On-policy distillation: a calculator model that rewards trained teaches the initial one."""
 
 from pathlib import Path
 from typing import Any
