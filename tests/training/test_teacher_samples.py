@@ -42,7 +42,7 @@ def test_a_teacher_trains_groups_whose_rewards_are_equal() -> None:
 
 
 def test_a_trajectory_alone_trains_without_an_advantage() -> None:
-    batch = made([scored(0.0)], **ALONE)
+    batch = made([scored(0.0)], advantage="none", teacher={"model": "t"})
     (sample,) = batch.samples
     assert not sample.advantages_T.any()
     assert sample.trained == 6
