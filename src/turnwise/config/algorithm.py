@@ -248,6 +248,11 @@ class TeacherConfig(Section):
     def in_ranks(self) -> bool:
         return self.url is None and not self.engines
 
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Factors of the divergence in the advantages, and in the loss."""
+        return (self.weight, 0.0) if self.where == "advantage" else (0.0, self.weight)
+
     def mistakes(self) -> Iterator[str]:
         if self.model is None and self.url is None:
             yield "a teacher is a model, or the url of a server: set one of them"

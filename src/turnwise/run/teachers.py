@@ -73,7 +73,12 @@ def _engine_config(config: Config, teacher: TeacherConfig) -> Config:
     trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(resolve_model(teacher.model), trust_remote_code=trust)
     most = getattr(shape.get_text_config(), "max_position_embeddings", None) or math.inf
-    length = int(min(config.model.max_length + 1, most))  # a token is sampled after the sequence
+    model = ModelConfig(
+        path=teacher.model,
+        dtype=teacher.dtype or config.model.dtype,
+        max_length=int(min(config.model.max_length + 1, most)),  # one token is sampled, too
+        trust_remote_code=trust,
+    )
     changes: dict[str, dict[str, object]] = {
         "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
         "engine": {"routing_replay": False, "logits_processors": []},
@@ -81,10 +86,7 @@ def _engine_config(config: Config, teacher: TeacherConfig) -> Config:
         "metrics": {"port": None},
     }
     parts = {key: getattr(config, key).model_copy(update=new) for key, new in changes.items()}
-    dtype = teacher.dtype or config.model.dtype
-    names = {"path": teacher.model, "dtype": dtype, "max_length": length}
-    parts |= {"model": ModelConfig(trust_remote_code=trust, **names), "weights": WeightsConfig()}
-    return config.model_copy(update=parts)
+    return config.model_copy(update=parts | {"model": model, "weights": WeightsConfig()})
 
 
 class Teachers:

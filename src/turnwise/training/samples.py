@@ -211,10 +211,7 @@ def _add(
     by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
     taught = trajectory.teacher_logprobs if teacher is not None else []
     assert len(taught) in (0, len(masked)), f"{len(taught)} scored of {len(masked)} branches"
-    weights = (0.0, 0.0)
-    if teacher is not None and taught:
-        at = teacher.where == "advantage"
-        weights = (teacher.weight, 0.0) if at else (0.0, teacher.weight)
+    weights = teacher.weights if teacher is not None and taught else (0.0, 0.0)
     for number, branch in enumerate(masked):
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
