@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.simulated import SimulatedEngine
 from tests.training.test_samples import config, group
-from turnwise.config import Config, TeacherConfig
+from turnwise.config import Config, SamplingConfig, TeacherConfig
+from turnwise.engine import Request, generate
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group, Problem
 from turnwise.run import teacher_server
@@ -204,6 +206,21 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
     assert made.seconds["teacher"] > 0
     again = Group.from_dict(json.loads(json.dumps(made.to_dict())))  # of a checkpoint
     assert again.trajectories[0].teacher_logprobs == made.trajectories[0].teacher_logprobs
+
+
+async def test_engines_score_a_sequence_by_one_request() -> None:
+    made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
+    teachers = Teachers(made, tokenizer=None)  # type: ignore[arg-type]
+    (teacher,) = teachers._started.values()
+    engine = SimulatedEngine(name="teacher-0", seed=1)
+    teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
+    scored = group(0.0, 1.0)
+    await teachers.complete([scored], in_ranks=None)  # type: ignore[arg-type]
+    sampling = SamplingConfig(max_tokens=1, prompt_logprobs=True)
+    done = await generate(engine, Request(list(range(1, 10)), sampling, "again"))
+    assert done.prompt_logprobs is not None
+    expected = [p if at in {2, 3, 4, 6, 7, 8} else 0.0 for at, p in enumerate(done.prompt_logprobs)]
+    assert [t.teacher_logprobs for t in scored.trajectories] == [[expected]] * 2
 
 
 async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _Sequences = Sequence[Sequence[int]]
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
+_LEAST = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
 
 
 class TeacherEngines:
@@ -59,7 +60,10 @@ class TeacherEngines:
         """Return the log-prob of each token after those before it; None for the first."""
         assert self._manager is not None, "the teacher is not started"
         request = Request(list(token_ids), _SCORING, f"{self._name}:{next(self._numbers)}")
-        return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
+        try:
+            return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
+        except InputError as error:  # such as a sequence of more than the model's context
+            raise TrajectoryError(TEACHER_ERROR, str(error)) from error
 
     async def stop(self) -> None:
         if self._manager is not None:
@@ -152,8 +156,8 @@ class Teachers:
     async def _score_outside(self, group: Group) -> None:
         if (teacher := self._outside.get(group.environment)) is None:
             return
-        began = time.perf_counter()
         missing = [t for t in group.trajectories if not t.teacher_logprobs]
+        began = time.perf_counter()
         with waiting(f"the teacher of {group.problem_id}", "teacher"):
             failures = await together(_score(teacher, trajectory) for trajectory in missing)
         for trajectory, why in zip(missing, failures, strict=True):
@@ -171,7 +175,8 @@ async def _score(teacher: TeacherEngines | TeacherServer, trajectory: Trajectory
             if 1 + len(known) != len(mask):
                 said = f"the teacher gave {len(known)} log-probs for {len(mask)} tokens"
                 raise TrajectoryError(TEACHER_ERROR, said)
-            found.append([v * m if m else 0.0 for v, m in zip([0.0, *known], mask, strict=True)])
+            pairs = zip([0.0, *known], mask, strict=True)
+            found.append([max(value, _LEAST) if trained else 0.0 for value, trained in pairs])
     except InputError:
         raise
     except TurnwiseError as error:
