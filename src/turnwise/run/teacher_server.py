@@ -75,7 +75,7 @@ class TeacherServer:
         self._form = _FORMS[0]
         self._tokenizer = tokenizer
         self._texts: dict[int, set[str]] = {}
-        self._timeout = aiohttp.ClientTimeout(total=seconds)
+        self._seconds = seconds
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._http: aiohttp.ClientSession | None = None
 
@@ -85,7 +85,8 @@ class TeacherServer:
         Raises:
             InputError: when the server cannot be used, or naming the first token that differs.
         """
-        self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+        timeout = aiohttp.ClientTimeout(total=self._seconds)
+        self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         known = sorted(self._tokenizer.get_vocab().values())
         probe = known[:: max(1, len(known) // _PROBED)] + self._tokenizer.all_special_ids[:_PROBED]
         why = ""
@@ -127,8 +128,8 @@ class TeacherServer:
             async with self._http.post(self._url, json=body, allow_redirects=False) as answer:
                 said, status = await read_body(answer, _BYTES * size), answer.status
         except (aiohttp.ClientError, OSError) as error:
-            slow = f"it is slower than {self._timeout.total:g} s, rollout.stall_timeout"
-            raise _BusyError(f"cannot be reached: {str(error) or slow}") from error
+            late = f"no answer within {self._seconds:g} s (rollout.stall_timeout)"
+            raise _BusyError(f"cannot be reached: {str(error) or late}") from error
         if not 200 <= status < 300:
             text = said[:_ERROR_CHARS].decode(errors="replace")
             kind = _BusyError if status >= 500 or status in (408, 429) else AnswerError

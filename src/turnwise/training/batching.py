@@ -373,9 +373,9 @@ def make_micro_batch(
         version - picked((s.weight_versions_T for s in samples), np.int64),
     )
     if any(any(s.teacher_weights) for s in samples):
-        none = (np.zeros(s.length, np.float32) for s in samples)
-        scored = (s.teacher_logprobs_T for s in samples)
-        rows = (zero if row is None else row for row, zero in zip(scored, none, strict=True))
+        rows = (
+            s.logprobs_T if s.teacher_logprobs_T is None else s.teacher_logprobs_T for s in samples
+        )
         parts = zip(*(s.teacher_weights for s in samples), strict=True)
         tokens = replace(
             tokens,
