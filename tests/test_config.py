@@ -263,6 +263,7 @@ def test_every_key_of_verls_page_is_answered_from_one_table() -> None:
         ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "; did you mean training.ranks?"),
         ("actor_rollout_ref.actor.fsdp_config.forward_prefetch", ": there is one trainer with FSD"),
         ("trainer.total_training_steps", "; did you mean training.steps?"),
+        ("distillation", "; did you mean algorithm.teacher?"),
         ("actor_rollout_ref.no_such_key", "; `turnwise config` prints all keys"),
     ],
 )

@@ -26,6 +26,13 @@ def test_an_engine_and_a_rank_share_one_gpu() -> None:
     assert gpu_share(layout(3, 4), 2, training=False) == pytest.approx(2 / 3)
 
 
+def test_the_engines_of_a_teacher_take_their_share_in_training() -> None:
+    taught = layout(1, 1, algorithm={"teacher": {"model": "t", "engines": 2}})
+    assert gpu_share(taught, 2, training=True) == 0.5
+    assert gpu_share(taught, 2, training=False) == 1
+    assert gpu_share(layout(1, 1, algorithm={"teacher": {"model": "t"}}), 2, training=True) == 1
+
+
 @pytest.mark.parametrize(
     ("config", "gpus"),
     [

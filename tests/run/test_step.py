@@ -37,7 +37,7 @@ async def test_engines_wake_up_after_a_failure_of_the_trainer(
     make_config: Callable[..., Config], method: str
 ) -> None:
     config = make_config(training={"colocated": True})
-    runtime: Any = SimpleNamespace(manager=Fleet(), policy=Trainer())
+    runtime: Any = SimpleNamespace(manager=Fleet(), policy=Trainer(), teachers=None)
     step = TrainingStep(config, runtime)
     one = Sample.of([1, 2], [0, 1], [0.0, 0.0], [-1, 0], 1.0, 0)
     arguments = {"score": ("value", [[1]], [[0]]), "learn": (SampleBatch(samples=[one]),)}

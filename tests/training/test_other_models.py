@@ -14,6 +14,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.batching import Layout, plan_micro_batches
 from turnwise.training.rank import TrainerRank
+from turnwise.training.reports import RECORDED
 
 Make = Callable[..., TrainerRank]
 START = 7
@@ -55,6 +56,11 @@ def scored(policy: TrainerRank, name: Any, layout: Layout = "padded") -> list[li
     return [values for _, values in sorted(policy.score(name, share))]
 
 
+def differences(ours: list[list[float]], theirs: list[list[float]]) -> torch.Tensor:
+    flat = [[value for values in each for value in values] for each in (ours, theirs)]
+    return torch.tensor(flat[1]) - torch.tensor(flat[0])
+
+
 def direct_logprobs(path: str, dtype: torch.dtype = torch.float32) -> list[list[float]]:
     """Values of Transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -91,6 +97,41 @@ def test_the_reference_may_have_a_precision_of_its_own(
     assert close(ours, direct_logprobs(reference_path, torch.bfloat16), 2e-2)
     assert not close(ours, exact, 1e-4)
     assert close(scored(policy, "policy"), direct_logprobs(model_path))
+
+
+def test_a_teacher_takes_the_place_of_the_reference(
+    make_policy: Make, model_path: str, reference_path: str
+) -> None:
+    policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
+    assert close(scored(policy, "reference"), direct_logprobs(reference_path))
+    assert close(scored(policy, "policy"), direct_logprobs(model_path))
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.0), (0.0, 0.5)], ids=["advantage", "loss"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_training_pulls_the_policy_to_its_teacher(
+    make_policy: Make, reference_path: str, layout: Layout, weights: tuple[float, float]
+) -> None:
+    """In any layout; the recorded advantages have the teacher's part."""
+    policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
+    own, theirs = scored(policy, "policy", layout), scored(policy, "reference", layout)
+    masks = [[0] * START + [1] * (len(ids) - START) for ids in sequences()]
+    zeros = [0.0] * START
+    samples = [
+        Sample.of(
+            *(ids, mask, [*zeros, *p], [0] * len(ids), 0.0, number),
+            teacher_logprobs=[*zeros, *q],
+            teacher_weights=weights,
+        )
+        for number, (ids, mask, p, q) in enumerate(
+            zip(sequences(), masks, own, theirs, strict=True)
+        )
+    ]
+    report = policy.train(plan_micro_batches(samples, 1, 1, 64, layout)[0])
+    before, after = differences(own, theirs), differences(scored(policy, "policy", layout), theirs)
+    recorded = report.tokens_KN[RECORDED.index("advantage")].tolist()
+    assert sorted(recorded) == pytest.approx(sorted((weights[0] * before).tolist()), abs=1e-4)
+    assert after.square().mean() < before.square().mean()
 
 
 def test_a_value_model_starts_from_a_reward_model_with_its_head(

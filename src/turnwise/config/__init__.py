@@ -5,7 +5,13 @@ config` prints, and a test checks that the code reads it. This package imports n
 nor Ray, and only `errors` from the rest of turnwise.
 """
 
-from turnwise.config.algorithm import PARTS, AlgorithmConfig, OwnAdvantage, OwnLoss
+from turnwise.config.algorithm import (
+    PARTS,
+    AlgorithmConfig,
+    OwnAdvantage,
+    OwnLoss,
+    TeacherConfig,
+)
 from turnwise.config.aliases import ALIASES, REPLACED_KEYS, UNNEEDED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
@@ -52,6 +58,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "ServingConfig",
+    "TeacherConfig",
     "ToolConfig",
     "TrainingConfig",
     "WeightsConfig",

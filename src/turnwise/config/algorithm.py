@@ -88,6 +88,12 @@ class Gae(Section):
     reward model (sequence classification, one output), which keeps its own head."""
 
 
+class NoAdvantage(Section):
+    """0 for every trajectory: rewards are measured, and algorithm.teacher or penalties train."""
+
+    name: Literal["none"] = "none"
+
+
 class PpoClip(Section):
     """Clipped ratio per token."""
 
@@ -217,6 +223,43 @@ class KlConfig(Section):
             )
 
 
+class TeacherConfig(Section):
+    """A model from which the policy learns how likely each of its own tokens should be."""
+
+    model: str | None = None
+    """Folder or Hugging Face name of a model with the policy's tokenizer; with url, its name at the
+    server, which null leaves out."""
+    url: str | None = None
+    """Base URL (http://host:8000/v1) of a server whose /completions gives log-probs of prompts, by
+    vLLM's prompt_logprobs or by OpenAI's echo with logprobs; null loads the model."""
+    headers: dict[str, str] = {}
+    """HTTP headers for the url; ${NAME} stands for a variable of this process."""
+    engines: NonNegativeInt = 0
+    """Number of engines that hold the model, and score while trajectories run; 0 holds it in the
+    trainer's ranks, in place of a reference model, and scores before each step."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of the model that is loaded; null uses model.dtype."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of the reverse KL divergence from the teacher; 0 only measures it."""
+    where: Literal["advantage", "loss"] = "advantage"
+    """Place of the divergence: subtracted from each token's advantage, or added to its loss."""
+
+    @property
+    def in_ranks(self) -> bool:
+        return self.url is None and not self.engines
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Factors of the divergence in the advantages, and in the loss."""
+        return (self.weight, 0.0) if self.where == "advantage" else (0.0, self.weight)
+
+    def mistakes(self) -> Iterator[str]:
+        if self.model is None and self.url is None:
+            yield "a teacher is a model, or the url of a server: set one of them"
+        if (self.headers and self.url is None) or (self.url and (self.engines or self.dtype)):
+            yield "headers apply to a url, engines and dtype to a model without one"
+
+
 class CorrectionConfig(Section):
     name: Literal["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"] = (
         "none"
@@ -282,6 +325,7 @@ class AlgorithmConfig(Section):
         | Annotated[TurnReturns, Tag("turn_returns")]
         | Annotated[MtGrpo, Tag("mt_grpo")]
         | Annotated[Gae, Tag("gae")]
+        | Annotated[NoAdvantage, Tag("none")]
         | Annotated[OwnAdvantage, Tag(OWN_CLASS)],
         Discriminator(_kind_of),
     ] = Grpo()
@@ -304,6 +348,10 @@ class AlgorithmConfig(Section):
     Dr. GRPO), which is rollout.max_response_tokens, or else sampling.max_tokens * rollout.max_turns
     (loop single_turn has one turn)."""
     kl: KlConfig = KlConfig()
+    teacher: TeacherConfig | None = None
+    """Teacher of on-policy distillation: {model: PATH} or {url: http://host:8000/v1}, with its
+    weight, where (advantage or loss), engines, dtype and headers; null for none. Entries of
+    environments may each have their own."""
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = CorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
@@ -326,9 +374,11 @@ class AlgorithmConfig(Section):
 
     def other_models(self) -> dict[str, str]:
         """Return the paths that are set for models other than the policy, by key."""
-        models = {"algorithm.kl.model": self.kl.model.path}
+        models = {"algorithm.kl.model.path": self.kl.model.path}
         if isinstance(self.advantage, Gae):
-            models["algorithm.advantage.model"] = self.advantage.model.path
+            models["algorithm.advantage.model.path"] = self.advantage.model.path
+        if self.teacher is not None and self.teacher.url is None:
+            models["algorithm.teacher"] = self.teacher.model
         return {key: path for key, path in models.items() if path is not None}
 
     @property

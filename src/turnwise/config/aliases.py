@@ -86,6 +86,8 @@ ALIASES = {
         "reference_policy_kl_penalty",
         "algorithm.kl.mixup_alpha": "ref_model_mixup_alpha",
         "algorithm.kl.sync_steps": "ref_model_sync_steps",
+        "algorithm.teacher": "kl_penalty_coef opd_kl_coef teacher_model teacher_model_name_or_path "
+        "teacher_model_server_url teacher_models teacher_tau teacher_url",
         "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high ratio_clip_max",
         "algorithm.loss.clip_low": "epsilon ratio_clip_min",
         "algorithm.loss.name": "loss_type",

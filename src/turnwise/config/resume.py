@@ -24,6 +24,9 @@ _KEYS: dict[OnResume, str] = {
         "algorithm.mask_truncated training.max_staleness training.stale_policy"
     ),
     (True, "applies from now on; groups that were waiting keep their rewards"): "environment",
+    (True, "applies from now on; groups that were waiting keep the log-probs of the one before"): (
+        "algorithm.teacher"
+    ),
     (True, "applies from now on; see data.path where the rows depend on it"): "environment_args",
     (
         True,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from turnwise.config.algorithm import TeacherConfig
 from turnwise.config.base import (
     Fraction,
     NonNegativeFloat,
@@ -416,6 +417,8 @@ class EnvironmentConfig(Section):
     """Agent loop; null uses rollout.loop."""
     tools: list[ToolConfig] | None = None
     """Tools that are added to the environment's own, in place of rollout.tools; null uses those."""
+    teacher: TeacherConfig | None = None
+    """Teacher of its trajectories, in place of algorithm.teacher; null uses that."""
 
 
 class ProcessorCall(Section):

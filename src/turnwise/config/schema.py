@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from turnwise.config.algorithm import AlgorithmConfig
+from turnwise.config.algorithm import AlgorithmConfig, Dpo, NoAdvantage, TeacherConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
@@ -53,7 +53,8 @@ class Config(Section):
     environments: dict[str, EnvironmentConfig] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
     each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
-    groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
+    groups, relative to the others'; 1), and loop, tools and teacher where they are not those of
+    rollout and algorithm."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
@@ -110,6 +111,9 @@ class Config(Section):
                     "environments": {},
                     "data": self.data.model_copy(update=rows),
                     "rollout": self.rollout.model_copy(update=changed),
+                    "algorithm": self.algorithm.model_copy(
+                        update={"teacher": entry.teacher or self.algorithm.teacher}
+                    ),
                 }
             )
         return parts
@@ -126,6 +130,11 @@ class Config(Section):
         }
         data = self.data if of_each else self.data.first(most)
         return self.model_copy(update={"data": data, "environments": of_each})
+
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """Return the teachers of the environments that have one, by the names of `parts`."""
+        found = {name: part.algorithm.teacher for name, part in self.parts().items()}
+        return {name: teacher for name, teacher in found.items() if teacher is not None}
 
     @property
     def loops(self) -> set[str]:
@@ -161,6 +170,7 @@ class Config(Section):
             )
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
+        yield from _teacher_mistakes(self)
 
 
 def _engine_mistakes(config: Config) -> Iterator[str]:
@@ -271,6 +281,34 @@ def _training_mistakes(config: Config) -> Iterator[str]:
         )
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
+
+
+def _teacher_mistakes(config: Config) -> Iterator[str]:
+    parts, sampling, teachers = config.algorithm, config.sampling, config.teachers()
+    inside = {(teacher.model, teacher.dtype) for teacher in teachers.values() if teacher.in_ranks}
+    reference = (parts.kl.model.path, parts.kl.model.dtype)
+    if parts.kl.coef or parts.kl.model.path:
+        inside |= {reference} if inside else set()
+    if len(inside) > 1:
+        yield (
+            "algorithm.teacher: the trainer's ranks hold one model beside the policy, a teacher or "
+            "the reference model of algorithm.kl: set engines, or a url, of the other teachers"
+        )
+    if teachers and isinstance(parts.loss, Dpo):
+        yield "algorithm.teacher: loss dpo compares trajectories, and has no use for tokens' scores"
+    if teachers and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+        yield (
+            "algorithm.teacher: the policy's log-probs leave out what sampling.top_p, top_k and "
+            "min_p do, and a teacher's do not: remove these keys"
+        )
+    if sampling.temperature != 1 and any(not teacher.in_ranks for teacher in teachers.values()):
+        yield (
+            "algorithm.teacher: engines and servers give log-probs at temperature 1: set "
+            "sampling.temperature to 1, or remove engines and url"
+        )
+    trains = parts.has_penalties or any(teacher.weight for teacher in teachers.values())
+    if isinstance(parts.advantage, NoAdvantage) and not trains:
+        yield "algorithm.advantage none leaves nothing to train on: set algorithm.teacher"
 
 
 def stream_mistake(config: Config) -> str:

@@ -55,6 +55,7 @@ _KEYS = {
     "actor.ppo_max_token_len_per_gpu rollout.log_prob_micro_batch_size "
     "rollout.log_prob_micro_batch_size_per_gpu rollout.log_prob_max_token_len_per_gpu "
     "rollout.log_prob_use_dynamic_bsz actor.use_dynamic_bsz",
+    "algorithm.teacher": "distillation",
     "training.max_grad_norm": "actor.grad_clip actor.optim.clip_grad",
     "set both algorithm.loss.clip_low and algorithm.loss.clip_high": "actor.clip_ratio",
     "algorithm.loss.clip_low": "actor.clip_ratio_low",

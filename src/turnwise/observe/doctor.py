@@ -285,7 +285,7 @@ class ConfigChecks:
         if self.config.model.tokenizer is not None:
             check_tokenizer(self.config.model.tokenizer)
         for key, other in self.config.algorithm.other_models().items():
-            check_model(other, f"{key}.path")
+            check_model(other, key)
         weights = _weight_bytes(self.config)
         known = f", {size(weights)} of weights" if weights else ", from the Hugging Face Hub"
         return Finding("model", "ok", f"{self.config.model.path}{known}")

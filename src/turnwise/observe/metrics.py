@@ -159,6 +159,9 @@ class StepMetrics:
     """Mean weight of algorithm.correction."""
     kl: Annotated[float | None, Series("turnwise_kl")] = None
     """Mean KL divergence from the reference model, in nats; None without a penalty."""
+    teacher_kl: Annotated[float | None, Series("turnwise_teacher_kl")] = None
+    """Mean of log pi_engine - log pi_teacher over trained tokens, an estimate of the reverse KL
+    divergence, in nats; None without a teacher. `environments` has that of each."""
     logprob_diff_mean: Annotated[float | None, Series("turnwise_logprob_diff_mean")] = None
     """Mean difference between the engine's and the trainer's log-prob of a token before the first
     update; at step 0, on the canary prompt; null if nothing was trained."""
@@ -215,8 +218,8 @@ class StepMetrics:
         ),
     ] = None
     """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
-    waiting times of trajectories, summed over them (generate, tools, reward, agent). A checkpoint
-    is saved after its step's line is written, so `save` is that of the step before."""
+    waiting times of trajectories, summed over them (generate, tools, reward, agent, teacher). A
+    checkpoint is saved after its step's line is written, so `save` is that of the step before."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         groups = batch.groups
@@ -294,6 +297,10 @@ class StepMetrics:
         self.exact_percent = batch.report.percent
         self.forked = _sorted(batch.report.forked)
         self.trained_tokens = 0
+        self.teacher_kl = batch.teacher_kl()
+        for name in {t.environment for t in batch.origins.values()} - {""}:
+            if (divergence := batch.teacher_kl(name)) is not None:
+                self._environment(name)["teacher_kl"] = divergence
 
     def add(self, metrics: JsonObject) -> None:
         """Add metrics by their names: those of the trainer, or of a weight update."""

@@ -38,7 +38,8 @@ class Group:
     """Work of judges, also for trajectories that failed: requests, retries, cached, failed,
     prompt_tokens, completion_tokens."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by phase, summed over the trajectories: generate, tools, reward, agent."""
+    """Seconds by phase, summed over the trajectories: generate, tools, reward, agent,
+    teacher."""
     elapsed: float = 0.0
     """Seconds from the group's start to its end, including the wait for a free slot."""
     calls: dict[int, list[TurnTimes]] = field(default_factory=dict)

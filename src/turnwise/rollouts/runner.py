@@ -294,7 +294,7 @@ class Runner:
                 if not name:
                     raise
                 raise InputError(f"environments.{name}: {error}") from error
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
         max_steps = config.training.steps * config.training.versions_per_step
         self.rewards = RewardManager(
@@ -343,7 +343,7 @@ class Runner:
     @cached_property
     def tool_parser(self) -> ToolParser:
         """Parser of the model's tool calls; loaded on first use, because that takes seconds."""
-        return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
+        return ToolParser(self._config.rollout.tool_parser, self.tokenizer)
 
     def check(self, problem: Problem) -> int | None:
         return self._stage(problem).check(problem)
@@ -389,7 +389,7 @@ class Runner:
                     "samplers sample; choose another rollout.loop"
                 )
             ends = self.template.stop_token_ids
-            search = BeamSearch(engine, self._tokenizer, ends, sampling.n)
+            search = BeamSearch(engine, self.tokenizer, ends, sampling.n)
         run = _Run(engine, problem, sampling, name, stage, group, search, last)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop

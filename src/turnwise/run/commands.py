@@ -176,7 +176,7 @@ async def train(
     resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
-        check_model(other, f"{key}.path")
+        check_model(other, key)
     with ExitStack() as stack, _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +41,7 @@ from turnwise.run.fleet import (
     starting_engines,
 )
 from turnwise.run.scaling import scaling
+from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
 from turnwise.training.algorithms import make_algorithm
@@ -71,11 +73,18 @@ class Runtime:
     """Processes that run groups; None if the driver runs them."""
     grouping: Callable[[SamplingConfig], RunGroup] | None = None
     """Replaces `group_runner`, with a module of the user's; None if there is none."""
+    teachers: Teachers | None = None
+    """Teachers of what is trained; None if there are none."""
 
     @property
     def generator(self) -> Generator:
         """The engines, in the form that agent loops sample from."""
         return self.manager.scheduler
+
+    def training_runner(self, sampling: SamplingConfig) -> RunGroup:
+        """Return what `group_runner` does, of groups that teachers score when they end."""
+        run_group = self.group_runner(sampling)
+        return run_group if self.teachers is None else self.teachers.scoring(run_group)
 
     def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
         """Return a function that runs the group of a problem, under a unique tag; if `last`, its
@@ -130,6 +139,11 @@ async def open_runtime(
             with progress.part(name) if count else nullcontext():
                 runner.rewards.models = await start_reward_models(config)
 
+        teachers: Teachers | None = None
+        if training and config.teachers():
+            teachers = Teachers(config, runner.tokenizer, share)
+            stack.push_async_callback(teachers.stop)
+
         async def close_policy() -> None:
             if policy is not None:
                 await policy.close()
@@ -151,13 +165,15 @@ async def open_runtime(
                 name = f"starting {count} rollout processes"
                 starting.create_task(show_part(progress, name, processes.start))
             starting.create_task(start_rewards())
+            if teachers is not None:
+                starting.create_task(show_part(progress, "starting teachers", teachers.start))
             starting.create_task(start_policy())
             await asyncio.shield(parser)
         if processes is None and (fronts := config.loops & FRONTS.keys()):
             with progress.part(" and ".join(FRONTS[loop] for loop in sorted(fronts))):
                 await stack.enter_async_context(open_front(config, runner, manager.scheduler))
         async with watching_ray(config.ray_address), scaling(config, manager):
-            yield Runtime(manager, runner, policy, processes)
+            yield Runtime(manager, runner, policy, processes, teachers=teachers)
 
 
 def _check_trainable(config: Config) -> None:
@@ -181,12 +197,14 @@ async def _load_runner(
     """Make the runner, and check what can be checked before anything is started."""
 
     def make() -> Runner:  # imports and calls user code
-        runner = Runner(config, load_tokenizer(config), environment=environment)
+        tokenizer = load_tokenizer(config)
+        runner = Runner(config, tokenizer, environment=environment)
         for problem in [first] if isinstance(first, Problem) else first or ():
             runner.check(problem)
         if training:
             check_group_size(config, make_algorithm(config.algorithm))
             check_transport(config)
+            check_teachers(config, tokenizer)
         return runner
 
     what = "the environment, loop, rewards and tools"
@@ -207,6 +225,7 @@ class TrainingStep:
         self._config = config
         self._manager = runtime.manager
         self._policy = runtime.policy
+        self._teachers = runtime.teachers
         self._sync = WeightSync(
             self._policy,
             config.weights.update_timeout,
@@ -218,8 +237,10 @@ class TrainingStep:
     async def make_samples(
         self, groups: Sequence[Group], discarded: Iterable[tuple[str, Group]] = ()
     ) -> SampleBatch:
-        """Return a step's samples; discarded groups, each after its reason, are only accounted
-        for."""
+        """Return a step's samples, scored by their teachers; discarded groups, each after its
+        reason, are only accounted for."""
+        if self._teachers is not None:
+            await self._teachers.complete(groups, partial(self.score, "reference"))
         version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest

@@ -148,6 +148,9 @@ def gpu_share(config: Config, gpus: float, training: bool) -> float:
     It is 1, or less if there are fewer GPUs than devices and ranks.
     """
     takers = config.serving.fewest_workers * config.engine.devices
+    if training:
+        engines = {(t.model, t.dtype): t.engines for t in config.teachers().values()}
+        takers += sum(engines.values()) * config.engine.devices
     if training and not config.training.colocated:
         takers += config.training.ranks
     share = min(1.0, gpus / takers)

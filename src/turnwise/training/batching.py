@@ -8,7 +8,7 @@ changes no result.
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -372,6 +372,16 @@ def make_micro_batch(
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         version - picked((s.weight_versions_T for s in samples), np.int64),
     )
+    if any(any(s.teacher_weights) for s in samples):
+        rows = (
+            s.logprobs_T if s.teacher_logprobs_T is None else s.teacher_logprobs_T for s in samples
+        )
+        parts = zip(*(s.teacher_weights for s in samples), strict=True)
+        tokens = replace(
+            tokens,
+            teacher_logprobs_N=picked(rows, np.float32),
+            teacher_weights_2N=torch.stack([spread(part, torch.float32) for part in parts]),
+        )
     return MicroBatch(
         Columns.of(samples, layout, device, group),
         tokens,

@@ -119,7 +119,10 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
 def check_room(config: Config, device: torch.device, ranks: int) -> None:
     """Check that a rank has memory for all models and their optimizers; ignores activations."""
     beside = models_beside(config)
-    keys = {"reference": "algorithm.kl.model", "value": "algorithm.advantage.model"}
+    keys = {
+        "reference": "algorithm.kl.model, or algorithm.teacher",
+        "value": "algorithm.advantage.model",
+    }
     for role, other in beside.items():
         if path_of(config, other) == path_of(config):
             continue

@@ -23,7 +23,7 @@ from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
 from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
-from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
+from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty, teach
 from turnwise.training.batching import (
     Columns,
     Layout,
@@ -290,6 +290,7 @@ class TrainerRank:
         else:
             old_N = logprobs_N.detach()  # the only update of its step
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
+        tokens, taught_N = teach(tokens)
         rollout, bonus = self._config.rollout, None
         turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
         if self._algorithm.entropy.has_bonus:
@@ -307,6 +308,7 @@ class TrainerRank:
             constant=rollout.max_response_tokens or self._config.sampling.max_tokens * turns,
             low_entropy_N=batch.low_entropy_N,
             bonus=bonus,
+            taught_N=taught_N,
         )
         # The factor compensates for FSDP, which averages gradients over ranks.
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
@@ -335,7 +337,8 @@ class TrainerRank:
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
-        if why := missing_model(self._config.algorithm, name):
+        why = missing_model(self._config.algorithm, name)
+        if why and not (name == "reference" and self._models.reference):
             raise InputError(why)
         self._offload.bring_back(["params"])
         scored: list[tuple[int, list[float]]] = []

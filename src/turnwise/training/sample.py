@@ -41,6 +41,10 @@ class Sample:
     experts: bytes = b""
     """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
     choose for themselves."""
+    teacher_logprobs_T: npt.NDArray[np.float32] | None = None
+    """The teacher's log-probs; 0.0 where the mask is False; None without a teacher."""
+    teacher_weights: tuple[float, float] = (0.0, 0.0)
+    """Factors of the divergence from the teacher, in the advantages and in the loss."""
 
     @classmethod
     def of(
@@ -56,6 +60,8 @@ class Sample:
         counted_only: bool = False,
         turns: Sequence[int] | None = None,
         experts: bytes = b"",
+        teacher_logprobs: Sequence[float] | None = None,
+        teacher_weights: tuple[float, float] = (0.0, 0.0),
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one turn, and its sequence is a pair and a trajectory by itself."""
@@ -64,6 +70,9 @@ class Sample:
         mask = np.asarray(response_mask, dtype=np.bool_)
         mask[:1] = False
         pair_id = sequence if pair_id is None else pair_id
+        taught = None
+        if teacher_logprobs is not None:
+            taught = np.where(mask, np.asarray(teacher_logprobs, dtype=np.float32), np.float32(0.0))
         return cls(
             np.asarray(token_ids, dtype=np.int64),
             mask,
@@ -76,6 +85,8 @@ class Sample:
             pair_id if trajectory is None else trajectory,
             counted_only,
             experts,
+            taught,
+            teacher_weights,
         )
 
     @classmethod

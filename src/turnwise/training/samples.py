@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from turnwise.config import Config, RewardConfig
+from turnwise.config import Config, RewardConfig, TeacherConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Algorithm, make_algorithm
 from turnwise.training.algorithms.advantages import has_signal, overlong_penalty
+from turnwise.training.algorithms.interface import MAX_LOG_RATIO
 from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
@@ -43,6 +44,19 @@ class SampleBatch:
     """Trajectories that lost reward for their length."""
     truncated: int = 0
     """Trajectories left out of the loss because they end at their maximum length."""
+
+    def teacher_kl(self, environment: str | None = None) -> float | None:
+        """Return the mean of log pi_engine - log pi_teacher over the trained tokens of one
+        environment, or of all, that a teacher has scored; None without any."""
+        differences = [
+            (s.logprobs_T - s.teacher_logprobs_T)[s.response_mask_T]
+            for s in self.samples
+            if s.teacher_logprobs_T is not None
+            and environment in (None, self.origins[id(s)].environment)
+        ]
+        if not sum(map(len, differences)):
+            return None
+        return float(np.clip(np.concatenate(differences), -MAX_LOG_RATIO, MAX_LOG_RATIO).mean())
 
     def drop(self, trajectories: Iterable[Trajectory], reason: str) -> None:
         """Account for trajectories that give no sample."""
@@ -87,11 +101,16 @@ def make_samples(
             batch.drop(group.trajectories, "stale_group")
         else:
             fresh.append(group)
+    teachers = config.teachers()
     for group, advantages in zip(fresh, _of_groups(fresh, config, algorithm), strict=True):
-        _add_group(batch, group, advantages, config, oldest, algorithm)
+        teacher = teachers.get(group.environment)
+        _add_group(batch, group, advantages, config, oldest, algorithm, teacher)
     # Any reward is informative to a value model, and penalties train without advantages.
     always = algorithm.advantage.needs_values or config.algorithm.has_penalties
-    if not any(not s.counted_only and (always or s.advantages_T.any()) for s in batch.samples):
+    if not any(
+        not s.counted_only and (always or any(s.teacher_weights) or s.advantages_T.any())
+        for s in batch.samples
+    ):
         batch.samples = []
     return batch
 
@@ -103,14 +122,16 @@ def _add_group(
     config: Config,
     oldest: int,
     algorithm: Algorithm,
+    teacher: TeacherConfig | None,
 ) -> None:
     batch.overlong += sum(_overlong(t, config) < 0 for t in group.trajectories)
     if advantages is None and len(group.trajectories) < 2:
         batch.drop(group.trajectories, "alone")
         return
+    taught = teacher is not None and teacher.weight > 0
     # With a value model these are rewards, and any reward is informative.
     silent = advantages is None or not (
-        algorithm.advantage.needs_values or any(map(any, advantages.values()))
+        taught or algorithm.advantage.needs_values or any(map(any, advantages.values()))
     )
     batch.groups_without_signal += silent
     if advantages is None or (silent and config.algorithm.dynamic_sampling):
@@ -148,6 +169,7 @@ def _add_group(
             pair_id,
             counted_only=silent and not needed,
             as_reward=algorithm.advantage.needs_values,
+            teacher=teacher,
         )
 
 
@@ -160,6 +182,7 @@ def _add(
     *,
     counted_only: bool,
     as_reward: bool,
+    teacher: TeacherConfig | None,
 ) -> None:
     """Add the branches of one trajectory, with tokens of versions before `oldest` masked.
 
@@ -186,7 +209,10 @@ def _add(
         batch.report += audit(trajectory, masked, masked="stale" if before > after else None)
     first = len(batch.samples)
     by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
-    for branch in masked:
+    taught = trajectory.teacher_logprobs if teacher is not None else []
+    assert len(taught) in (0, len(masked)), f"{len(taught)} scored of {len(masked)} branches"
+    weights = teacher.weights if teacher is not None and taught else (0.0, 0.0)
+    for number, branch in enumerate(masked):
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
             branch.token_ids,
@@ -200,6 +226,8 @@ def _add(
             counted_only=counted_only,
             turns=branch.turns,
             experts=branch.experts,
+            teacher_logprobs=taught[number] if taught else None,
+            teacher_weights=weights,
         )
         if sample.trained:
             batch.samples.append(sample)
@@ -389,9 +417,10 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
             trains_alone = False
         if trains_alone:
             return
+    alone = "; or set algorithm.advantage to none, to learn from the teacher alone"
     raise InputError(
         f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
-        "compare: raise sampling.n"
+        f"compare: raise sampling.n{alone if config.teachers() else ''}"
     )
 
 

@@ -151,6 +151,9 @@ class Trajectory:
     chosen: list[tuple[int, list[int]]] | None = None
     """Samples that user code chose: the last turn and the response mask of each; None trains every
     sampled token."""
+    teacher_logprobs: list[list[float]] = field(default_factory=list)
+    """A teacher's log-probs of the tokens of each of `samples`, 0.0 where the response mask is 0;
+    empty if no teacher has scored them."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 

@@ -82,6 +82,13 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     return _centred(rewards, scale=True)
 
 
+class NoAdvantage(Advantage):
+    """0 for every trajectory, also of a group of one: a teacher or penalties train."""
+
+    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+        return [0.0] * len(rewards)
+
+
 class BatchScaled(Advantage):
     """GRPO with the standard deviation of the whole batch's rewards.
 

@@ -1,19 +1,19 @@
 """Losses of tokens, and the batch's loss from them: each part a function, or a class, with its
 formula, its paper and the differences from it.
 
-    loss of the batch = sum_N weight_N * (kept_N * correction_N * loss_N + coef * kl_N)
+    loss of the batch = sum_N weight_N * (kept_N * correction_N * loss_N + coef * kl_N + taught_N)
                         - entropy coef * mean entropy
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
-A loss gives `loss_N`; `correction_weights`, `kl_N`, `far_off_policy`, `token_weights` (the
-reduction) and the module `entropy` the rest. Log ratios are bounded everywhere (see
+A loss gives `loss_N`; `correction_weights`, `kl_N`, `teach`, `far_off_policy`, `token_weights`
+(the reduction) and the module `entropy` the rest. Log ratios are bounded everywhere (see
 `importance_ratio`), which no paper does.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -242,6 +242,7 @@ def objective(
     constant: int,
     low_entropy_N: torch.Tensor | None = None,
     bonus: torch.Tensor | None = None,
+    taught_N: torch.Tensor | None = None,
 ) -> Objective:
     """Return the loss of a micro-batch.
 
@@ -255,6 +256,7 @@ def objective(
         constant: Length that `reduction: constant` divides by.
         low_entropy_N: True at tokens that `config.entropy.top_quantile` leaves out.
         bonus: This micro-batch's part of the entropy bonus, by which the loss is lowered.
+        taught_N: A teacher's part of the tokens' losses, from `teach`.
     """
     correction_N = correction_weights(tokens, config.correction)
     result = loss.corrected(tokens, correction_N)
@@ -275,6 +277,8 @@ def objective(
                 penalty_N = penalty_N * importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
             loss_N = loss_N + config.kl.coef * penalty_N
         divergence_N = divergence_N.detach()
+    if taught_N is not None:
+        loss_N = loss_N + taught_N
     weights_N = token_weights(
         "sequence_mean" if loss.needs_pairs else config.reduction,
         tokens,
@@ -404,6 +408,34 @@ def kl_N(
         case "k3":
             difference_N = difference_N.clamp(max=MAX_LOG_RATIO)
             return difference_N.expm1() - difference_N
+
+
+def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor | None]:
+    """Return the tokens with their teachers' part of the advantages, and the part of the losses:
+    [N], or None without a teacher.
+
+        d_t         = log pi(t) - log pi_teacher(t)
+        advantage:    A_t - weight * sg(d_t)
+        loss:         loss_t + weight * sg(r_t) * d_t^2 / 2
+
+    On-policy distillation: Lu and Thinking Machines Lab, "On-Policy Distillation" (2025), after
+    Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649). The mean of d
+    over the policy's own tokens is the reverse KL divergence KL(pi || pi_teacher), of which both
+    forms have the gradient on average, each token's with the context before it; the first through
+    the loss, its clip and its correction, the second beside them. Differences: pi is the policy of
+    the current update, where Thinking Machines take the log-probs from sampling, so that the
+    gradient is that of the divergence for tokens of an older policy too; it has no discounted sum
+    over later tokens, which theirs leaves out by default; d is bounded to +-20.
+    """
+    if tokens.teacher_logprobs_N is None or tokens.teacher_weights_2N is None:
+        return tokens, None
+    logprobs_N, own_N = tokens.logprobs_N, tokens.logprobs_N.detach()
+    d_N = (own_N - tokens.teacher_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    in_advantage_N, in_loss_N = tokens.teacher_weights_2N
+    taught = replace(tokens, advantages_N=tokens.advantages_N - in_advantage_N * d_N)
+    ratio_N = importance_ratio(own_N - tokens.old_logprobs_N)
+    # The gradient of d^2 / 2, also where d is bounded.
+    return taught, in_loss_N * ratio_N * (d_N.square() / 2 + d_N * (logprobs_N - own_N))
 
 
 def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.Tensor:

@@ -42,7 +42,7 @@ const CHARTS = [
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
   ["Entropy", "nats per token", [["entropy", (row) => row.entropy]], { low: 0, alarm: ["entropy_left"] }],
   ["Log-prob difference", "engine and trainer", [["mean", (row) => row.step ? row.logprob_diff_mean : null], ["max", (row) => row.step ? row.logprob_diff_max : null]], { log: true, alarm: ["logprob_growth"] }],
-  ["KL divergence", "from the reference", [["KL", (row) => row.kl]], {}],
+  ["KL divergence", "from the reference, and from the teacher", [["reference", (row) => row.kl], ["teacher", (row) => row.teacher_kl]], {}],
   ["Importance ratio", "percentiles", [["p99", (row) => row.ratio_p99], ["p1", (row) => row.ratio_p1]], {}],
   ["Clipped tokens", "share", [["clipped", (row) => row.clip_fraction]], { low: 0 }],
   ["Gradient norm", "", [["norm", (row) => row.grad_norm]], { low: 0 }],

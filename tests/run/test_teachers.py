@@ -1,0 +1,290 @@
+"""Teachers that score trajectories: servers over HTTP, models in the ranks, and what is refused."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.simulated import SimulatedEngine
+from tests.training.test_samples import config, group
+from turnwise.config import Config, SamplingConfig, TeacherConfig
+from turnwise.engine import Request, generate
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts import Group, Problem
+from turnwise.run import teacher_server
+from turnwise.run.runtime import TrainingStep
+from turnwise.run.teacher_server import TeacherServer
+from turnwise.run.teachers import Teachers, check_teachers
+
+Answer = Callable[[dict[str, Any]], Any]
+
+
+class Server:
+    """A server of completions: the log-prob of a token is minus its number."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.headers: dict[str, str] = {}
+        self.failures: list[int] = []
+        """Statuses of the next answers."""
+        self.answer: Answer = self.vllm
+
+    def text(self, token: int) -> str:
+        return str(self.tokenizer.decode([token]))
+
+    def vllm(self, body: dict[str, Any]) -> Any:
+        rows = [
+            {str(token): {"logprob": -float(token), "rank": 1, "decoded_token": self.text(token)}}
+            for token in body["prompt"]
+        ]
+        return {"choices": [{"text": "a", "logprobs": None, "prompt_logprobs": [None, *rows[1:]]}]}
+
+    def openai(self, body: dict[str, Any]) -> Any:
+        if not body.get("echo"):
+            raise web.HTTPBadRequest(text="unknown key prompt_logprobs")
+        ids = [*body["prompt"], 5]  # and the one that it samples
+        logprobs = [None, *(-float(token) for token in ids[1:])]
+        tokens = [self.text(token) for token in ids]
+        return {"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": logprobs}}]}
+
+    async def completions(self, request: web.Request) -> web.Response:
+        self.headers = dict(request.headers)
+        body = await request.json()
+        self.asked.append(body)
+        if self.failures:
+            return web.Response(status=self.failures.pop(0), text="not now")
+        return web.json_response(self.answer(body))
+
+
+@pytest.fixture
+async def server(tokenizer: Any) -> AsyncIterator[Server]:
+    made = Server(tokenizer)
+    app = web.Application()
+    app.router.add_post("/v1/completions", made.completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def teacher(
+    server: Server, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Awaitable[TeacherServer]]]:
+    """Starts a teacher at the server, which does not wait long before it repeats a request."""
+    monkeypatch.setattr(teacher_server, "_PAUSES", (0.01, 0.01))
+    started: list[TeacherServer] = []
+
+    async def start(**keys: Any) -> TeacherServer:
+        settings = TeacherConfig(url=server.url, **keys)
+        made = TeacherServer(settings, "algorithm.teacher", tokenizer, 20.0)
+        started.append(made)
+        await made.start()
+        return made
+
+    yield start
+    for one in started:
+        await one.stop()
+
+
+@pytest.mark.parametrize("form", ["vllm", "openai"])
+async def test_a_server_scores_by_vllms_prompt_logprobs_or_by_openais_echo(
+    server: Server, teacher: Any, form: str
+) -> None:
+    server.answer = getattr(server, form)
+    made = await teacher(model="big")
+    assert await made.score([3, 4, 7]) == [None, -4.0, -7.0]
+    body = server.asked[-1]
+    assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4, 7], "big", 1)
+    assert ("prompt_logprobs" in body) == (form == "vllm")
+    assert server.asked[0]["prompt"] != [3, 4, 7]  # texts of tokens are compared first
+
+
+async def test_headers_may_name_a_variable(
+    server: Server, teacher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    await teacher(headers={"Authorization": "Bearer ${TEACHER_KEY}"})
+    assert server.headers["Authorization"] == "Bearer secret"
+    with pytest.raises(InputError, match=r"algorithm.teacher: headers names .* NO_SUCH"):
+        await teacher(headers={"Authorization": "${NO_SUCH}"})
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_busy_server_is_asked_again(server: Server, teacher: Any, status: int) -> None:
+    made = await teacher()
+    server.failures = [status, status]
+    assert await made.score([3, 4]) == [None, -4.0]
+    server.failures = [status] * 3
+    with pytest.raises(TrajectoryError, match=f"answered {status}: not now") as caught:
+        await made.score([3, 4])
+    assert caught.value.reason == "teacher_error"
+
+
+async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: Any) -> None:
+    made = await teacher()
+    server.failures = [400]
+    with pytest.raises(TrajectoryError, match="answered 400"):
+        await made.score([3, 4])
+    assert server.failures == []
+    assert await made.score([3, 4]) == [None, -4.0]
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ([], "gave the log-probs of 1 of 2 tokens"),
+        ([{"prompt_logprobs": [None]}], "gave the log-probs of 1 of 2 tokens"),
+        ([{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}], "1 of 2 tokens"),
+        ([{"prompt_logprobs": [None, {"4": {"logprob": "much"}}]}], "sent a wrong answer"),
+        ("none", "sent a wrong answer"),
+    ],
+)
+async def test_an_answer_without_a_log_prob_of_every_token_is_refused(
+    server: Server, teacher: Any, choices: Any, said: str
+) -> None:
+    made = await teacher()
+    server.answer = lambda _: {"choices": choices}
+    with pytest.raises(TrajectoryError, match=said):
+        await made.score([3, 4])
+
+
+async def test_another_tokenizer_is_refused_with_its_first_differing_token(
+    server: Server, teacher: Any
+) -> None:
+    own = server.text
+    made = await teacher()
+    server.text = lambda token: "zebra" if token == 7 else own(token)  # type: ignore[method-assign]
+    said = f"token 7 is {own(7)!r} in the policy's, and 'zebra' in the teacher's"
+    with pytest.raises(InputError, match=re.escape(said)):
+        await made.score([3, 4, 7])
+    server.text = lambda token: f"{token}"  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="has another tokenizer than the policy"):
+        await teacher()  # before anything is sampled
+
+
+async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled(
+    server: Server, teacher: Any
+) -> None:
+    server.answer = lambda _: {"choices": [{"text": "hello", "logprobs": None}]}
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* cannot teach: it gave"):
+        await teacher()
+    server.url = "http://127.0.0.1:9/v1"
+    with pytest.raises(InputError, match="cannot teach: it cannot be reached"):
+        await teacher()
+
+
+def scored_by(server: Server, tokenizer: Any) -> tuple[Config, Teachers]:
+    made = config(algorithm={"advantage": "none", "teacher": {"url": server.url}})
+    return made, Teachers(made, tokenizer)
+
+
+async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
+    server: Server, tokenizer: Any
+) -> None:
+    _, teachers = scored_by(server, tokenizer)
+    await teachers.start()
+
+    async def run_group(problem: Problem, tag: str) -> Group:
+        return group(0.0, 1.0)
+
+    made = await teachers.scoring(run_group)(Problem("p", {}), "tag")
+    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.stop()
+    for trajectory in made.trajectories:  # 1, 2 are the prompt's, 6 a tool's
+        assert trajectory.teacher_logprobs == [[0.0, 0.0, -3.0, -4.0, -5.0, 0.0, -7.0, -8.0, -9.0]]
+    assert [body["prompt"] for body in server.asked[1:]] == [[*range(1, 10)]] * 2  # each once
+    assert made.seconds["teacher"] > 0
+    again = Group.from_dict(json.loads(json.dumps(made.to_dict())))  # of a checkpoint
+    assert again.trajectories[0].teacher_logprobs == made.trajectories[0].teacher_logprobs
+
+
+async def test_engines_score_a_sequence_by_one_request() -> None:
+    made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
+    teachers = Teachers(made, tokenizer=None)  # type: ignore[arg-type]
+    (teacher,) = teachers._started.values()
+    engine = SimulatedEngine(name="teacher-0", seed=1)
+    teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
+    scored = group(0.0, 1.0)
+    await teachers.complete([scored], in_ranks=None)  # type: ignore[arg-type]
+    sampling = SamplingConfig(max_tokens=1, prompt_logprobs=True)
+    done = await generate(engine, Request(list(range(1, 10)), sampling, "again"))
+    assert done.prompt_logprobs is not None
+    expected = [p if at in {2, 3, 4, 6, 7, 8} else 0.0 for at, p in enumerate(done.prompt_logprobs)]
+    assert [t.teacher_logprobs for t in scored.trajectories] == [[expected]] * 2
+
+
+async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
+    server: Server, tokenizer: Any
+) -> None:
+    _, teachers = scored_by(server, tokenizer)
+    await teachers.start()
+    server.failures = [413]
+    made = group(0.0, 1.0)
+    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.stop()
+    assert (len(made.trajectories), made.dropped) == (1, {"teacher_error": 1})
+    assert made.dropped_tokens == {"teacher_error": 6}
+    assert "answered 413: not now" in made.causes["teacher_error"]
+
+
+async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
+    made = config(algorithm={"advantage": "none", "teacher": {"model": "t"}})
+
+    class Trainer:
+        version = 5
+
+        async def score(self, name: str, ids: Any, masks: Any) -> list[list[float]]:
+            assert name == "reference"
+            pairs = (zip(*both, strict=True) for both in zip(ids, masks, strict=True))
+            return [[-float(token * mask) for token, mask in pair] for pair in pairs]
+
+    runtime: Any = SimpleNamespace(
+        manager=None, policy=Trainer(), teachers=Teachers(made, tokenizer=None)
+    )
+    batch = await TrainingStep(made, runtime).make_samples([group(1.0)])
+    (sample,) = batch.samples
+    assert sample.teacher_logprobs_T is not None
+    assert sample.teacher_logprobs_T.tolist() == [0, 0, -3, -4, -5, 0, -7, -8, -9]
+
+
+def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None:
+    entry = {"environment": "a:B", "data": {"path": "d"}}
+    own = entry | {"teacher": {"url": "http://other/v1"}}
+    made = Teachers(
+        config(
+            environment=None,
+            data={},
+            environments={"one": entry, "two": entry, "three": own},
+            algorithm={"teacher": {"url": "http://host/v1"}},
+        ),
+        tokenizer,
+    )
+    assert made._outside["one"] is made._outside["two"]
+    assert made._outside["three"] is not made._outside["one"]
+
+
+def test_a_model_with_another_tokenizer_is_refused_before_anything_is_started(
+    tokenizer: Any, model_path: str, tmp_path: Path
+) -> None:
+    check_teachers(config(algorithm={"teacher": {"model": model_path}}), tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    words = {index: word for word, index in tree["model"]["vocab"].items()}
+    first, second = 40, 41
+    tree["model"]["vocab"] |= {words[first]: second, words[second]: first}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    changed = config(algorithm={"teacher": {"model": str(tmp_path)}})
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* token 40 is .* in the policy's"):
+        check_teachers(changed, tokenizer)
+    with pytest.raises(InputError, match="/no/such has no tokenizer"):
+        check_teachers(config(algorithm={"teacher": {"model": "/no/such"}}), tokenizer)

@@ -1,0 +1,88 @@
+"""On-policy distillation: a teacher's part of the advantages and of the loss, against the exact
+reverse KL divergence."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.algorithms.some_tokens import gradient_N, some_tokens, tokens_of
+from turnwise.config import AlgorithmConfig
+from turnwise.training.algorithms import Tokens, make_loss
+from turnwise.training.algorithms.losses import Objective, objective, teach
+
+CONFIG = AlgorithmConfig.model_validate({"advantage": "none"})
+
+
+def taught(tokens: Tokens, teacher_N: torch.Tensor, weights: tuple[float, float]) -> Tokens:
+    weights_2N = torch.stack([torch.full_like(teacher_N, weight) for weight in weights])
+    return replace(tokens, teacher_logprobs_N=teacher_N, teacher_weights_2N=weights_2N)
+
+
+def loss_of(tokens: Tokens, config: AlgorithmConfig = CONFIG) -> Objective:
+    tokens, taught_N = teach(tokens)
+    totals: Any = {"total_tokens": 1, "total_trajectories": 1, "constant": 1}
+    return objective(config, make_loss(config.loss), tokens, taught_N=taught_N, **totals)
+
+
+def test_the_divergence_of_each_token_is_subtracted_from_its_advantage() -> None:
+    tokens = some_tokens([3, 4])
+    teacher_N = tokens.logprobs_N.detach() - 0.5
+    made, _ = teach(taught(tokens, teacher_N, (2.0, 0.0)))
+    expected_N = tokens.advantages_N - 2.0 * 0.5
+    torch.testing.assert_close(made.advantages_N, expected_N)
+    assert not made.advantages_N.requires_grad
+    assert teach(tokens) == (tokens, None)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_gradient_is_on_average_that_of_the_reverse_kl(
+    weights: tuple[float, float], off_policy: bool
+) -> None:
+    """Over a vocabulary of six: the mean over sampled tokens is the exact divergence's gradient,
+    also of tokens that another policy sampled."""
+    random = torch.Generator().manual_seed(0)
+    logits_V, teacher_V, other_V = torch.randn(3, 6, generator=random, dtype=torch.float64)
+    logits_V.requires_grad_()
+    policy_V, teacher_V = logits_V.log_softmax(-1), teacher_V.log_softmax(-1)
+    exact = (policy_V.exp() * (policy_V - teacher_V)).sum()
+    (expected_V,) = torch.autograd.grad(exact, logits_V, retain_graph=True)
+    sampler_V = (0.3 * other_V).log_softmax(-1) if off_policy else policy_V.detach()
+    tokens = replace(
+        tokens_of([[0.0] * 6], [[0.0] * 6]), logprobs_N=policy_V, old_logprobs_N=sampler_V
+    )
+    config = CONFIG.model_copy(  # a clip wide enough for every ratio
+        update={"loss": CONFIG.loss.model_copy(update={"clip_low": 100.0, "clip_high": 100.0})}
+    )
+    made = loss_of(taught(tokens, teacher_V, weights), config)
+    loss_V = made.result.loss_N if weights[0] else made.weights_N * 0 + _taught_N(tokens, teacher_V)
+    (found_V,) = torch.autograd.grad((sampler_V.exp() * loss_V).sum(), logits_V)
+    torch.testing.assert_close(found_V, expected_V)
+
+
+def _taught_N(tokens: Tokens, teacher_N: torch.Tensor) -> torch.Tensor:
+    _, taught_N = teach(taught(tokens, teacher_N, (0.0, 1.0)))
+    assert taught_N is not None
+    return taught_N
+
+
+def test_a_token_that_the_teacher_excludes_has_a_bounded_part_with_a_gradient() -> None:
+    tokens = tokens_of([[0.0, 0.0]], [[0.0, 0.0]])
+    teacher_N = torch.tensor([float("-inf"), -1.0], dtype=torch.float64)
+    made, _ = teach(taught(tokens, teacher_N, (1.0, 0.0)))
+    assert made.advantages_N.tolist() == [-20.0, 0.0]
+    loss = loss_of(taught(tokens, teacher_N, (0.0, 1.0))).loss
+    assert float(loss.detach()) == pytest.approx(200.0)
+    assert gradient_N(loss, tokens).tolist() == pytest.approx([20.0, 0.0])
+
+
+def test_both_forms_add_to_a_reward() -> None:
+    """The advantage form goes through the loss, the other is beside it."""
+    tokens = some_tokens([3, 4], spread=0.0)
+    teacher_N = tokens.logprobs_N.detach() + 0.25
+    plain = gradient_N(loss_of(tokens).loss, tokens)
+    for weights in ((1.0, 0.0), (0.0, 1.0)):
+        found = gradient_N(loss_of(taught(tokens, teacher_N, weights)).loss, tokens)
+        torch.testing.assert_close(found, plain - 0.25)
