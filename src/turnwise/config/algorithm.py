@@ -154,6 +154,22 @@ class Vespo(Section):
     """The same as lambda_pos where the advantage is negative."""
 
 
+class Dppo(Section):
+    """Importance weights without a clip; tokens whose probability moved too far are masked."""
+
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence of the policy from the engine's at a token, in two outcomes, the sampled token and
+    all others: total variation (tv), or Kullback-Leibler in nats (kl)."""
+    delta: PositiveFloat | None = None
+    """Largest divergence of a token that moves further in the direction of its advantage; null is
+    0.2 for tv and 0.05 for kl."""
+
+    @property
+    def bound(self) -> float:
+        return self.delta or {"tv": 0.2, "kl": 0.05}[self.divergence]
+
+
 class Dpo(Section):
     """Online DPO: each group's best and worst trajectories form a pair; advantages are not used."""
 
@@ -217,26 +233,58 @@ class KlConfig(Section):
             )
 
 
+_BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01), "seq_mask_tis": (0.99, 1.01)}
+"""Default bounds of corrections other than 0.5 and 2."""
+
+
 class CorrectionConfig(Section):
-    name: Literal["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"] = (
-        "none"
-    )
+    name: Literal[
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "geometric_tis",
+        "mask",
+        "token_mask",
+        "icepop",
+        "sequence_mask",
+        "geometric_mask",
+        "seq_mask_tis",
+    ] = "none"
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
-    step, and weight each token by trainer / engine: truncated at `high` (token_tis), the same per
-    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask); token_mask and
-    sequence_mask are 0 outside, too, and keep the weight inside."""
-    low: PositiveFloat = 0.5
-    """Smallest trainer / engine ratio that the masks keep."""
-    high: PositiveFloat = 2.0
-    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that the masks
-    keep."""
+    step, and weight each token by trainer / engine: truncated at `high` (token_tis), or 1 between
+    `low` and `high` and 0 outside (mask), or 0 outside and the weight kept inside (token_mask;
+    icepop with its paper's bounds). sequence_tis and sequence_mask do the same with the product
+    over a sequence, geometric_tis with its geometric mean; geometric_mask and seq_mask_tis leave
+    out sequences whose geometric mean is outside, and weight the other tokens with 1, or by their
+    own trainer / engine."""
+    low: PositiveFloat | None = None
+    """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for a geometric
+    mean."""
+    high: PositiveFloat | None = None
+    """Largest weight that is not truncated; largest trainer / engine ratio that the masks keep;
+    null is 2, or 5 for icepop and 1.01 for masks by a geometric mean."""
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`low` and `high`, with the defaults of this correction."""
+        low, high = _BOUNDS.get(self.name, (0.5, 2.0))
+        return self.low or low, self.high or high
+
+    @property
+    def level(self) -> Literal["token", "sequence", "geometric"]:
+        """Ratio that is compared with the bounds: the token's, its sequence's product, or mean."""
+        if self.name.startswith("sequence"):
+            return "sequence"
+        geometric = ("geometric_tis", "geometric_mask", "seq_mask_tis")
+        return "geometric" if self.name in geometric else "token"
+
     def mistakes(self) -> Iterator[str]:
-        if not self.low <= 1 <= self.high:
-            yield f"low {self.low:g} must be at most 1, high {self.high:g} at least 1"
+        low, high = self.bounds
+        if not low <= 1 <= high:
+            yield f"low {low:g} must be at most 1, high {high:g} at least 1"
 
 
 class EntropyConfig(Section):
@@ -292,6 +340,7 @@ class AlgorithmConfig(Section):
         | Annotated[Cispo, Tag("cispo")]
         | Annotated[Sapo, Tag("sapo")]
         | Annotated[Vespo, Tag("vespo")]
+        | Annotated[Dppo, Tag("dppo")]
         | Annotated[Dpo, Tag("dpo")]
         | Annotated[OwnLoss, Tag(OWN_CLASS)],
         Discriminator(_kind_of),

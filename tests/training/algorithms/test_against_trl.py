@@ -75,6 +75,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "stale_tis": {"name": "token_tis", "high": 1.5, "stale_only": True},
     "token_mask": {"name": "token_mask", "low": 0.7, "high": 1.4},
     "sequence_mask": {"name": "sequence_mask", "low": 0.5, "high": 1.6},
+    "seq_mask_tis": {"name": "seq_mask_tis", "low": 0.95, "high": 1.05},
 }
 ADVANTAGES: list[dict[str, Any]] = [
     {"name": "grpo"},
@@ -328,6 +329,10 @@ def papers_weights(tables: Tables, algorithm: AlgorithmConfig) -> Table:
             return torch.where((tables.stale == 0) & correction.stale_only, 1.0, weight)
         case "sequence_tis":
             return log_weight.sum(1, keepdim=True).exp().clamp(max=correction.high)
+        case "seq_mask_tis":
+            lengths = tables.mask.sum(1, keepdim=True)
+            mean = (log_weight.sum(1, keepdim=True) / lengths).exp()
+            return ((mean >= correction.low) & (mean <= correction.high)) * log_weight.exp()
         case "mask" | "token_mask" | "sequence_mask":
             if correction.name == "sequence_mask":
                 log_weight = log_weight.sum(1, keepdim=True)
@@ -389,7 +394,7 @@ def trl_losses(
         # One ratio's gradient is spread over its sequence, whatever tokens were weighed by.
         kl.importance_weight
         or kl.where == "reward"
-        or algorithm.correction.name in ("token_tis", "mask", "token_mask")
+        or algorithm.correction.name in ("token_tis", "mask", "token_mask", "seq_mask_tis")
     ):
         return
     types = TRL_LOSS_TYPES[algorithm.reduction]
