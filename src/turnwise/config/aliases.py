@@ -151,15 +151,16 @@ ALIASES = {
         "training.epochs_per_step": "num_iterations ppo_epochs",
         "training.keep_last": "save_total_limit",
         "training.learning_rate": "actor_lr lr",
-        "training.lr_schedule": "lr_scheduler lr_scheduler_type",
+        "training.lr_schedule": "lr_scheduler lr_scheduler_type scheduler",
         "training.max_grad_norm": "clip_grad grad_clip",
         "training.max_staleness": "max_trajectory_age_steps",
         "training.micro_batch_tokens": "micro_batch_size per_device_train_batch_size "
         "train_micro_batch_size",
+        "training.optimizer": "optim optimizer_type",
         "training.ranks": "num_gpus",
         "training.steps": "epochs max_steps num_episode num_epochs num_ppo_episode num_steps "
         "num_train_epochs total_steps",
-        "training.warmup_steps": "warmup",
+        "training.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
     }.items()
     for name in names.split()
 }
