@@ -41,7 +41,9 @@ def small(kind: str, ranks: int = 1) -> TrainableModule:
         for layer in module:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
-    training = TrainingConfig.model_validate({"optimizer": kind, "weight_decay": 0.1})
+    # Without clipping: the norm of a gradient is a sum, whose rounding depends on the shards.
+    options = {"optimizer": kind, "weight_decay": 0.1, "max_grad_norm": 1e9}
+    training = TrainingConfig.model_validate(options)
     return TrainableModule(module, training, 1e-2, None)
 
 
@@ -149,7 +151,9 @@ def test_muon_goes_on_from_its_checkpoint_bit_for_bit(
     rates = [train(policy, batch)["learning_rate"] for policy in (one, two)]
     assert rates[0] == rates[1]
     assert torch.equal(weights(one), weights(two))
-    assert all(map(torch.equal, one._moments(), two._moments()))
+    for mine, theirs in zip(one._scorer.parameters(), two._scorer.parameters(), strict=True):
+        state, resumed = (p._learner.optimizer.state[w] for p, w in ((one, mine), (two, theirs)))
+        assert all(torch.equal(state[key], resumed[key]) for key in state | resumed)
 
 
 def test_muon_trains_the_matrices_of_an_adapter(make_config: Callable[..., Config]) -> None:
@@ -171,7 +175,9 @@ def test_muon_trains_the_matrices_of_an_adapter(make_config: Callable[..., Confi
 def test_the_optimizer_cannot_change_when_a_run_is_resumed(
     make_config: Callable[..., Config],
 ) -> None:
-    one, two = (make_config(training={"optimizer": name}) for name in ("adamw", "muon"))
+    one = make_config()
+    training = one.training.model_copy(update={"optimizer": "muon"})
+    two = one.model_copy(update={"training": training})
     with pytest.raises(InputError, match=r"training\.optimizer cannot change from adamw to muon"):
         check_unchanged(one, two)
 
