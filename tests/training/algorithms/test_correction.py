@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.training.algorithms.some_tokens import some_tokens
 from turnwise.config.algorithm import CorrectionConfig
 from turnwise.training.algorithms import Tokens
-from turnwise.training.algorithms.correction import correct
+from turnwise.training.algorithms.correction import bounds_of, correct
 
 
 def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
@@ -18,7 +18,7 @@ def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
     engine, old = tokens.engine_logprobs_N.tolist(), tokens.old_logprobs_N.tolist()
     sequence, staleness = tokens.sequence_N.tolist(), tokens.staleness_N.tolist()
     corrected = [s > 0 or not config.stale_only for s in staleness]
-    low, high = config.bounds
+    low, high = bounds_of(config)
     weights = []
     for t in range(len(engine)):
         if config.name == "none" or not corrected[t]:
@@ -139,7 +139,7 @@ def test_newest_tokens_are_left_alone_and_out_of_their_sequences_product() -> No
 def test_each_correction_has_bounds_of_its_own(
     section: dict[str, Any], bounds: tuple[float, float]
 ) -> None:
-    assert CorrectionConfig.model_validate(section).bounds == bounds
+    assert bounds_of(CorrectionConfig.model_validate(section)) == bounds
 
 
 def test_the_geometric_mean_does_not_depend_on_the_length_of_a_sequence() -> None:

@@ -16,6 +16,8 @@ from turnwise.training.algorithms.interface import MAX_LOG_RATIO, Tokens
 
 Outside = Literal["correction_below", "correction_above"]
 """Metrics of the shares of trained tokens whose ratio is outside of a correction's bounds."""
+_BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01), "seq_mask_tis": (0.99, 1.01)}
+"""Default bounds of corrections other than 0.5 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
         return Correction(torch.ones_like(log_weight_N))
     exempt_N = (tokens.staleness_N == 0) & config.stale_only
     log_weight_N = log_weight_N.masked_fill(exempt_N, 0.0)
-    log_ratio_N = _of_level(tokens, log_weight_N, exempt_N, config)
-    low, high = config.bounds
+    log_ratio_N = _compared(tokens, log_weight_N, exempt_N, config.name)
+    low, high = bounds_of(config)
     ratio_N = log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
     above_N = (ratio_N > high) & ~exempt_N
     if config.name.endswith("_tis") and config.name != "seq_mask_tis":
@@ -81,13 +83,20 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
     return Correction(weights_N, {"correction_below": below_N, "correction_above": above_N})
 
 
-def _of_level(
-    tokens: Tokens, log_weight_N: torch.Tensor, exempt_N: torch.Tensor, config: CorrectionConfig
+def bounds_of(config: CorrectionConfig) -> tuple[float, float]:
+    """Return the smallest and the largest ratio of a correction."""
+    low, high = _BOUNDS.get(config.name, (0.5, 2.0))
+    return config.low or low, config.high or high
+
+
+def _compared(
+    tokens: Tokens, log_weight_N: torch.Tensor, exempt_N: torch.Tensor, name: str
 ) -> torch.Tensor:
     """Return the logarithm of the ratio that is compared with the bounds: [N]."""
-    if config.level == "token":
+    product, mean = name.startswith("sequence"), name.startswith(("geometric", "seq_mask"))
+    if not (product or mean):
         return log_weight_N
     log_ratio_S = tokens.sums_S(log_weight_N)
-    if config.level == "geometric":
+    if mean:
         log_ratio_S = log_ratio_S / tokens.sums_S((~exempt_N).to(log_weight_N)).clamp(min=1)
     return log_ratio_S[tokens.sequence_N]
