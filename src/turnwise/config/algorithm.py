@@ -231,17 +231,9 @@ class KlConfig(Section):
 
 class CorrectionConfig(Section):
     name: Literal[
-        "none",
-        "token_tis",
-        "sequence_tis",
-        "geometric_tis",
-        "mask",
-        "token_mask",
-        "icepop",
-        "sequence_mask",
-        "geometric_mask",
-        "seq_mask_tis",
-    ] = "none"
+        "none", "token_tis", "sequence_tis", "geometric_tis", "mask", "token_mask", "icepop",
+        "sequence_mask", "geometric_mask", "seq_mask_tis",
+    ] = "none"  # fmt: skip
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
     step, and weight each token by trainer / engine: truncated at `high` (token_tis), or 1 between

@@ -75,15 +75,11 @@ ALIASES = {
         "algorithm.advantage.clip": "cliprange_value",
         "algorithm.advantage.name": "adv_estimator",
         "algorithm.advantage.scale": "scale_rewards",
-        "algorithm.correction.high": "geo_mask_high product_mask_high rollout_is_threshold "
-        "rollout_rs_threshold sequence_tis_ratio_clip_high tis_imp_ratio_cap "
-        "token_mask_is_threshold_high token_tis_ratio_clip_high "
-        "truncated_importance_sampling_ratio vllm_importance_sampling_clip_max",
-        "algorithm.correction.low": "geo_mask_low product_mask_low token_mask_is_threshold_low "
-        "truncated_importance_sampling_ratio_min vllm_importance_sampling_clip_min",
-        "algorithm.correction.name": "is_correction_level is_correction_mode off_policy_correction "
-        "rollout_correction rollout_is rollout_rs sequence_mask_metric tis_ratio_type "
-        "truncated_importance_sampling_type vllm_importance_sampling_mode vllm_is_correction_type",
+        "algorithm.correction.high": "geo_mask_high rollout_is_threshold rollout_rs_threshold "
+        "token_tis_ratio_clip_high truncated_importance_sampling_ratio",
+        "algorithm.correction.low": "geo_mask_low truncated_importance_sampling_ratio_min",
+        "algorithm.correction.name": "is_correction_mode rollout_correction rollout_is rollout_rs "
+        "sequence_mask_metric tis_ratio_type truncated_importance_sampling_type",
         "algorithm.entropy.adaptive": "use_adaptive_entropy",
         "algorithm.entropy.coef": "entropy_coef entropy_coeff",
         "algorithm.entropy.coef_delta": "entropy_coef_delta",

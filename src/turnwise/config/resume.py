@@ -74,9 +74,7 @@ _KEYS: dict[OnResume, str] = {
         "algorithm.kl.sync_steps"
     ),
     (True, "the new end of the run, also of its schedule"): "training.steps",
-    (True, "a checkpoint can be loaded with any number of ranks, but for adamw_8bit's moments"): (
-        "training.ranks"
-    ),
+    (True, "a checkpoint can be loaded with any number, except with adamw_8bit"): "training.ranks",
     (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
     (False, "the checkpoint's moments are those of this optimizer"): "training.optimizer",
     (True, "applies from the next step on; a schedule counts updates"): (

@@ -105,12 +105,15 @@ def load_state(
                     "with a value model when a run is resumed"
                 )
             moments[name] = {  # room for those that the checkpoint has
-                own: {
-                    key: torch.zeros(()) if key == _STEP else torch.zeros_like(parameter)
-                    for key in _MOMENTS
-                    if f"{name}.optimizer.state.{own}.{key}" in saved
-                }
+                own: room
                 for own, parameter in learner.module.named_parameters()
+                if (
+                    room := {
+                        key: torch.zeros(()) if key == _STEP else torch.zeros_like(parameter)
+                        for key in _MOMENTS
+                        if f"{name}.optimizer.state.{own}.{key}" in saved
+                    }
+                )
             }
         states: dict[str, object] = {
             name: _state(learner.module, moments[name]) for name, learner in learners.items()
@@ -147,10 +150,12 @@ def _from_8_bits(
         raise ValueError(
             f"its moments of 8 bits are those of {ranks} ranks: set training.ranks to {ranks}"
         )
+    from turnwise.internals.torchao import new_moments  # torchao is not installed everywhere
+
     moments: _Moments = {}
     for own, parameter in learner.module.named_parameters():
         if own in saved:
-            moments[own] = learner.new_8_bits(parameter)
+            moments[own] = new_moments(learner.optimizer, parameter)
             for key, value in moments[own].items():
                 for into, values in zip(plain_tensors(value), saved[own][key], strict=True):
                     into.copy_(values)

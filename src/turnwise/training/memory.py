@@ -112,8 +112,7 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     if config.training.optimizer == "adamw_8bit":
         moments //= 4
     elif config.training.optimizer == "muon":  # one of a matrix in the layers
-        whole = 0 if config.model.lora.rank else size.outside
-        moments = learning + learning_dtype(config).itemsize * whole
+        moments = learning if config.model.lora.rank else learning + 4 * size.outside
     return {
         "weights": weights,
         "other models": sum(others.values()),

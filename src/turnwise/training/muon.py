@@ -34,7 +34,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         rate: float,
         betas: tuple[float, float],
     ) -> None:
-        super().__init__([*map(dict, (*matrices, *others))], {"lr": rate})
+        super().__init__([{**group} for group in (*matrices, *others)], {"lr": rate})
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             self._parts.append(
@@ -56,9 +56,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class Muon(torch.optim.Muon):
     """torch's Muon, also for matrices of which each rank holds rows (FSDP2).
 
-    torch would multiply the shards, and add up the parts of each product in bfloat16, so that the
-    step would depend on the number of ranks. Here each rank gathers the matrix of its momentum and
-    orthogonalises it whole.
+    torch would multiply the shards, and add up the parts in bfloat16, so that the step would depend
+    on the number of ranks. Here each rank gathers an update and orthogonalises it whole.
     """
 
     @torch.no_grad()
@@ -87,12 +86,10 @@ class Muon(torch.optim.Muon):
 def matrices_of(module: nn.Module) -> set[int]:
     """Return the `id` of each parameter that Muon trains: matrices other than those of embeddings
     and heads. Experts that a model keeps in one tensor of three dimensions are none."""
-    spared = set()
-    for part in module.modules():
-        head = part.get_output_embeddings() if isinstance(part, PreTrainedModel) else None
-        for spare in (head, part if isinstance(part, nn.Embedding) else None):
-            if spare is not None:
-                spared |= {id(parameter) for parameter in spare.parameters()}
+    parts: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    parts += [head for model in models if (head := model.get_output_embeddings()) is not None]
+    spared = {id(parameter) for part in parts for parameter in part.parameters()}
     return {
         id(parameter)
         for name, parameter in module.named_parameters()

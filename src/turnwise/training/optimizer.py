@@ -58,18 +58,11 @@ class TrainableModule:
         """Whether moments are torchao's, of 8 bits."""
         return self._training.optimizer == "adamw_8bit"
 
-    def new_8_bits(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the moments of a parameter before its first step, if they are of 8 bits."""
-        from turnwise.internals.torchao import AdamW8bit, new_moments
-
-        assert isinstance(self.optimizer, AdamW8bit)
-        return new_moments(self.optimizer, parameter)
-
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
         """Continue after some updates; rates and decay stay those of the configuration."""
         self.optimizer.state.clear()
         for name, parameter in self.module.named_parameters():
-            if moments.get(name):
+            if name in moments:
                 self.optimizer.state[parameter] = dict(moments[name])
         self.updates = updates
         self._set_rate()
@@ -100,20 +93,16 @@ class TrainableModule:
                 left = (1 - math.cos(math.pi * left)) / 2
             fraction = min(fraction, left)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # torchao's, which its compiled steps read
-                group["lr"].fill_(self._rate * fraction)
-            else:
-                group["lr"] = self._rate * fraction
+            rate = self._rate * fraction
+            kept = group["lr"]  # a tensor, if torchao's compiled steps read it
+            group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
 
 
 def make_optimizer(
     module: nn.Module, training: TrainingConfig, rate: float
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `training.optimizer` names.
-
-    Raises:
-        InputError: when torchao is needed, and is not installed or cannot compute with the shards.
-    """
+    """Return the optimizer that `training.optimizer` names; InputError when torchao is needed, and
+    is not installed or cannot compute with the shards."""
     groups = decay_groups(module, training.weight_decay)
     if training.optimizer == "muon":
         chosen = matrices_of(module)
@@ -128,11 +117,8 @@ def make_optimizer(
         return MuonAndAdamW(*parts, rate, _ADAM_BETAS)
     kind: Foreign = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
     if training.optimizer == "adamw_8bit":
-        optional("torchao", "torchao", "training.optimizer adamw_8bit")
+        kind = optional("torchao.optim", "torchao", "training.optimizer adamw_8bit").AdamW8bit
         _check_shards(module)
-        from turnwise.internals.torchao import AdamW8bit  # which is not installed everywhere
-
-        kind = AdamW8bit
     optimizer: torch.optim.Optimizer = kind(groups, lr=rate, weight_decay=0, betas=_ADAM_BETAS)
     return optimizer
 

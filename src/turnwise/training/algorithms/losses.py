@@ -30,6 +30,9 @@ from turnwise.training.algorithms.interface import (
     importance_ratio,
 )
 
+_DPPO_MAX_RATIO = 20.0
+_DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
+
 
 class Formula(Loss):
     """A loss by a function of the tokens, such as `ppo_clip`."""
@@ -141,11 +144,9 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
         kl:  D_t = mu(t) log(mu(t) / pi(t)) + (1 - mu(t)) log((1 - mu(t)) / (1 - pi(t)))
 
     mu is the engine's policy, which sampled, and D the divergence of two outcomes: the sampled
-    token, and all others. A ratio says little about how far a policy has moved: from 0.0001 to
-    0.01 it is 100, and from 0.99 to 0.8 it is 0.81, which moves 19 times as much. Qi et al.,
-    "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879), eq. 12, with
-    its binary approximations. The bound of r_t is that of verl's implementation. Without a
-    correction r_t is pi(t) / mu(t), as in the paper; with one, r_t is taken against the trainer's
+    token, and all others. Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning"
+    (arXiv 2602.04879), eq. 12, with its binary approximations. The bound of r_t is verl's. Without
+    a correction r_t is pi(t) / mu(t), as in the paper; with one, it is taken against the trainer's
     policy before the step, and the correction's weight makes up for the rest.
     """
     logprobs_N = tokens.logprobs_N.detach()
@@ -157,10 +158,6 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
     weight_N = ratio_N.clamp(max=_DPPO_MAX_RATIO).masked_fill(masked_N, 0.0)
     loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
     return TokenLoss(loss_N, ratio_N, masked_N, {"divergence": divergence_N})
-
-
-_DPPO_MAX_RATIO = 20.0
-_DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
 
 
 def _binary_divergence(
