@@ -33,8 +33,7 @@ from turnwise.training.optimizer import TrainableModule, plain_tensors
 _METADATA = ".metadata"
 _REFERENCE = "reference"
 _ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
-_STEP = "step"
-_MOMENTS = (_STEP, "exp_avg", "exp_avg_sq", "momentum_buffer")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """State of a parameter, by AdamW or by Muon; the first is a number."""
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
@@ -109,7 +108,7 @@ def load_state(
                 for own, parameter in learner.module.named_parameters()
                 if (
                     room := {
-                        key: torch.zeros(()) if key == _STEP else torch.zeros_like(parameter)
+                        key: torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
                         for key in _MOMENTS
                         if f"{name}.optimizer.state.{own}.{key}" in saved
                     }

@@ -74,8 +74,8 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(state["momentum_buffer"], group["momentum"])
-        sharded = isinstance(update, DTensor)
-        update = orthogonalised(update.full_tensor() if sharded else update, group)
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        update = orthogonalised(whole, group)
         if isinstance(weight, DTensor):  # this rank's rows, without communication
             mesh, places = weight.device_mesh, weight.placements
             update = distribute_tensor(update, mesh, places, src_data_rank=None)

@@ -106,15 +106,15 @@ def make_optimizer(
     groups = decay_groups(module, training.weight_decay)
     if training.optimizer == "muon":
         chosen = matrices_of(module)
-        parts = [
+        matrices, others = (
             [
                 {**group, "params": own}
                 for group in groups
-                if (own := [p for p in group["params"] if (id(p) in chosen) is matrices])
+                if (own := [p for p in group["params"] if (id(p) in chosen) is by_muon])
             ]
-            for matrices in (True, False)
-        ]
-        return MuonAndAdamW(*parts, rate, _ADAM_BETAS)
+            for by_muon in (True, False)
+        )
+        return MuonAndAdamW(matrices, others, rate, _ADAM_BETAS)
     kind: Foreign = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
     if training.optimizer == "adamw_8bit":
         kind = optional("torchao.optim", "torchao", "training.optimizer adamw_8bit").AdamW8bit
@@ -139,7 +139,7 @@ def plain_tensors(value: torch.Tensor) -> Iterator[torch.Tensor]:
     or the codes and scales of torchao's."""
     local = value.to_local() if isinstance(value, DTensor) else value
     parts = getattr(local, "__tensor_flatten__", None)
-    yield from [local] if parts is None else (getattr(local, name) for name in parts()[0])
+    yield from [local] if parts is None else [getattr(local, name) for name in parts()[0]]
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Foreign]]:

@@ -152,8 +152,7 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
     logprobs_N = tokens.logprobs_N.detach()
     divergence_N = _binary_divergence(config.divergence, tokens.engine_logprobs_N, logprobs_N)
     moved_N = (logprobs_N - tokens.engine_logprobs_N) * tokens.advantages_N > 0
-    delta = config.delta or _DELTAS[config.divergence]
-    masked_N = moved_N & (divergence_N > delta)
+    masked_N = moved_N & (divergence_N > (config.delta or _DELTAS[config.divergence]))
     ratio_N = importance_ratio(logprobs_N - tokens.old_logprobs_N)
     weight_N = ratio_N.clamp(max=_DPPO_MAX_RATIO).masked_fill(masked_N, 0.0)
     loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
