@@ -1,4 +1,5 @@
-"""Time in which the demo's model learns: `python -m benchmarks.learning [--quick]`.
+"""Time in which the demo's model learns: `python -m benchmarks.learning [--quick]`, and
+`--corrections [NAME ...]`: its accuracy ahead of the trainer, with each correction.
 
 The demo's model, problems and configuration, with a tool whose calls take 10 ms, 200 ms (15 %) or
 2 s (5 %). Rollouts wait for the trainer (in step), or run up to 1 or 4 steps ahead of it. Each
@@ -11,6 +12,9 @@ evaluation. Held-out accuracy is measured after the last step.
 TRL's `GRPOTrainer` gets the same model, problems, samples a step and loss, with the same tool. It
 is stopped after 4.5 times the time of Turnwise in step, which decides the goal; its time is then
 at least that. One TRL step takes minutes, because its tools are called one after the other.
+
+With `--corrections`, each of `CORRECTIONS`, or each that is named, trains 2 and 4 steps ahead
+(`--ahead`), with the seeds of the runs in step that it is compared with. There is no TRL.
 """
 
 import json
@@ -36,6 +40,28 @@ TARGET = 0.9
 PATIENCE = 4.5
 """Times of Turnwise's time after which TRL is stopped."""
 DEADLINE = 900.0
+AHEAD_CORRECTED = (2, 4)
+KEPT = 0.97
+"""Goal for the accuracy ahead with the best correction, as a share of that in step."""
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    **{
+        name: (f"algorithm.correction.name={name}",)
+        for name in (
+            *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop"),
+            *("sequence_mask", "seq_mask_tis"),
+        )
+    },
+    # The geometric mean of stale tokens leaves the bounds that are meant for the engine's rounding.
+    "geometric_mask": ("algorithm.correction={name: geometric_mask, low: 0.9, high: 1.1}",),
+    "dppo_tv": ("algorithm.loss={name: dppo, divergence: tv}",),
+    "dppo_kl": ("algorithm.loss={name: dppo, divergence: kl}",),
+    "dppo_tv_token_tis": (
+        "algorithm.loss={name: dppo, divergence: tv}",
+        "algorithm.correction.name=token_tis",
+    ),
+}
+"""Keys of the configuration of each correction."""
 
 
 @dataclass
@@ -60,9 +86,11 @@ class Run:
         return math.inf
 
 
-def turnwise(data: Path, output: Path, seed: int, steps: int, ahead: int) -> Run:
-    """Train for a number of steps, up to `ahead` steps ahead."""
-    name = f"seed{seed}-ahead{ahead}"
+def turnwise(
+    data: Path, output: Path, seed: int, steps: int, ahead: int, correction: str = "none"
+) -> Run:
+    """Train for a number of steps, up to `ahead` steps ahead, with one of `CORRECTIONS`."""
+    name = f"seed{seed}-ahead{ahead}-{correction}"
     command = [
         *(sys.executable, "-m", "turnwise.cli", "train", str(CONFIG), f"seed={seed}"),
         *(f"model.path={data / 'model'}", f"data.path={data / 'train.jsonl'}"),
@@ -70,6 +98,7 @@ def turnwise(data: Path, output: Path, seed: int, steps: int, ahead: int) -> Run
         *(f"training.steps={steps}", f"training.max_staleness={ahead}"),
         *("environment=benchmarks.grpo_step:SlowCalculator", "training.lr_schedule=constant"),
         *(f"eval.every={steps}", "eval.target=null"),
+        *CORRECTIONS[correction],
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:
@@ -78,7 +107,13 @@ def turnwise(data: Path, output: Path, seed: int, steps: int, ahead: int) -> Run
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines][1:]
     seconds = [r["step_seconds"] - r["phase_seconds"].get("evaluate", 0.0) for r in rows]
     run = Run(seconds, [r["reward_mean"] for r in rows], rows[-1]["accuracy_heldout"])
-    print(f"{name}: {digits(run.learned)} s, accuracy {run.accuracy:g}; rewards",
+    outside = [
+        digits(max(values))
+        for side in ("correction_below", "correction_above", "clip_fraction")
+        if (values := [row[side] for row in rows if row.get(side) is not None])
+    ]
+    print(f"{name}: {digits(run.learned)} s, accuracy {run.accuracy:g}; largest shares below, "
+          "above and clipped", *outside, "; rewards",
           *map(digits, run.rewards), flush=True)  # fmt: skip
     return run
 
@@ -174,14 +209,47 @@ def run(rounds: int, steps: int, compared: Sequence[int], quick: bool, folder: P
     return claims_of(runs, steps, other)
 
 
+def run_corrected(
+    rounds: int, steps: int, compared: Sequence[int], names: Sequence[str], folder: Path
+) -> list[Claim]:
+    """Return claims about each correction, ahead of the trainer, against the runs in step."""
+    in_step: list[float] = []
+    found: dict[tuple[int, str], list[float]] = {}
+    for seed in range(rounds):
+        prepare(folder, seed=seed)
+        in_step.append(turnwise(folder, folder / "runs", seed, steps, 0).accuracy)
+        for ahead in compared:
+            for name in names:
+                made = turnwise(folder, folder / "runs", seed, steps, ahead, name)
+                found.setdefault((ahead, name), []).append(made.accuracy)
+    claims = [
+        Claim(
+            f"held-out accuracy after {steps} steps, {ahead} ahead, {name}", "", accuracy,
+            "in step", in_step, quotients(accuracy, in_step),
+        )
+        for (ahead, name), accuracy in found.items()
+    ]  # fmt: skip
+    for ahead in compared:
+        best = max((c for c in claims if f" {ahead} ahead" in c.name), key=lambda c: c.judged)
+        best.at_least = KEPT
+    return claims
+
+
 def main() -> None:
     """Run the benchmark and print its claims."""
     made = parser("learning", __doc__)
     made.add_argument("--rounds", type=int, default=3, help="rounds of a full run")
+    made.add_argument("--corrections", nargs="*", choices=CORRECTIONS, help="compare these, or all")
+    made.add_argument("--ahead", nargs="+", type=int, default=AHEAD_CORRECTED, help="steps ahead")
     options = made.parse_args()
     rounds, steps, compared = (1, 2, (0, 1)) if options.quick else (options.rounds, 16, AHEAD)
     with tempfile.TemporaryDirectory() as folder:
-        report(run(rounds, steps, compared, options.quick, Path(folder)), options)
+        if options.corrections is None:
+            claims = run(rounds, steps, compared, options.quick, Path(folder))
+        else:
+            names = options.corrections or [*CORRECTIONS]
+            claims = run_corrected(rounds, steps, options.ahead, names, Path(folder))
+        report(claims, options)
 
 
 if __name__ == "__main__":

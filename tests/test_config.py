@@ -494,7 +494,7 @@ def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> 
     for name, (kind, default) in shown.items():
         assert (keys[name].type, keys[name].default) == (kind, default), name
     loss = keys["algorithm.loss.name", ""]
-    assert loss.type.startswith("ppo_clip | gspo | cispo | sapo | vespo | dpo")
+    assert loss.type.startswith("ppo_clip | gspo | cispo | sapo | vespo | dppo | dpo")
     assert loss.default == "ppo_clip"
 
 

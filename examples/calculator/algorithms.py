@@ -69,6 +69,13 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "training.updates_per_step=2",
         "training.epochs_per_step=2",
     ),
+    "dppo": ("algorithm.loss.name=dppo", "training.max_staleness=2"),
+    "icepop": ("algorithm.correction.name=icepop", "training.max_staleness=2"),
+    "seq_mask_tis": (
+        "algorithm.correction={name: seq_mask_tis, low: 0.9, high: 1.1}",
+        "training.max_staleness=2",
+    ),
+    "muon": ("training.optimizer=muon", "training.lr_schedule=cosine", "training.warmup_steps=4"),
     "gdpo": ("algorithm.advantage.name=gdpo", "algorithm.entropy.top_quantile=0.5"),
     "dpo": (  # the same, for both trajectories of a pair
         "algorithm.loss={name: dpo, beta: 0.3}",
@@ -77,7 +84,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "training.learning_rate=0.00005",
     ),
 }
-"""Runs that together cover every advantage, loss, reduction, KL estimator and correction."""
+"""Runs that together cover every advantage, loss, reduction, KL estimator and optimizer of torch's,
+and each kind of correction."""
 COMMON = (
     "training.updates_per_step=4",
     "training.lr_schedule=constant",

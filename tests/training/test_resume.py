@@ -1,6 +1,7 @@
 """What a resumed trainer takes from its checkpoint, and what from its configuration."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_steps_beyond_a_linear_schedule_keep_its_last_rate() -> None:
         module(torch.ones(2)).sum().backward()
         learner.step()
     assert rates == pytest.approx([0.5, 1.0, 2 / 3, 1 / 3, 1 / 3, 1 / 3, 1 / 3])
+
+
+def test_a_cosine_schedule_falls_along_half_a_wave_after_its_warm_up() -> None:
+    training = TrainingConfig(lr_schedule="cosine", warmup_steps=1)
+    module = torch.nn.Linear(2, 2)
+    learner = TrainableModule(module, training, 1.0, 5)
+    rates = []
+    for _ in range(7):
+        rates.append(learner.rate)
+        module(torch.ones(2)).sum().backward()
+        learner.step()
+    wave = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3, 3, 3)]
+    assert rates == pytest.approx([0.5, 1.0, *wave])
 
 
 def test_a_value_model_without_a_finite_gradient_ends_the_run(make_policy: MakePolicy) -> None:

@@ -12,6 +12,7 @@ from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT, settings
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
 from turnwise.training.algorithms import Tokens, make_loss
+from turnwise.training.optimizer import TrainableModule
 from turnwise.trl import GRPOConfig
 
 
@@ -324,6 +325,26 @@ def test_a_schedule_warms_up_where_that_of_transformers_does(name: str, steps: i
     assert (schedule.get_last_lr() == [1.0]) is (steps == 0)
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_schedule_decays_as_that_of_transformers_does(name: str) -> None:
+    training = config_of(lr_scheduler_type=name, max_steps=10).training
+    assert training.lr_schedule == name
+    module = torch.nn.Linear(1, 1)
+    learner = TrainableModule(module, training, 1.0, 10)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=10)
+    for _ in range(10):
+        assert learner.rate == pytest.approx(schedule.get_last_lr()[0])
+        module(torch.ones(1)).sum().backward()
+        learner.step()
+        schedule.step()
+
+
+def test_moments_of_8_bits_have_the_name_that_transformers_gives_them() -> None:
+    assert config_of(optim="adamw_torch_8bit").training.optimizer == "adamw_8bit"
+    assert config_of().training.optimizer == "adamw"
+
+
 def test_tools_bound_the_trajectory() -> None:
     config = config_of(tools=True, max_completion_length=100, max_tool_calling_iterations=3)
     assert (config.rollout.max_turns, config.rollout.max_response_tokens) == (4, 100)
@@ -344,7 +365,7 @@ def test_tools_bound_the_trajectory() -> None:
         ({"loss_type": "cispo", "epsilon_high": 0.0}, r"epsilon_high=0\.0 .*bound of cispo's"),
         ({"scale_rewards": "turn"}, r"scale_rewards='turn' .*group, batch or none"),
         ({"multi_objective_aggregation": "x"}, r"multi_objective_aggregation='x' .*sum_then"),
-        ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type='cosine'"),
+        ({"lr_scheduler_type": "polynomial"}, r"lr_scheduler_type='polynomial'"),
         ({"optim": "adafactor"}, r"optim='adafactor' .*AdamW"),
         ({"num_generations": 1}, r"num_generations=1 .*at least 2"),
         ({"num_generations": 3}, r"num_generations=3 .*8 completions"),

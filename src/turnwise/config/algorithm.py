@@ -160,6 +160,18 @@ class Vespo(Section):
     """The same as lambda_pos where the advantage is negative."""
 
 
+class Dppo(Section):
+    """Importance weights without a clip; tokens whose probability moved too far are masked."""
+
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence of the policy from the engine's at a token, in two outcomes, the sampled token and
+    all others: total variation (tv), or Kullback-Leibler in nats (kl)."""
+    delta: PositiveFloat | None = None
+    """Largest divergence of a token that moves further in the direction of its advantage; null is
+    0.2 for tv and 0.05 for kl."""
+
+
 class Dpo(Section):
     """Online DPO: each group's best and worst trajectories form a pair; advantages are not used."""
 
@@ -261,25 +273,32 @@ class TeacherConfig(Section):
 
 
 class CorrectionConfig(Section):
-    name: Literal["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"] = (
-        "none"
-    )
+    name: Literal[
+        "none", "token_tis", "sequence_tis", "geometric_tis", "mask", "token_mask", "icepop",
+        "sequence_mask", "geometric_mask", "seq_mask_tis",
+    ] = "none"  # fmt: skip
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
-    step, and weight each token by trainer / engine: truncated at `high` (token_tis), the same per
-    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask); token_mask and
-    sequence_mask are 0 outside, too, and keep the weight inside."""
-    low: PositiveFloat = 0.5
-    """Smallest trainer / engine ratio that the masks keep."""
-    high: PositiveFloat = 2.0
-    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that the masks
-    keep."""
+    step, and weight each token by trainer / engine: truncated at `high` (token_tis), or 1 between
+    `low` and `high` and 0 outside (mask), or 0 outside and the weight kept inside (token_mask;
+    icepop with its paper's bounds). sequence_tis and sequence_mask do the same with the product
+    over a sequence, geometric_tis with its geometric mean; geometric_mask and seq_mask_tis leave
+    out sequences whose geometric mean is outside, and weight the other tokens with 1, or by their
+    own trainer / engine."""
+    low: PositiveFloat | None = None
+    """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for a geometric
+    mean."""
+    high: PositiveFloat | None = None
+    """Largest weight that is not truncated; largest trainer / engine ratio that the masks keep;
+    null is 2, or 5 for icepop and 1.01 for masks by a geometric mean."""
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
     def mistakes(self) -> Iterator[str]:
-        if not self.low <= 1 <= self.high:
-            yield f"low {self.low:g} must be at most 1, high {self.high:g} at least 1"
+        if self.low is not None and self.low > 1:
+            yield f"low {self.low:g} must be at most 1"
+        if self.high is not None and self.high < 1:
+            yield f"high {self.high:g} must be at least 1"
 
 
 class EntropyConfig(Section):
@@ -336,6 +355,7 @@ class AlgorithmConfig(Section):
         | Annotated[Cispo, Tag("cispo")]
         | Annotated[Sapo, Tag("sapo")]
         | Annotated[Vespo, Tag("vespo")]
+        | Annotated[Dppo, Tag("dppo")]
         | Annotated[Dpo, Tag("dpo")]
         | Annotated[OwnLoss, Tag(OWN_CLASS)],
         Discriminator(_kind_of),

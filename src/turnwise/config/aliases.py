@@ -75,6 +75,11 @@ ALIASES = {
         "algorithm.advantage.clip": "cliprange_value",
         "algorithm.advantage.name": "adv_estimator",
         "algorithm.advantage.scale": "scale_rewards",
+        "algorithm.correction.high": "geo_mask_high rollout_is_threshold rollout_rs_threshold "
+        "token_tis_ratio_clip_high truncated_importance_sampling_ratio",
+        "algorithm.correction.low": "geo_mask_low truncated_importance_sampling_ratio_min",
+        "algorithm.correction.name": "is_correction_mode rollout_correction rollout_is rollout_rs "
+        "sequence_mask_metric tis_ratio_type truncated_importance_sampling_type",
         "algorithm.entropy.adaptive": "use_adaptive_entropy",
         "algorithm.entropy.coef": "entropy_coef entropy_coeff",
         "algorithm.entropy.coef_delta": "entropy_coef_delta",
@@ -90,7 +95,9 @@ ALIASES = {
         "teacher_model_server_url teacher_models teacher_tau teacher_url",
         "algorithm.loss.clip_high": "clip_eps clip_ratio cliprange epsilon_high ratio_clip_max",
         "algorithm.loss.clip_low": "epsilon ratio_clip_min",
-        "algorithm.loss.name": "loss_type",
+        "algorithm.loss.delta": "delta_high delta_low dppo_mask_high dppo_mask_low",
+        "algorithm.loss.divergence": "dppo_type",
+        "algorithm.loss.name": "loss_fn loss_mode loss_type policy_loss_type",
         "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
         "algorithm.reduction": "loss_agg_mode token_level_loss",
         "data.eval_limit": "eval_data_num_limit",
@@ -145,15 +152,16 @@ ALIASES = {
         "training.epochs_per_step": "num_iterations ppo_epochs",
         "training.keep_last": "save_total_limit",
         "training.learning_rate": "actor_lr lr",
-        "training.lr_schedule": "lr_scheduler lr_scheduler_type",
+        "training.lr_schedule": "lr_scheduler lr_scheduler_type scheduler",
         "training.max_grad_norm": "clip_grad grad_clip",
         "training.max_staleness": "max_trajectory_age_steps",
         "training.micro_batch_tokens": "micro_batch_size per_device_train_batch_size "
         "train_micro_batch_size",
+        "training.optimizer": "optim optimizer_type",
         "training.ranks": "num_gpus",
         "training.steps": "epochs max_steps num_episode num_epochs num_ppo_episode num_steps "
         "num_train_epochs total_steps",
-        "training.warmup_steps": "warmup",
+        "training.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
     }.items()
     for name in names.split()
 }

@@ -77,8 +77,9 @@ _KEYS: dict[OnResume, str] = {
         "algorithm.kl.sync_steps"
     ),
     (True, "the new end of the run, also of its schedule"): "training.steps",
-    (True, "a checkpoint can be loaded with any number of ranks"): "training.ranks",
+    (True, "a checkpoint can be loaded with any number, except with adamw_8bit"): "training.ranks",
     (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
+    (False, "the checkpoint's moments are those of this optimizer"): "training.optimizer",
     (True, "applies from the next step on; a schedule counts updates"): (
         "training.updates_per_step training.epochs_per_step"
     ),

@@ -1,5 +1,6 @@
 """The sections `training`, `trajectories`, `metrics` and `alarms`."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from turnwise.config.base import (
@@ -33,7 +34,7 @@ class TrainingConfig(Section):
     engine.tensor_parallel_size must equal training.ranks."""
     offload: list[Literal["params", "optimizer"]] = []
     """Parts of a colocated trainer to offload while the engines run: params (including those of the
-    reference and value models) and optimizer (AdamW's moments). They move to host memory, or to
+    reference and value models) and optimizer (its moments). They move to host memory, or to
     disk on a CPU."""
     resources: dict[str, float] = {}
     """Ray resources of each rank in addition to its GPU, such as {trainers: 1}."""
@@ -60,16 +61,21 @@ class TrainingConfig(Section):
     """Number of passes over a training step's samples (PPO's epochs, GRPO's mu), each with
     updates_per_step optimizer steps on the same shares. Each update computes fresh importance
     ratios; what they are taken against, and advantages, stay as before the step."""
+    optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    """Optimizer of all weights that learn: AdamW (adamw); Muon for the matrices of the layers and
+    AdamW for embeddings, heads and vectors, at AdamW's rates (muon); or torchao's AdamW with
+    moments of 8 bits (adamw_8bit, extra torchao)."""
     learning_rate: PositiveFloat = 1e-6
-    """AdamW's learning rate after warm-up."""
+    """The optimizer's learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly."""
-    lr_schedule: Literal["constant", "linear"] = "constant"
-    """Learning rate after warm-up: constant, or linear decay that reaches 0 after the last step.
-    Only updates count, so warm-up of the value model and steps that train nothing do not. A
-    program's own loop that goes on after training.steps keeps the rate of the last step."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or decay that reaches 0 after the last step, in a line
+    (linear) or along half a wave (cosine). Only updates count, so warm-up of the value model and
+    steps that train nothing do not. A program's own loop that goes on after training.steps keeps
+    the rate of the last step."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay; norms and biases do not decay, as in Transformers."""
+    """Decoupled weight decay; norms and biases do not decay, as in Transformers."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt | None = None
@@ -99,6 +105,13 @@ class TrainingConfig(Section):
     def versions_per_step(self) -> int:
         """Optimizer steps per training step, in all passes."""
         return self.updates_per_step * self.epochs_per_step
+
+    def mistakes(self) -> Iterator[str]:
+        if self.optimizer != "adamw" and self.weights_dtype == "bfloat16":
+            yield (
+                f"optimizer {self.optimizer} rounds to the nearest value, which loses small steps "
+                "of weights in bfloat16: set weights_dtype to float32, or optimizer to adamw"
+            )
 
 
 class TrajectoriesConfig(Section):

@@ -80,9 +80,10 @@ _KEYS = {
     "give the number of updates in training.warmup_steps": "actor.optim.lr_warmup_steps_ratio",
     "training.weight_decay": "actor.optim.weight_decay",
     "training.lr_schedule": "actor.optim.warmup_style actor.optim.lr_scheduler_type",
-    "training.lr_schedule is constant or linear": "actor.optim.min_lr_ratio actor.optim.num_cycles",
+    "training.lr_schedule decays to 0, in one cycle": "actor.optim.min_lr_ratio "
+    "actor.optim.num_cycles",
     "training.steps": "actor.optim.total_training_steps trainer.total_training_steps",
-    "the optimizer is AdamW, with training.weight_decay": "actor.optim",
+    "training.optimizer": "actor.optim actor.optim.optimizer",
     "list it in training.offload, with training.colocated true": (
         "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload"
     ),

@@ -1,4 +1,4 @@
-"""torch: process groups, storages, and the modes that trace a computation."""
+"""torch: process groups, storages, the modes that trace a computation, and parts of Muon."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
+from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -90,6 +91,19 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
+def orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return a whole matrix with singular values of about 1, in bfloat16, by the Newton-Schulz
+    iterations that a group of parameters of torch's Muon names."""
+    return _muon._zeropower_via_newtonschulz(
+        matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
+    )
+
+
+def muon_rate(group: dict[str, Any], shape: torch.Size) -> float:
+    """Return the rate of a step of torch's Muon for a matrix of this shape."""
+    return _muon._adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
+
+
 for _name in (*_REGISTRIES, "group_count", "default_pg"):
     internal(c10d._World, _name)
 for _name in _REGISTRIES:  # properties, which only class attributes can hide
@@ -98,3 +112,5 @@ internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)
 internal(torch.Tensor, "_version")
+internal(_muon, "_zeropower_via_newtonschulz", "grad", "ns_coefficients", "ns_steps", "eps")
+internal(_muon, "_adjust_lr", "lr", "adjust_lr_fn", "param_shape")

@@ -124,7 +124,7 @@ class StepMetrics:
     train_memory_gib unless noted."""
     loss_metrics: dict[str, float] | None = None
     """Means over trained tokens of the metrics that the loss reports, by name: those of your own
-    loss; phi_seq_mean, the mean weight of vespo."""
+    loss; phi_seq_mean, the mean weight of vespo; divergence, the mean divergence of dppo."""
     policy_loss: float | None = None
     """The loss without the entropy bonus; None without one."""
     entropy_coef: float | None = None
@@ -157,6 +157,12 @@ class StepMetrics:
     it is 1."""
     correction: float | None = None
     """Mean weight of algorithm.correction."""
+    correction_below: float | None = None
+    """Share of trained tokens that algorithm.correction masks because their ratio, or their
+    sequence's, is below its bounds; None if it masks none for this."""
+    correction_above: float | None = None
+    """Share of trained tokens that it masks, or whose weight it truncates, because this ratio is
+    above its bounds; None without a correction."""
     kl: Annotated[float | None, Series("turnwise_kl")] = None
     """Mean KL divergence from the reference model, in nats; None without a penalty."""
     teacher_kl: Annotated[float | None, Series("turnwise_teacher_kl")] = None

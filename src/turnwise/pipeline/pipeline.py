@@ -302,10 +302,11 @@ class Pipeline:
         )
         metrics.add_samples(made)
         training = self.config.training
-        if self.iteration == training.steps and training.lr_schedule == "linear":
+        if self.iteration == training.steps and training.lr_schedule != "constant":
             logger.warning(
-                "training.lr_schedule linear ended with step %d (training.steps), and the program "
+                "training.lr_schedule %s ended with step %d (training.steps), and the program "
                 "goes on: the learning rate stays at its last value",
+                training.lr_schedule,
                 training.steps,
             )
         metrics.add(await step.learn(made))

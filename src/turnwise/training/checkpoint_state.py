@@ -1,7 +1,8 @@
 """The state of a checkpoint: weights, optimizers and what each rank remembers.
 
 A rank writes its shards with torch's distributed checkpoint (.metadata, *.distcp), which any number
-of ranks can read, and its schedule, version and random numbers to rank-N.pt.
+of ranks can read, and its schedule, version and random numbers to rank-N.pt. Moments of 8 bits are
+in rank-N.pt, too: their blocks do not divide over another number of ranks.
 What the configuration decides (rates, decay, betas, the schedule) is not in it: a resumed run has
 what its configuration says. Loading never runs code stored in a checkpoint.
 """
@@ -27,15 +28,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.training.checkpoint import causes, translate_disk_full
-from turnwise.training.optimizer import TrainableModule
+from turnwise.training.optimizer import TrainableModule, plain_tensors
 
 _METADATA = ".metadata"
 _REFERENCE = "reference"
 _ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""State of a parameter, by AdamW or by Muon; the first is a number."""
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
-"""AdamW's state by the parameter's name; a parameter that was never updated has none."""
+"""State of the optimizer by the parameter's name; a parameter that was never updated has none."""
 
 
 def save_state(
@@ -51,13 +53,17 @@ def save_state(
     states: dict[str, object] = {
         name: _state(
             learner.module,
-            {
-                own: {key: learner.optimizer.state[parameter][key] for key in _MOMENTS}
-                for own, parameter in learner.module.named_parameters()
-                if learner.optimizer.state.get(parameter)
-            },
+            {} if learner.in_8_bits else _moments_of(learner),
         )
         for name, learner in learners.items()
+    }
+    in_8_bits = {
+        name: {
+            own: {key: [*plain_tensors(value)] for key, value in state.items()}
+            for own, state in _moments_of(learner).items()
+        }
+        for name, learner in learners.items()
+        if learner.in_8_bits
     }
     if reference is not None:
         states[_REFERENCE] = _state(reference)
@@ -74,7 +80,8 @@ def save_state(
                 "untouched"
             ) from failure
         updates = {name: learner.updates for name, learner in learners.items()}
-        torch.save({**extra, "updates": updates}, state / f"rank-{rank}.pt")
+        own = {"updates": updates, "in_8_bits": in_8_bits, "ranks": _ranks()}
+        torch.save({**extra, **own}, state / f"rank-{rank}.pt")
 
 
 def load_state(
@@ -89,7 +96,6 @@ def load_state(
     try:
         reader = _Reader(state)
         saved = reader.read_metadata().state_dict_metadata  # torch would obscure its errors
-        step, *means = _MOMENTS
         moments: dict[str, _Moments] = {}
         for name, learner in learners.items():
             if not _has(saved, name):
@@ -98,9 +104,15 @@ def load_state(
                     "with a value model when a run is resumed"
                 )
             moments[name] = {  # room for those that the checkpoint has
-                own: {step: torch.zeros(()), **{key: torch.zeros_like(parameter) for key in means}}
+                own: room
                 for own, parameter in learner.module.named_parameters()
-                if f"{name}.optimizer.state.{own}.{step}" in saved
+                if (
+                    room := {
+                        key: torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
+                        for key in _MOMENTS
+                        if f"{name}.optimizer.state.{own}.{key}" in saved
+                    }
+                )
             }
         states: dict[str, object] = {
             name: _state(learner.module, moments[name]) for name, learner in learners.items()
@@ -114,12 +126,43 @@ def load_state(
             positions = {name: kept["last_epoch"] for name, kept in extra["schedules"].items()}
             extra = {**extra, "updates": positions, "skipped_in_row": {}}
         for name, learner in learners.items():
+            if learner.in_8_bits:
+                moments[name] = _from_8_bits(learner, extra["in_8_bits"][name], extra["ranks"])
             learner.resume(moments[name], extra["updates"][name])
     except _UNREADABLE as error:
         refused = (cause for cause in causes(error) if isinstance(cause, UnpicklingError))
         reason = first_line(next(refused, error))
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
+
+
+def _moments_of(learner: TrainableModule) -> _Moments:
+    states = learner.optimizer.state
+    named = learner.module.named_parameters()
+    return {own: dict(states[parameter]) for own, parameter in named if states.get(parameter)}
+
+
+def _from_8_bits(
+    learner: TrainableModule, saved: Mapping[str, Mapping[str, list[torch.Tensor]]], ranks: int
+) -> _Moments:
+    if ranks != _ranks():
+        raise ValueError(
+            f"its moments of 8 bits are those of {ranks} ranks: set training.ranks to {ranks}"
+        )
+    from turnwise.internals.torchao import new_moments  # torchao is not installed everywhere
+
+    moments: _Moments = {}
+    for own, parameter in learner.module.named_parameters():
+        if own in saved:
+            moments[own] = new_moments(learner.optimizer, parameter)
+            for key, value in moments[own].items():
+                for into, values in zip(plain_tensors(value), saved[own][key], strict=True):
+                    into.copy_(values)
+    return moments
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def load_moved(folder: Path, name: str, module: nn.Module) -> None:

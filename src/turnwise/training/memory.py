@@ -108,11 +108,16 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
         if role not in roles
     }
     learning += others.get("value", 0)
+    moments = 2 * learning
+    if config.training.optimizer == "adamw_8bit":
+        moments //= 4
+    elif config.training.optimizer == "muon":  # one of a matrix in the layers
+        moments = learning if config.model.lora.rank else learning + 4 * size.outside
     return {
         "weights": weights,
         "other models": sum(others.values()),
         "gradients": learning,
-        "optimizer": 2 * learning,  # AdamW's two moments
+        "optimizer": moments,
     }
 
 
@@ -142,7 +147,7 @@ def check_room(config: Config, device: torch.device, ranks: int) -> None:
         millions = model_size(config).parameters / 1e6
         raise InputError(
             f"the model {config.model.path} does not fit: its {millions:,.0f} M parameters "
-            f"need {needed / GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, AdamW), "
+            f"need {needed / GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, moments), "
             f"and {free / GIB:.1f} GiB are free; raise training.ranks"
         )
 

@@ -1,5 +1,4 @@
-"""The optimizer of a module: AdamW, its schedule, and steps that skip gradients that are not
-finite.
+"""The optimizer of a module, its schedule, and steps that skip gradients that are not finite.
 
 Weights that are kept in bfloat16 have an AdamW of their own. Its steps are computed in float32 and
 rounded at random: up or down, with a probability that makes the mean of the results the exact
@@ -7,8 +6,9 @@ value. Rounding to the nearest value would lose every step below half of the dis
 values, at least 1/512 of a weight, and steps of RL are mostly smaller.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from turnwise.config import TrainingConfig
+from turnwise.core.optional import Foreign, optional
+from turnwise.errors import InputError
+from turnwise.training.muon import MuonAndAdamW, matrices_of
 
 _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -43,15 +46,17 @@ class TrainableModule:
         self._training = training
         self._rate = rate
         self._total = total_updates
-        kind = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
-        self.optimizer = kind(
-            decay_groups(module, training.weight_decay), lr=rate, weight_decay=0, betas=_ADAM_BETAS
-        )
+        self.optimizer = make_optimizer(module, training, rate)
         self._set_rate()
 
     @property
     def rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether moments are torchao's, of 8 bits."""
+        return self._training.optimizer == "adamw_8bit"
 
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
         """Continue after some updates; rates and decay stay those of the configuration."""
@@ -81,14 +86,63 @@ class TrainableModule:
         """Set the rate of the next step, a fraction of the configured one."""
         warmup, total = self._training.warmup_steps, self._total
         fraction = min(1.0, (self.updates + 1) / (warmup + 1))
-        if self._training.lr_schedule == "linear" and total is not None:
+        if self._training.lr_schedule != "constant" and total is not None:
             # After the last one, where a program's own loop may go on, it stays that of the last.
-            fraction = min(fraction, max(1, total - self.updates) / max(1, total - warmup))
+            left = min(1.0, max(1, total - self.updates) / max(1, total - warmup))
+            if self._training.lr_schedule == "cosine":
+                left = (1 - math.cos(math.pi * left)) / 2
+            fraction = min(fraction, left)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate * fraction
+            rate = self._rate * fraction
+            kept = group["lr"]  # a tensor, if torchao's compiled steps read it
+            group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def make_optimizer(
+    module: nn.Module, training: TrainingConfig, rate: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `training.optimizer` names; InputError when torchao is needed, and
+    is not installed or cannot compute with the shards."""
+    groups = decay_groups(module, training.weight_decay)
+    if training.optimizer == "muon":
+        chosen = matrices_of(module)
+        matrices, others = (
+            [
+                {**group, "params": own}
+                for group in groups
+                if (own := [p for p in group["params"] if (id(p) in chosen) is by_muon])
+            ]
+            for by_muon in (True, False)
+        )
+        return MuonAndAdamW(matrices, others, rate, _ADAM_BETAS)
+    kind: Foreign = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
+    if training.optimizer == "adamw_8bit":
+        kind = optional("torchao.optim", "torchao", "training.optimizer adamw_8bit").AdamW8bit
+        _check_shards(module)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=rate, weight_decay=0, betas=_ADAM_BETAS)
+    return optimizer
+
+
+def _check_shards(module: nn.Module) -> None:
+    """Refuse shards of different sizes, for which torch compiles one step."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and len(parameter) % parameter.device_mesh.size():
+            raise InputError(
+                f"training.optimizer adamw_8bit: the {len(parameter)} rows of {name} cannot be "
+                f"divided over training.ranks {parameter.device_mesh.size()} in equal parts: "
+                "choose another number of ranks, or adamw"
+            )
+
+
+def plain_tensors(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that this rank holds of a value of an optimizer's state: the value itself,
+    or the codes and scales of torchao's."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    parts = getattr(local, "__tensor_flatten__", None)
+    yield from [local] if parts is None else [getattr(local, name) for name in parts()[0]]
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Foreign]]:
     """Return an optimizer's groups of parameters: those that decay, and norms and biases."""
     norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
     spared = {id(parameter) for norm in norms for parameter in norm.parameters()}

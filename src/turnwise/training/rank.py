@@ -44,7 +44,7 @@ from turnwise.training.lora import (
 )
 from turnwise.training.memory import check_room
 from turnwise.training.offload import Offload
-from turnwise.training.optimizer import TrainableModule
+from turnwise.training.optimizer import TrainableModule, plain_tensors
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
@@ -390,7 +390,8 @@ class TrainerRank:
     def _moments(self) -> Iterator[torch.Tensor]:
         for learner in self._learners.values():
             for state in learner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                for value in state.values():
+                    yield from plain_tensors(value)
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address and a free port for a process group with the engines."""

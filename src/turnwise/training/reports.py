@@ -21,7 +21,8 @@ RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipp
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
 _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
-SumName = Literal[_Always, "kl", "value_loss", "off_policy_masked", "low_entropy_masked"]
+_Masked = Literal["off_policy_masked", "low_entropy_masked", "correction_below", "correction_above"]
+SumName = Literal[_Always, _Masked, "kl", "value_loss"]
 """Metrics that are means over trained tokens; ranks report sums."""
 
 
@@ -50,10 +51,12 @@ class UpdateReport:
         self.loss += float(made.loss.detach())
         for reason, left_out_N in made.left_out_N.items():
             self.sums[reason] += float(left_out_N.sum())
+        for side, outside_N in made.correction.outside_N.items():
+            self.sums[side] += float(outside_N.sum())
         self.sums["ratio"] += float(made.result.ratio_N.sum())
         self.sums["clip_fraction"] += float(made.result.clipped_N.sum())
         self.sums["entropy"] += float(entropy_N.detach().sum())
-        self.sums["correction"] += float(made.correction_N.sum())
+        self.sums["correction"] += float(made.correction.weights_N.sum())
         if made.divergence_N is not None:
             self.sums["kl"] += float(made.divergence_N.sum())
         self.sums["logprob_diff_mean"] += float(diff_N.sum())

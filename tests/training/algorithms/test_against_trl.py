@@ -24,6 +24,7 @@ from turnwise.config.algorithm import AlgorithmConfig, Gae
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
+from turnwise.training.algorithms.correction import bounds_of
 from turnwise.training.algorithms.entropy import entropy_floor, mean_part
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
@@ -75,6 +76,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "stale_tis": {"name": "token_tis", "high": 1.5, "stale_only": True},
     "token_mask": {"name": "token_mask", "low": 0.7, "high": 1.4},
     "sequence_mask": {"name": "sequence_mask", "low": 0.5, "high": 1.6},
+    "seq_mask_tis": {"name": "seq_mask_tis", "low": 0.95, "high": 1.05},
 }
 ADVANTAGES: list[dict[str, Any]] = [
     {"name": "grpo"},
@@ -318,21 +320,25 @@ def papers_advantages(tables: Tables, algorithm: AlgorithmConfig) -> Table:
 
 def papers_weights(tables: Tables, algorithm: AlgorithmConfig) -> Table:
     """The correction's, [12, LENGTH] or [12, 1] for whole sequences."""
-    correction = algorithm.correction
+    correction, (low, high) = algorithm.correction, bounds_of(algorithm.correction)
     log_weight = (tables.old - tables.engine) * tables.mask
     match correction.name:
         case "none":
             return torch.ones_like(log_weight)
         case "token_tis":
-            weight = log_weight.exp().clamp(max=correction.high)
+            weight = log_weight.exp().clamp(max=high)
             return torch.where((tables.stale == 0) & correction.stale_only, 1.0, weight)
         case "sequence_tis":
-            return log_weight.sum(1, keepdim=True).exp().clamp(max=correction.high)
+            return log_weight.sum(1, keepdim=True).exp().clamp(max=high)
+        case "seq_mask_tis":
+            lengths = tables.mask.sum(1, keepdim=True)
+            mean = (log_weight.sum(1, keepdim=True) / lengths).exp()
+            return ((mean >= low) & (mean <= high)) * log_weight.exp()
         case "mask" | "token_mask" | "sequence_mask":
             if correction.name == "sequence_mask":
                 log_weight = log_weight.sum(1, keepdim=True)
             weight = log_weight.exp()
-            inside = (correction.low <= weight) & (weight <= correction.high)
+            inside = (low <= weight) & (weight <= high)
             return inside.double() * (1 if correction.name == "mask" else weight)
 
 
@@ -389,7 +395,7 @@ def trl_losses(
         # One ratio's gradient is spread over its sequence, whatever tokens were weighed by.
         kl.importance_weight
         or kl.where == "reward"
-        or algorithm.correction.name in ("token_tis", "mask", "token_mask")
+        or algorithm.correction.name in ("token_tis", "mask", "token_mask", "seq_mask_tis")
     ):
         return
     types = TRL_LOSS_TYPES[algorithm.reduction]
@@ -561,7 +567,7 @@ def test_trl_has_most_of_it(tables: Tables, trl_compute_loss: Callable[..., torc
             loss=LOSSES[loss], reduction=reduction, kl=KLS[kl], correction=CORRECTIONS[correction]
         )
         compared[loss] += any(True for _ in trl_losses(trl_compute_loss, tables, config))
-    assert compared == {"ppo_clip": 84, "dual_clip": 84, "gspo": 18, "cispo": 28}
+    assert compared == {"ppo_clip": 96, "dual_clip": 96, "gspo": 18, "cispo": 32}
 
 
 def test_generalised_advantages(tables: Tables) -> None:

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tests.training.algorithms.some_tokens import some_tokens
 from turnwise.config.algorithm import CorrectionConfig
 from turnwise.training.algorithms import Tokens
-from turnwise.training.algorithms.losses import correction_weights
+from turnwise.training.algorithms.correction import bounds_of, correct
 
 
 def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
@@ -17,27 +18,47 @@ def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
     engine, old = tokens.engine_logprobs_N.tolist(), tokens.old_logprobs_N.tolist()
     sequence, staleness = tokens.sequence_N.tolist(), tokens.staleness_N.tolist()
     corrected = [s > 0 or not config.stale_only for s in staleness]
+    low, high = bounds_of(config)
     weights = []
     for t in range(len(engine)):
         if config.name == "none" or not corrected[t]:
             weights.append(1.0)
             continue
-        ratio = math.exp(old[t] - engine[t])
-        if config.name.startswith("sequence"):
-            ratio = math.prod(
-                math.exp(old[u] - engine[u])
-                for u in range(len(engine))
-                if sequence[u] == sequence[t] and corrected[u]
-            )
-        if config.name.endswith("mask"):
-            kept = 1.0 if config.name == "mask" else ratio
-            weights.append(kept if config.low <= ratio <= config.high else 0.0)
+        own = math.exp(old[t] - engine[t])
+        ratios = [
+            math.exp(old[u] - engine[u])
+            for u in range(len(engine))
+            if sequence[u] == sequence[t] and corrected[u]
+        ]
+        product, mean = math.prod(ratios), math.prod(ratios) ** (1 / len(ratios))
+        compared, kept = {
+            "token_tis": (own, own),
+            "sequence_tis": (product, product),
+            "geometric_tis": (mean, mean),
+            "mask": (own, 1.0),
+            "token_mask": (own, own),
+            "icepop": (own, own),
+            "sequence_mask": (product, product),
+            "geometric_mask": (mean, 1.0),
+            "seq_mask_tis": (mean, own),
+        }[config.name]
+        if config.name in ("token_tis", "sequence_tis", "geometric_tis"):
+            weights.append(min(kept, high))
         else:
-            weights.append(min(ratio, config.high))
+            weights.append(kept if low <= compared <= high else 0.0)
     return weights
 
 
-NAMES = ["none", "token_tis", "sequence_tis", "mask", "token_mask", "sequence_mask"]
+TIS = ["token_tis", "sequence_tis", "geometric_tis"]
+MASKS = ["mask", "token_mask", "icepop", "sequence_mask", "geometric_mask", "seq_mask_tis"]
+NAMES = ["none", *TIS, *MASKS]
+
+
+def test_all_corrections_of_the_configuration_are_here() -> None:
+    assert list(get_args(CorrectionConfig.model_fields["name"].annotation)) == [
+        *("none", *TIS, "mask", "token_mask", "icepop"),
+        *("sequence_mask", "geometric_mask", "seq_mask_tis"),
+    ]
 
 
 @given(
@@ -51,16 +72,26 @@ def test_weights_are_those_of_the_formulas(
 ) -> None:
     """By `algorithm.correction`."""
     tokens = some_tokens(lengths, seed=seed, spread=0.6)
-    config = CorrectionConfig.model_validate({"name": name, "stale_only": stale_only, "high": 1.5})
-    weights = correction_weights(tokens, config)
-    assert weights.tolist() == pytest.approx(reference(tokens, config))
+    bounds = {"low": 0.6, "high": 1.5} if name != "none" else {}
+    config = CorrectionConfig.model_validate({"name": name, "stale_only": stale_only, **bounds})
+    found = correct(tokens, config)
+    expected = reference(tokens, config)
+    assert found.weights_N.tolist() == pytest.approx(expected)
+    outside_N = sum(found.outside_N.values(), torch.zeros(len(expected), dtype=torch.bool))
+    if name in MASKS:
+        assert outside_N.tolist() == [weight == 0 for weight in expected]
+    elif name in TIS:
+        truncated = [weight == pytest.approx(1.5) for weight in expected]
+        assert outside_N.tolist() == truncated
+    else:
+        assert found.outside_N == {}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_that_agree_with_the_trainer_need_no_correction(name: str) -> None:
     tokens = some_tokens([3, 1, 4])
     tokens = replace(tokens, old_logprobs_N=tokens.engine_logprobs_N.clone().requires_grad_())
-    weights = correction_weights(tokens, CorrectionConfig.model_validate({"name": name}))
+    weights = correct(tokens, CorrectionConfig.model_validate({"name": name})).weights_N
     torch.testing.assert_close(weights, torch.ones(8, dtype=torch.float64))
     assert not weights.requires_grad
 
@@ -69,7 +100,9 @@ def test_engines_that_agree_with_the_trainer_need_no_correction(name: str) -> No
     ("name", "expected"),
     [
         *(("token_tis", [2.0, 0.0]), ("sequence_tis", [2.0, 0.0]), ("mask", [0.0, 0.0])),
-        *(("token_mask", [0.0, 0.0]), ("sequence_mask", [0.0, 0.0])),
+        *(("token_mask", [0.0, 0.0]), ("sequence_mask", [0.0, 0.0]), ("icepop", [0.0, 0.0])),
+        *(("geometric_tis", [2.0, 0.0]), ("geometric_mask", [0.0, 0.0])),
+        ("seq_mask_tis", [0.0, 0.0]),
     ],
 )
 def test_any_distance_gives_a_finite_weight(name: str, expected: list[float]) -> None:
@@ -78,7 +111,7 @@ def test_any_distance_gives_a_finite_weight(name: str, expected: list[float]) ->
         old_logprobs_N=torch.tensor([-0.0, -5000.0]),
         engine_logprobs_N=torch.tensor([-5000.0, -0.0]),
     )
-    weights = correction_weights(tokens, CorrectionConfig.model_validate({"name": name}))
+    weights = correct(tokens, CorrectionConfig.model_validate({"name": name})).weights_N
     assert weights.tolist() == expected
 
 
@@ -91,4 +124,46 @@ def test_newest_tokens_are_left_alone_and_out_of_their_sequences_product() -> No
     )
     config = CorrectionConfig(name="sequence_tis", stale_only=True)
     product = (0.5 / 0.8) ** 2
-    assert correction_weights(tokens, config).tolist() == pytest.approx([product, product, 1.0])
+    assert correct(tokens, config).weights_N.tolist() == pytest.approx([product, product, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("section", "bounds"),
+    [
+        ({"name": "token_mask"}, (0.5, 2.0)),
+        ({"name": "icepop"}, (0.5, 5.0)),
+        ({"name": "geometric_mask"}, (0.99, 1.01)),
+        ({"name": "seq_mask_tis", "high": 1.001}, (0.99, 1.001)),
+    ],
+)
+def test_each_correction_has_bounds_of_its_own(
+    section: dict[str, Any], bounds: tuple[float, float]
+) -> None:
+    assert bounds_of(CorrectionConfig.model_validate(section)) == bounds
+
+
+def test_the_geometric_mean_does_not_depend_on_the_length_of_a_sequence() -> None:
+    """Ratios of 1.005 in a sequence of 4 and in one of 400: the product masks the longer one."""
+    tokens = some_tokens([4, 400])
+    tokens = replace(tokens, old_logprobs_N=tokens.engine_logprobs_N + math.log(1.005))
+    kept = {
+        name: correct(tokens, CorrectionConfig.model_validate({"name": name})).weights_N > 0
+        for name in ("geometric_mask", "sequence_mask")
+    }
+    assert kept["geometric_mask"].all()
+    assert kept["sequence_mask"].tolist() == [True] * 4 + [False] * 400
+
+
+def test_what_is_below_and_above_the_bounds_is_counted_apart() -> None:
+    tokens = replace(
+        some_tokens([3]),
+        old_logprobs_N=torch.log(torch.tensor([0.1, 0.5, 0.9])),
+        engine_logprobs_N=torch.log(torch.tensor([0.5, 0.5, 0.3])),
+    )
+    found = correct(tokens, CorrectionConfig(name="icepop", high=2.0))
+    below_N, above_N = found.outside_N["correction_below"], found.outside_N["correction_above"]
+    assert below_N.tolist() == [True, False, False]
+    assert above_N.tolist() == [False, False, True]
+    assert set(correct(tokens, CorrectionConfig(name="token_tis")).outside_N) == {
+        "correction_above"
+    }

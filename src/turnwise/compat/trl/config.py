@@ -166,10 +166,15 @@ _WHY = {
     "vllm_mode": "the run starts its own engines; remove the server",
 }
 _WITH_VLLM = {name for name in MAPPED if name.startswith("vllm_")} - {"vllm_max_model_length"}
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_OPTIMIZERS = {
+    **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_torch_8bit": "adamw_8bit"}
+}
 _CONSTANT = "constant"
 """Name of the schedule that has no warm-up in Transformers, whatever `warmup_steps` says."""
-_SCHEDULES = {"linear": "linear", _CONSTANT: "constant", "constant_with_warmup": "constant"}
+_SCHEDULES = {
+    **{"linear": "linear", "cosine": "cosine", _CONSTANT: "constant"},
+    "constant_with_warmup": "constant",
+}
 _SAMPLING = (
     *("ignore_eos", "max_tokens", "min_p", "min_tokens", "prompt_logprobs", "stop"),
     *("stop_token_ids", "temperature", "top_k", "top_p"),
@@ -212,7 +217,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     optimizer_steps = updates * epochs
     every = steps if rows is None else max(1, rows // groups)
     schedule = _one_of(args, "lr_scheduler_type", _SCHEDULES)
-    _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
+    optimizer = _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
     warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * optimizer_steps)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
@@ -231,6 +236,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.updates_per_step": updates,
         "training.epochs_per_step": epochs,
         "training.learning_rate": args.learning_rate,
+        "training.optimizer": _OPTIMIZERS[optimizer],
         "training.lr_schedule": _SCHEDULES[schedule],
         "training.warmup_steps": warmup,
         "training.weight_decay": args.weight_decay,

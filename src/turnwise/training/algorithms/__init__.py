@@ -51,6 +51,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "cispo": lambda config: losses.Formula(partial(losses.cispo, config)),
     "sapo": lambda config: losses.Formula(partial(losses.sapo, config)),
     "vespo": losses.VespoLoss,
+    "dppo": lambda config: losses.Formula(partial(losses.dppo, config)),
     "dpo": losses.DpoLoss,
 }
 """The same for `algorithm.loss.name`."""

@@ -6,8 +6,8 @@ formula, its paper and the differences from it.
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
-A loss gives `loss_N`; `correction_weights`, `kl_N`, `teach`, `far_off_policy`, `token_weights`
-(the reduction) and the module `entropy` the rest. Log ratios are bounded everywhere (see
+A loss gives `loss_N`; `kl_N`, `teach`, `far_off_policy`, `token_weights` (the reduction) and the
+modules `correction` and `entropy` the rest. Log ratios are bounded everywhere (see
 `importance_ratio`), which no paper does.
 """
 
@@ -19,8 +19,9 @@ from typing import Literal
 import torch
 
 from turnwise.config import algorithm as sections
-from turnwise.config.algorithm import AlgorithmConfig, CorrectionConfig
+from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.training.algorithms.advantages import has_signal
+from turnwise.training.algorithms.correction import Correction, correct
 from turnwise.training.algorithms.interface import (
     MAX_LOG_RATIO,
     Loss,
@@ -28,6 +29,9 @@ from turnwise.training.algorithms.interface import (
     Tokens,
     importance_ratio,
 )
+
+_DPPO_MAX_RATIO = 20.0
+_DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
 
 
 class Formula(Loss):
@@ -130,6 +134,45 @@ def sapo(config: sections.Sapo, tokens: Tokens) -> TokenLoss:
     return TokenLoss(-gate_N * tokens.advantages_N, ratio_N.detach(), torch.zeros_like(good_N))
 
 
+def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
+    """DPPO: a mask by the divergence from the engine's policy, in place of a clip of the ratio.
+
+        loss_t = -M_t * sg(min(r_t, 20)) * A_t * log pi(t)
+        M_t    = 0 where D_t > delta and pi(t) has moved further in the direction of A_t:
+                 A_t > 0 and pi(t) > mu(t), or A_t < 0 and pi(t) < mu(t); else 1
+        tv:  D_t = |mu(t) - pi(t)|
+        kl:  D_t = mu(t) log(mu(t) / pi(t)) + (1 - mu(t)) log((1 - mu(t)) / (1 - pi(t)))
+
+    mu is the engine's policy, which sampled, and D the divergence of two outcomes: the sampled
+    token, and all others. Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning"
+    (arXiv 2602.04879), eq. 12, with its binary approximations. The bound of r_t is verl's. Without
+    a correction r_t is pi(t) / mu(t), as in the paper; with one, it is taken against the trainer's
+    policy before the step, and the correction's weight makes up for the rest.
+    """
+    logprobs_N = tokens.logprobs_N.detach()
+    divergence_N = _binary_divergence(config.divergence, tokens.engine_logprobs_N, logprobs_N)
+    moved_N = (logprobs_N - tokens.engine_logprobs_N) * tokens.advantages_N > 0
+    masked_N = moved_N & (divergence_N > (config.delta or _DELTAS[config.divergence]))
+    ratio_N = importance_ratio(logprobs_N - tokens.old_logprobs_N)
+    weight_N = ratio_N.clamp(max=_DPPO_MAX_RATIO).masked_fill(masked_N, 0.0)
+    loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
+    return TokenLoss(loss_N, ratio_N, masked_N, {"divergence": divergence_N})
+
+
+def _binary_divergence(
+    kind: Literal["tv", "kl"], first_N: torch.Tensor, second_N: torch.Tensor
+) -> torch.Tensor:
+    """Return the divergence of the second policy from the first one at the sampled tokens, given by
+    their log-probs, with all other tokens taken together: [N]."""
+    first_prob_N = first_N.exp()
+    if kind == "tv":
+        return (first_prob_N - second_N.exp()).abs()
+    rest_N, other_N = (-torch.expm1(x_N) for x_N in (first_N, second_N))
+    least = torch.finfo(rest_N.dtype).eps
+    logs_N = rest_N.clamp(min=least).log() - other_N.clamp(min=least).log()
+    return first_prob_N * (first_N - second_N) + rest_N * logs_N
+
+
 class VespoLoss(Loss):
     """VESPO: a smooth weight of the whole sequence's ratio, from a variational argument.
 
@@ -215,8 +258,8 @@ class Objective:
     """Per-token losses before penalty and reduction, also of tokens that are left out."""
     weights_N: torch.Tensor
     """Weight of each token in the batch's loss, from `algorithm.reduction`."""
-    correction_N: torch.Tensor
-    """Weight of each token that corrects the mismatch between engine and trainer."""
+    correction: Correction
+    """Weights that correct the mismatch between engine and trainer."""
     divergence_N: torch.Tensor | None
     """Divergence from the reference model, without gradient; None without a KL penalty."""
     left_out_N: Mapping[LeftOut, torch.Tensor]
@@ -226,7 +269,7 @@ class Objective:
     @property
     def factors_N(self) -> torch.Tensor:
         """Factor of each token's loss in the batch's; 0 where it is left out."""
-        factors_N = self.weights_N * self.correction_N
+        factors_N = self.weights_N * self.correction.weights_N
         for left_out_N in self.left_out_N.values():
             factors_N = factors_N.masked_fill(left_out_N, 0.0)
         return factors_N
@@ -258,8 +301,8 @@ def objective(
         bonus: This micro-batch's part of the entropy bonus, by which the loss is lowered.
         taught_N: A teacher's part of the tokens' losses, from `teach`.
     """
-    correction_N = correction_weights(tokens, config.correction)
-    result = loss.corrected(tokens, correction_N)
+    correction = correct(tokens, config.correction)
+    result = loss.corrected(tokens, correction.weights_N)
     left_out_N: dict[LeftOut, torch.Tensor] = {}
     if config.off_policy_mask_threshold is not None:
         left_out_N["off_policy_masked"] = far_off_policy(tokens, config.off_policy_mask_threshold)
@@ -289,7 +332,7 @@ def objective(
     total = (weights_N * loss_N).sum()
     if bonus is not None:
         total = total - bonus
-    return Objective(total, result, weights_N, correction_N, divergence_N, left_out_N)
+    return Objective(total, result, weights_N, correction, divergence_N, left_out_N)
 
 
 def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
@@ -337,46 +380,6 @@ def token_weights(
             return ones_N / total_trajectories
         case "constant":
             return ones_N / (total_trajectories * constant)
-
-
-def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor:
-    """Return importance weights for the mismatch between the engine's policy and the trainer's.
-
-        w_t = pi_old(t) / pi_engine(t)        old: the trainer's policy before the step
-        token_tis:      min(w_t, high)
-        sequence_tis:   min(product of w over the sequence, high), for all its tokens
-        mask:           1 where low <= w_t <= high, else 0
-        token_mask:     w_t where low <= w_t <= high, else 0
-        sequence_mask:  the product where it is within these bounds, else 0
-
-    The factors of the tokens' losses: [N], without gradient. Truncated importance sampling: Yao et
-    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), after
-    Ionides (2008). Differences:
-
-    - With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all
-      of its updates and are excluded from their sequence's product.
-    - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
-      tokens that are too old to train, are context and excluded from the product.
-    - `mask` drops each token whose own weight is outside the band, and gives those inside weight 1.
-      `token_mask` is IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855), which keeps the
-      weight of those inside. Masked tokens still count in the totals that a reduction divides by.
-    - The KL penalty is not multiplied by the weight.
-    """
-    log_weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).detach()
-    if config.name == "none":
-        return torch.ones_like(log_weight_N)
-    exempt_N = (tokens.staleness_N == 0) & config.stale_only
-    log_weight_N = log_weight_N.masked_fill(exempt_N, 0.0)
-    if config.name.startswith("sequence"):
-        log_weight_N = tokens.sums_S(log_weight_N)[tokens.sequence_N]
-    weight_N = log_weight_N.exp()
-    if config.name.endswith("mask"):
-        inside_N = (config.low <= weight_N) & (weight_N <= config.high)
-        kept_N = torch.ones_like(weight_N) if config.name == "mask" else weight_N
-        weight_N = kept_N.masked_fill(~inside_N, 0.0)
-    else:
-        weight_N = weight_N.clamp(max=config.high)
-    return weight_N.masked_fill(exempt_N, 1.0)
 
 
 def kl_N(

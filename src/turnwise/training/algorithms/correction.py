@@ -1,0 +1,102 @@
+"""Corrections for the difference between the engine's policy, which sampled, and the trainer's.
+
+The engine computes in another way than the trainer and, in asynchronous training, with older
+weights. `algorithm.correction` multiplies the loss of each token by a weight, which is 0 where the
+difference is too large to learn from. Independent of models and ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from turnwise.config.algorithm import CorrectionConfig
+from turnwise.training.algorithms.interface import MAX_LOG_RATIO, Tokens
+
+Outside = Literal["correction_below", "correction_above"]
+"""Metrics of the shares of trained tokens whose ratio is outside of a correction's bounds."""
+_BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01), "seq_mask_tis": (0.99, 1.01)}
+"""Default bounds of corrections other than 0.5 and 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A correction's result for the `N` trained tokens of a micro-batch, without gradient."""
+
+    weights_N: torch.Tensor
+    """Factor of each token's loss."""
+    outside_N: Mapping[Outside, torch.Tensor] = field(default_factory=dict)
+    """True at tokens whose ratio is below or above the bounds: their weight is truncated or 0."""
+
+
+def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
+    """Return the weight of each token's loss, and what is outside of the bounds.
+
+        w_t = pi_old(t) / pi_engine(t)        old: the trainer's policy before the step
+        product of w, geometric mean of w:    over the tokens of the sequence
+
+        token_tis       min(w_t, high)
+        sequence_tis    min(product, high), for all tokens of the sequence
+        geometric_tis   min(geometric mean, high), for all of them
+        mask            1 where low <= w_t <= high, else 0
+        token_mask      w_t where it is within these bounds, else 0
+        icepop          token_mask, with the bounds of its paper
+        sequence_mask   the product where it is within the bounds, else 0
+        geometric_mask  1 where the geometric mean is within the bounds, else 0
+        seq_mask_tis    w_t where the geometric mean is within the bounds, else 0
+
+    Sources: truncated importance sampling (TIS), Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025), after Ionides (2008). Products of sequences, masked
+    importance sampling (MIS: token_mask, sequence_mask) and the mask by the geometric mean
+    (Geo-RS), whose bounds do not depend on a sequence's length: Liu et al., "When Speed Kills
+    Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025). IcePop: Ling
+    team, "Every Step Evolves" (arXiv 2510.18855). seq_mask_tis is OpenRLHF's and NeMo-RL's name.
+    Differences:
+
+    - With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all
+      of its updates and are excluded from their sequence's product and mean.
+    - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
+      tokens that are too old to train, are context and excluded from both.
+    - Masked tokens still count in the totals that a reduction divides by.
+    - w_t is at most exp(20). The KL penalty is not multiplied by the weight.
+    """
+    log_weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).detach()
+    if config.name == "none":
+        return Correction(torch.ones_like(log_weight_N))
+    exempt_N = (tokens.staleness_N == 0) & config.stale_only
+    log_weight_N = log_weight_N.masked_fill(exempt_N, 0.0)
+    log_ratio_N = _compared(tokens, log_weight_N, exempt_N, config.name)
+    low, high = bounds_of(config)
+    ratio_N = log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
+    above_N = (ratio_N > high) & ~exempt_N
+    if config.name.endswith("_tis") and config.name != "seq_mask_tis":
+        weights_N = ratio_N.clamp(max=high).masked_fill(exempt_N, 1.0)
+        return Correction(weights_N, {"correction_above": above_N})
+    below_N = (ratio_N < low) & ~exempt_N
+    kept_N = ratio_N
+    if config.name in ("mask", "geometric_mask"):
+        kept_N = torch.ones_like(ratio_N)
+    elif config.name == "seq_mask_tis":
+        kept_N = log_weight_N.clamp(max=MAX_LOG_RATIO).exp()
+    weights_N = kept_N.masked_fill(exempt_N, 1.0).masked_fill(below_N | above_N, 0.0)
+    return Correction(weights_N, {"correction_below": below_N, "correction_above": above_N})
+
+
+def bounds_of(config: CorrectionConfig) -> tuple[float, float]:
+    """Return the smallest and the largest ratio of a correction."""
+    low, high = _BOUNDS.get(config.name, (0.5, 2.0))
+    return config.low or low, config.high or high
+
+
+def _compared(
+    tokens: Tokens, log_weight_N: torch.Tensor, exempt_N: torch.Tensor, name: str
+) -> torch.Tensor:
+    """Return the logarithm of the ratio that is compared with the bounds: [N]."""
+    product, mean = name.startswith("sequence"), name.startswith(("geometric", "seq_mask"))
+    if not (product or mean):
+        return log_weight_N
+    log_ratio_S = tokens.sums_S(log_weight_N)
+    if mean:
+        log_ratio_S = log_ratio_S / tokens.sums_S((~exempt_N).to(log_weight_N)).clamp(min=1)
+    return log_ratio_S[tokens.sequence_N]
