@@ -162,6 +162,12 @@ class Dpo(Section):
     """Strength of the pull towards the reference model."""
 
 
+class CrossEntropy(Section):
+    """Log-likelihood weighted by the advantage, without a ratio: the loss of `turnwise sft`."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+
+
 OWN_CLASS = "package.module:Class"  # form of a name that refers to a user-defined class
 
 
@@ -293,6 +299,7 @@ class AlgorithmConfig(Section):
         | Annotated[Sapo, Tag("sapo")]
         | Annotated[Vespo, Tag("vespo")]
         | Annotated[Dpo, Tag("dpo")]
+        | Annotated[CrossEntropy, Tag("cross_entropy")]
         | Annotated[OwnLoss, Tag(OWN_CLASS)],
         Discriminator(_kind_of),
     ] = PpoClip()

@@ -51,6 +51,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "sapo": lambda config: losses.Formula(partial(losses.sapo, config)),
     "vespo": losses.VespoLoss,
     "dpo": losses.DpoLoss,
+    "cross_entropy": lambda _: losses.CrossEntropyLoss(),
 }
 """The same for `algorithm.loss.name`."""
 _Kind = TypeVar("_Kind", Advantage, Loss)
