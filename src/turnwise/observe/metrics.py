@@ -52,8 +52,9 @@ class StepMetrics:
 
     step: Annotated[int | None, Series("turnwise_step")] = None
     """Training step; 0 is the initial model, None a step of a custom pipeline."""
-    reward_mean: Annotated[float, Series("turnwise_reward")] = 0.0
-    """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
+    reward_mean: Annotated[float | None, Series("turnwise_reward")] = 0.0
+    """Mean reward of the step's trajectories; at step 0, of the held-out trajectories. None in
+    supervised training."""
     reward_std: float | None = None
     """Standard deviation of these rewards (with n - 1); None of fewer than two."""
     reward_parts: dict[str, float] | None = None
@@ -194,6 +195,12 @@ class StepMetrics:
     without evaluation."""
     heldout_sets: dict[str, dict[str, float]] | None = None
     """With data.eval_sets, the results of each set by name."""
+    loss_heldout: Annotated[float | None, Series("turnwise_loss_heldout")] = None
+    """In supervised training, the mean cross-entropy of the trained tokens of held-out rows."""
+    refused: Annotated[Counts, Series("turnwise_refused_rows_total", "reason")] = None
+    """Rows that supervised training refuses, by reason; refused.jsonl names each."""
+    epoch: float | None = None
+    """Number of epochs of supervised training so far."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None
     """Seconds since the end of the previous step."""
     phase_seconds: Annotated[

@@ -49,25 +49,30 @@ def find_resume(run: Path) -> Resume:
 
 
 def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) -> "Figure":
-    """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right."""
+    """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right; or the
+    losses of supervised training."""
     from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
     from matplotlib.ticker import MaxNLocator
 
     trained = [row for row in rows if row["step"] > 0]
     measured = [row for row in rows if row["accuracy_heldout"] is not None]
-    rewards = [row["reward_mean"] for row in trained]
+    supervised = any("reward_mean" not in row for row in trained)
+    drawn, name_of_value = (
+        ("loss", "loss of the trained tokens")
+        if supervised
+        else ("reward_mean", "mean reward of the step's trajectories")
+    )
+    values = [row[drawn] for row in trained]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    lines = axes.plot(
-        [row["step"] for row in trained],
-        rewards,
-        color="#5a6fa8",
-        marker=".",
-        label="mean reward of the step's trajectories",
-    )
-    axes.set_ylabel("reward")
-    if all(0 <= reward <= 1 for reward in rewards):
+    steps = [row["step"] for row in trained]
+    lines = axes.plot(steps, values, color="#5a6fa8", marker=".", label=name_of_value)
+    axes.set_ylabel("loss" if supervised else "reward")
+    if not supervised and all(0 <= value <= 1 for value in values):
         axes.set_ylim(_SHARE)
+    if losses := [(row["step"], row["loss_heldout"]) for row in rows if "loss_heldout" in row]:
+        label = "loss of held-out rows"
+        lines += axes.plot(*zip(*losses, strict=True), color="#d95f02", marker="o", label=label)
     if measured:
         beside = axes.twinx()
         beside.set_ylim(_SHARE)
@@ -85,6 +90,13 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
     axes.set_title(name)
     figure.legend(handles=lines, loc="outside lower center", ncols=2)
     return figure
+
+
+def _quality(row: JsonObject) -> float | None:
+    """Return what the best checkpoint has most of, accuracy or little loss, where it is known."""
+    loss: float | None = row.get("loss_heldout")
+    accuracy: float | None = row["accuracy_heldout"]
+    return accuracy if loss is None else -loss
 
 
 class RunDir:
@@ -142,6 +154,12 @@ class RunDir:
         with translate_unwritable(path):
             write_file(path, json.dumps(report.to_dict(), indent=1) + "\n")
 
+    def write_refused(self, refused: Iterable[JsonObject]) -> None:
+        """Append rows that supervised training refuses: name, reason, detail."""
+        path = self.path / "refused.jsonl"
+        with translate_unwritable(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in refused)
+
     def begin_checkpoint(self, step: int) -> Path:
         """Return the folder that a step's checkpoint is written to until it is whole."""
         return checkpoint.begin(checkpoint.folder_of(self.path, step).resolve())
@@ -153,15 +171,15 @@ class RunDir:
         checkpoint.commit(folder)
         saved = {number_of(each) for each in checkpoint.list_checkpoints(folder.parent)}
         measured = [
-            (row["accuracy_heldout"], row["step"])
+            (quality, row["step"])
             for row in self.metrics.rows
-            if row["accuracy_heldout"] is not None and row["step"] in saved
+            if row["step"] in saved and (quality := _quality(row)) is not None
         ]
         best = max(measured)[1] if measured else None  # the newest if tied
         checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 
     def draw(self) -> None:
-        """Draw reward, and held-out accuracy where it was measured, against the step."""
+        """Draw reward or loss, and what was measured on held-out rows, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return
