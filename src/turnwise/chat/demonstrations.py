@@ -9,6 +9,7 @@ refused.
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from turnwise.chat.messages import plain
 from turnwise.chat.prompts import continue_turn, with_objects
@@ -121,8 +122,8 @@ def _turn(
     if text is None:
         raise TrajectoryError(
             "unlike_generation",
-            f"the template writes {where} otherwise than behind its generation prompt, which may "
-            "open a block of reasoning that the message does not have",
+            f"the template writes {where} otherwise than behind its generation prompt; where that "
+            "opens a block of reasoning, the message needs one, or model.template_args turns it off",
         )
     shown = _squeezed(text)
     if lost := next((part for part in _parts(turn) if not _any_in(part, shown)), None):
@@ -173,10 +174,8 @@ def _squeezed(text: str) -> str:
 def tools_of(row: JsonObject) -> list[JsonObject] | None:
     """Return the tools of a row: a list, or its JSON text, as tables keep it; None without any."""
     tools = row.get("tools")
-    try:
+    with suppress(ValueError):
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    except ValueError:
-        pass
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -48,7 +48,7 @@ _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
 )
-_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
+_ON_LINUX = ("train", "sft", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
@@ -102,6 +102,31 @@ async def train(
     if file is not None:
         changes.insert(0, file)
     await _train(command.of(commands.config_of_run(resume, changes)), resume)
+
+
+@command_of(app)
+async def sft(
+    command: Command,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="A run's folder, to continue from its last whole checkpoint."),
+    ] = None,
+) -> None:
+    """Train on the rows of data.path themselves: conversations, trajectories or traces."""
+    changes = [*(overrides or ())]
+    if resume is None:
+        if file is None:
+            raise typer.BadParameter("give a FILE, or --resume runs/NAME")
+        config = load_config(file, changes, optional=("environment",))
+    else:
+        changes = [file, *changes] if file else changes
+        config = commands.config_of_run(resume, changes, optional=("environment",))
+    result = await commands.sft(command.of(config), Console(), resume)
+    print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
 
 
 @command_of(app)

@@ -43,8 +43,8 @@ class RowFilter:
     """A condition on rows, such as `reward >= 1 and len(turns) < 6`.
 
     A field below another is written with a dot or in brackets: `reward_parts.tests`,
-    `metrics["steps"]`. One that a row lacks is null, and a comparison with null, or of a text with a
-    number, is false, except for `==`, `!=`, `is` and `in`.
+    `metrics["steps"]`. One that a row lacks is null, and a comparison by size with null, or of a
+    text with a number, is false.
 
     Raises:
         ValueError: when the expression has a part that conditions do not have.

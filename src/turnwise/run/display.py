@@ -90,7 +90,9 @@ class Display:
             if metrics.loss_heldout is not None:
                 parts.append(f"held-out loss {metrics.loss_heldout:.4f}")
             if metrics.refused:
-                parts.append(f"refused: {', '.join(f'{k} {n}' for k, n in metrics.refused.items())}")
+                parts.append(
+                    f"refused: {', '.join(f'{k} {n}' for k, n in metrics.refused.items())}"
+                )
         else:
             parts += [
                 f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from turnwise.chat.template import load_template, load_tokenizer, missing_stop
 from turnwise.config import Config
+from turnwise.config.row_filter import RowFilter
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.interrupt import Ending
 from turnwise.core.json_types import JsonObject
@@ -143,15 +144,19 @@ class SupervisedLoop:
         return 1
 
     def _read_heldout(self) -> None:
-        rows = _Rows()
+        rows, condition = _Rows(), self._config.data.filter
+        meets = RowFilter(condition or "true")
         for index, problem in enumerate(self._heldout):
+            if not meets(problem.row):
+                continue
             try:
                 made = self._reader.read(problem)
             except TrajectoryError as error:
                 rows.refuse(problem, error)
                 continue
-            joined = isinstance(self._heldout, JoinedProblems)
-            name = self._heldout.name_of_part(index) if joined else ""
+            name = ""
+            if isinstance(self._heldout, JoinedProblems):
+                name = self._heldout.name_of_part(index)
             self._measured.setdefault(name, []).extend(supervised_samples([made], 0).samples)
         if rows.refused:
             self._folder.write_refused(rows.refused)
@@ -161,7 +166,9 @@ class SupervisedLoop:
                 f"{first['row']}: {first['detail']}"
             )
         if not self._measured:
-            raise InputError("data.eval_path: every row is refused; refused.jsonl has the reasons")
+            raise InputError(
+                "data.eval_path: no row can be used; refused.jsonl names those refused"
+            )
 
     async def _train(self, first: int, last: int) -> None:
         self._progress.phase("read")
