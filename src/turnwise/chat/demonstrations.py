@@ -122,8 +122,8 @@ def _turn(
     if text is None:
         raise TrajectoryError(
             "unlike_generation",
-            f"the template writes {where} otherwise than behind its generation prompt; where that "
-            "opens a block of reasoning, the message needs one, or model.template_args turns it off",
+            f"the template writes {where} otherwise than behind its generation prompt; if that "
+            "opens reasoning, the message needs some, or model.template_args turns it off",
         )
     shown = _squeezed(text)
     if lost := next((part for part in _parts(turn) if not _any_in(part, shown)), None):
