@@ -27,10 +27,9 @@ def marked(source: str) -> str:
     assert source.count(begin) == 1
     before, after = source.split(begin)
     said, rest = after.split(end, 1)
-    return (
-        f"{before}{{{{- start + 'assistant\\n' }}}}{{%- generation %}}{{{{- message.content or '' }}}}"
-        f"{said}        {{{{- '<|im_end|>' }}}}{{%- endgeneration %}}{{{{- '\\n' }}}}\n{rest}"
-    )
+    opening = "{{- start + 'assistant\\n' }}{%- generation %}{{- message.content or '' }}"
+    closing = "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\n"
+    return before + opening + said + closing + rest
 
 
 def trl_trainer(rows: list[dict[str, Any]], model: Path, tokenizer: Any, folder: Path) -> Any:
