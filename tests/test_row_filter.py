@@ -25,15 +25,13 @@ ROW: dict[str, Any] = {
         ("0.5 < reward <= 1 and not status == 'length'", True),
         ("status in ['completed', 'length']", True),
         ("metrics.steps == 4 and metrics['of a shop'].sold", True),
-        ("turns[0] + turns[-1] == 4", True),
-        ("reward * 2 - 1 / 4 > 1.7", True),
+        ("turns[0] == 1 and turns[-1] == 3 and reward > -1", True),
         ("level >= 3", False),
-        ("level is null or level >= 3", True),
+        ("level == null or level >= 3", True),
         ("metrics.none.of.these", False),
         ("status >= 3", False),
         ("nothing == null", True),
-        ("1 / 0 == null", True),
-        ("status * 99999999", False),
+        ("turns[9] == null", True),
         ("true", True),
     ],
 )
@@ -51,6 +49,8 @@ def test_a_condition_reads_the_row(condition: str, meets: bool) -> None:
         "(lambda: 1)()",
         "f'{reward}'",
         "9 ** 9 ** 9",
+        "status * 99999999 == 1",
+        "reward is null",
         "reward if status else 0",
         "turns[:1]",
         "(reward := 2)",
@@ -65,9 +65,9 @@ def test_anything_but_a_condition_is_refused(condition: str) -> None:
 
 
 def test_names_of_python_are_only_fields_of_the_row() -> None:
-    assert RowFilter("__class__ is null and reward.__class__ is null")(ROW)
-    assert RowFilter("metrics.keys is null")(ROW)
-    assert RowFilter("reward >= 1 and metrics.steps > 2").fields == ["metrics", "reward"]
+    assert RowFilter("__class__ == null and reward.__class__ == null")(ROW)
+    assert RowFilter("metrics.keys == null")(ROW)
+    assert RowFilter("reward >= 1 and metrics.steps > 2").fields == {"metrics", "reward"}
 
 
 def test_a_mistake_in_the_key_is_one_sentence() -> None:

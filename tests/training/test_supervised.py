@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.calculator.conversations import encode, solved_conversation
+from examples.calculator.conversations import IGNORED, encode, solved_conversation
 from examples.calculator.problems import demonstrations
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.training.test_rank import train
@@ -19,12 +19,7 @@ from turnwise.config import Config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.rank import TrainerRank
-from turnwise.training.supervised import (
-    IGNORED,
-    RowReader,
-    supervised_config,
-    supervised_samples,
-)
+from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
 from turnwise.trajectory import ChatTemplate, Trajectory
 from turnwise.trajectory.training_trace import to_training_trace
 
@@ -79,16 +74,11 @@ def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader, tokenizer:
     (row,) = solutions(1)
     whole = read(reader, row)
     (branch,) = whole.samples()
-    labels = [
-        i if m else IGNORED for i, m in zip(branch.token_ids, branch.response_mask, strict=True)
-    ]
     stored = json.loads(replace(whole, reward=1.0).to_json())
     asked, *said = row["messages"]
     forms = [
         stored,
         to_training_trace(whole),
-        {"input_ids": branch.token_ids, "labels": labels},
-        {"input_ids": branch.token_ids, "assistant_masks": branch.response_mask},
         {"prompt": [asked], "completion": said, "tools": json.dumps([TOOL_SCHEMA])},
         {"messages": json.dumps(row["messages"]), "tools": [TOOL_SCHEMA]},
     ]
@@ -109,13 +99,13 @@ def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     assert refusal(reader, stored)[0] == "not_exact"
     assert refusal(reader, {"turns": [{"node_id": 1}]})[0] == "malformed"
     assert refusal(reader, {"problem_id": "a", "turns": 3})[0] == "malformed"
-    assert refusal(reader, {"input_ids": [1, 2], "labels": [1]})[0] == "malformed"
-    assert refusal(reader, {"input_ids": [1, 2], "labels": [-100, 3]})[0] == "malformed"
-    assert refusal(reader, {"input_ids": [1, 2], "labels": [-100, -100]})[0] == "nothing_to_train"
-    assert refusal(reader, {"input_ids": [1, 10**6], "labels": [-100, 10**6]}) == (
+    known = Trajectory("a")
+    known.add_turn([1], [10**6], [-1.0], [0], "stop")
+    assert refusal(reader, json.loads(known.to_json())) == (
         "unknown_token",
         f"token 1000000 is none of this tokenizer's {len(tokenizer):,}",
     )
+    assert refusal(reader, json.loads(Trajectory("a").to_json()))[0] == "nothing_to_train"
     reason, why = refusal(reader, {"question": "2 + 2?", "answer": "4"})
     assert reason == "unknown_form"
     assert "this one: question, answer" in why

@@ -153,7 +153,7 @@ class RowsConfig(Section):
     read as text."""
     filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
     """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: fields of
-    the row, comparisons, and, or, not, in, + - * / and len(). `turnwise sft` applies it to held-out
+    the row, comparisons, and, or, not, in, and len(). `turnwise sft` applies it to held-out
     rows too. Null uses all rows."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not

@@ -161,7 +161,7 @@ def chosen_rows(
     """
     meets, numbers = RowFilter(condition), array("Q")
     known = dict.fromkeys(key for row in islice(rows, _FIRST_ROWS) for key in row)
-    if unknown := [field for field in meets.fields if field not in known]:
+    if unknown := sorted(meets.fields - known.keys()):
         raise InputError(
             f"data.filter: rows of {name} have no field {unknown[0]}; they have "
             f"{', '.join(map(str, known))}"

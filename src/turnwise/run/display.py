@@ -18,6 +18,7 @@ from turnwise.trajectory import Trajectory
 
 _QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
+_SUPERVISED = ("now", "elapsed", "step", "train tok/s", "left")  # columns of supervised training
 _Result = TypeVar("_Result")
 
 
@@ -164,17 +165,16 @@ class Display:
         if self._steps:
             columns |= {
                 "step": f"{last.step or 0 if last else 0}/{self._steps}",
+                "reward": _known(last.reward_mean if last else None),
+                "held-out": _known(self._accuracy),
+                "rollout tok/s": f"{last.rollout_tokens_per_s or 0:,.0f}" if last else "–",
                 "train tok/s": f"{last.train_tokens_per_s:,.0f}" if last else "–",
+                "staleness": str(last.staleness_max) if last else "–",
                 "left": self._time_left() or "–",
             }
             if last and last.reward_mean is None:  # supervised training
-                columns |= {"loss": _known(last.loss), "held-out": _known(last.loss_heldout)}
-            else:
-                columns |= {
-                    "reward": _known(last.reward_mean if last else None),
-                    "held-out": _known(self._accuracy),
-                    "rollout tok/s": f"{last.rollout_tokens_per_s or 0:,.0f}" if last else "–",
-                    "staleness": str(last.staleness_max) if last else "–",
+                columns = {name: columns[name] for name in _SUPERVISED} | {
+                    "loss": _known(last.loss)
                 }
         for name in columns:
             table.add_column(name, justify="right")

@@ -56,23 +56,24 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
     trained = [row for row in rows if row["step"] > 0]
     measured = [row for row in rows if row["accuracy_heldout"] is not None]
-    supervised = any("reward_mean" not in row for row in trained)
-    drawn, name_of_value = (
-        ("loss", "loss of the trained tokens")
-        if supervised
-        else ("reward_mean", "mean reward of the step's trajectories")
-    )
-    values = [row[drawn] for row in trained]
+    drawn, label = "reward_mean", "mean reward of the step's trajectories"
+    if any("reward_mean" not in row for row in trained):  # supervised training
+        drawn, label = "loss", "loss"
+    rewards = [row[drawn] for row in trained]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    steps = [row["step"] for row in trained]
-    lines = axes.plot(steps, values, color="#5a6fa8", marker=".", label=name_of_value)
-    axes.set_ylabel("loss" if supervised else "reward")
-    if not supervised and all(0 <= value <= 1 for value in values):
+    lines = axes.plot(
+        [row["step"] for row in trained],
+        rewards,
+        color="#5a6fa8",
+        marker=".",
+        label=label,
+    )
+    axes.set_ylabel("reward" if drawn == "reward_mean" else label)
+    if all(0 <= reward <= 1 for reward in rewards):
         axes.set_ylim(_SHARE)
-    if losses := [(row["step"], row["loss_heldout"]) for row in rows if "loss_heldout" in row]:
-        label = "loss of held-out rows"
-        lines += axes.plot(*zip(*losses, strict=True), color="#d95f02", marker="o", label=label)
+    if losses := {row["step"]: row["loss_heldout"] for row in rows if "loss_heldout" in row}:
+        lines += axes.plot([*losses], [*losses.values()], color="#d95f02", label="held-out loss")
     if measured:
         beside = axes.twinx()
         beside.set_ylim(_SHARE)
@@ -154,8 +155,10 @@ class RunDir:
         with translate_unwritable(path):
             write_file(path, json.dumps(report.to_dict(), indent=1) + "\n")
 
-    def write_refused(self, refused: Iterable[JsonObject]) -> None:
-        """Append rows that supervised training refuses: name, reason, detail."""
+    def write_refused(self, refused: Sequence[JsonObject]) -> None:
+        """Append rows that supervised training refuses, if there are any: name, reason, detail."""
+        if not refused:
+            return
         path = self.path / "refused.jsonl"
         with translate_unwritable(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in refused)

@@ -63,8 +63,15 @@ class _Rows:
     refused: list[JsonObject] = field(default_factory=list)  # as in refused.jsonl
     state: JsonObject = field(default_factory=dict)  # of the stream, after these rows
 
-    def refuse(self, problem: Problem, error: TrajectoryError) -> None:
-        self.refused.append({"row": problem.id, "reason": error.reason, "detail": str(error)})
+    def add(self, reader: RowReader, problem: Problem) -> Trajectory | None:
+        """Read a row; returns None if it is refused."""
+        try:
+            self.trajectories.append(reader.read(problem))
+        except TrajectoryError as error:
+            why = {"row": problem.id, "reason": error.reason, "detail": str(error)}
+            self.refused.append(why)
+            return None
+        return self.trajectories[-1]
 
 
 class SupervisedLoop:
@@ -91,7 +98,7 @@ class SupervisedLoop:
             progress.warn(why)
         self._reader = RowReader(config, template)
         self._stream = make_stream(config, problems)
-        self._refused, self._read = Counter[str](), 0
+        self._refused = self._read = 0  # rows so far; the second with the first
         self._measured: dict[str, list[Sample]] = {}
         """Samples of held-out rows, by the name of their set."""
         self.exactness = ExactnessReport()
@@ -144,31 +151,19 @@ class SupervisedLoop:
         return 1
 
     def _read_heldout(self) -> None:
-        rows, condition = _Rows(), self._config.data.filter
-        meets = RowFilter(condition or "true")
+        rows, meets = _Rows(), RowFilter(self._config.data.filter or "true")
         for index, problem in enumerate(self._heldout):
-            if not meets(problem.row):
-                continue
-            try:
-                made = self._reader.read(problem)
-            except TrajectoryError as error:
-                rows.refuse(problem, error)
+            if not meets(problem.row) or (made := rows.add(self._reader, problem)) is None:
                 continue
             name = ""
             if isinstance(self._heldout, JoinedProblems):
                 name = self._heldout.name_of_part(index)
             self._measured.setdefault(name, []).extend(supervised_samples([made], 0).samples)
+        self._folder.write_refused(rows.refused)
         if rows.refused:
-            self._folder.write_refused(rows.refused)
-            first, count = rows.refused[0], len(rows.refused)
-            self._progress.warn(
-                f"{count:,} of {len(self._heldout):,} held-out rows are refused; the first: "
-                f"{first['row']}: {first['detail']}"
-            )
+            self._progress.warn(f"{len(rows.refused):,} held-out rows are refused (refused.jsonl)")
         if not self._measured:
-            raise InputError(
-                "data.eval_path: no row can be used; refused.jsonl names those refused"
-            )
+            raise InputError("data.eval_path: no row can be used (see refused.jsonl)")
 
     async def _train(self, first: int, last: int) -> None:
         self._progress.phase("read")
@@ -204,32 +199,31 @@ class SupervisedLoop:
         Raises:
             StepError: when more than `rollout.max_failed_fraction` of the rows so far are refused.
         """
-        rows, seconds = _Rows(), self._config.rollout.environment_timeout
-        while lacking := self._config.rollout.prompts_per_step - len(rows.trajectories):
-            taken = [await self._stream.take_one(seconds) for _ in range(lacking)]
-            self._read += len(taken)
-            before = len(rows.refused)
-            await run_in_thread(self._convert, taken, rows)
-            self._refused.update(row["reason"] for row in rows.refused[before:])
-            refused = self._refused.total()
-            if refused > self._config.rollout.max_failed_fraction * self._read:
+        rows, rollout = _Rows(), self._config.rollout
+
+        def read(problems: Sequence[Problem]) -> None:
+            for problem in problems:
+                if rows.add(self._reader, problem) is None:
+                    self._stream.leave_out(problem, rows.refused[-1]["detail"])
+
+        while lacking := rollout.prompts_per_step - len(rows.trajectories):
+            seconds = rollout.environment_timeout
+            await run_in_thread(
+                read, [await self._stream.take_one(seconds) for _ in range(lacking)]
+            )
+            refused = self._refused + len(rows.refused)
+            known = self._read + len(rows.trajectories) + len(rows.refused)
+            if refused > rollout.max_failed_fraction * known:
                 await run_in_thread(self._folder.write_refused, rows.refused)
                 last = rows.refused[-1]
                 raise StepError(
-                    f"{refused:,} of {self._read:,} rows are refused, more than "
-                    f"rollout.max_failed_fraction allows ({dict(self._refused)}); the last: "
-                    f"{last['row']}: {last['detail']}"
+                    f"{refused:,} of {known:,} rows are refused, more than "
+                    f"rollout.max_failed_fraction allows; the last is {last['row']} "
+                    f"({last['reason']}): {last['detail']}; refused.jsonl names all"
                 )
+        self._refused, self._read = refused, known
         rows.state = self._stream.state()
         return rows
-
-    def _convert(self, problems: Sequence[Problem], rows: _Rows) -> None:
-        for problem in problems:
-            try:
-                rows.trajectories.append(self._reader.read(problem))
-            except TrajectoryError as error:
-                rows.refuse(problem, error)
-                self._stream.leave_out(problem, str(error))
 
     async def _learn(self, step: int, rows: _Rows, metrics: StepMetrics) -> None:
         """Train on a step's rows, and write them for the viewer every `samples_every` steps."""
@@ -244,9 +238,8 @@ class SupervisedLoop:
         metrics.exact_percent = batch.report.percent
         metrics.forked = dict(batch.report.forked)
         metrics.epoch = step * self._config.rollout.prompts_per_step / len(self._problems)
-        if rows.refused:
-            metrics.refused = dict(Counter(row["reason"] for row in rows.refused))
-            await run_in_thread(self._folder.write_refused, rows.refused)
+        metrics.refused = dict(Counter(row["reason"] for row in rows.refused)) or None
+        await run_in_thread(self._folder.write_refused, rows.refused)
         every = self._config.samples_every
         if every and (step == 1 or step % every == 0):
             with self._timed("write"):
@@ -262,24 +255,23 @@ class SupervisedLoop:
         if not self._measured or (step % every and step != last):
             return False
         self._progress.phase("evaluate")
-        sums: dict[str, float] = {}
-        counts = {name: sum(s.trained for s in each) for name, each in self._measured.items()}
+        losses: dict[str, tuple[float, int]] = {}  # sum and number of tokens, by set
         with self._timed("evaluate"):
             for name, samples in self._measured.items():
-                sums[name] = 0.0
+                total = 0.0
                 for start in range(0, len(samples), _SCORED):
                     part = samples[start : start + _SCORED]
+                    ids = [sample.token_ids_T.tolist() for sample in part]
+                    masks = [sample.response_mask_T.tolist() for sample in part]
                     with waiting("the trainer to score held-out rows"):
-                        scored = await self._policy.score(
-                            "policy",
-                            [sample.token_ids_T.tolist() for sample in part],
-                            [sample.response_mask_T.tolist() for sample in part],
-                        )
-                    sums[name] -= sum(map(sum, scored))
-        metrics.loss_heldout = sum(sums.values()) / sum(counts.values())
+                        scored = await self._policy.score("policy", ids, masks)
+                    total -= sum(map(sum, scored))
+                losses[name] = total, sum(sample.trained for sample in samples)
+        sums, counts = zip(*losses.values(), strict=True)
+        metrics.loss_heldout = sum(sums) / sum(counts)
         metrics.heldout = {"loss": metrics.loss_heldout}
-        if "" not in sums:
-            metrics.heldout_sets = {k: {"loss": sums[k] / counts[k]} for k in sums}
+        if "" not in losses:
+            metrics.heldout_sets = {k: {"loss": s / n} for k, (s, n) in losses.items()}
         return True
 
     async def _save(self, step: int) -> None:

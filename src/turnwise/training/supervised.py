@@ -1,14 +1,13 @@
 """Supervised training's samples: rows of data as trajectories, of which every sampled token is
 trained with advantage 1.
 
-A row is a conversation (`messages`, or `prompt` and `completion`), a trajectory of Turnwise, a
-training trace of OpenEnv, or token ids with labels. From stored ids nothing is rendered. A row that
-cannot be exact is refused, with a reason.
+A row is a conversation (`messages`, or `prompt` and `completion`), a trajectory of Turnwise, or a
+training trace of OpenEnv. From stored ids nothing is rendered. A row that cannot be exact is
+refused, with a reason.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from turnwise.chat.demonstrations import demonstrate, tools_of
 from turnwise.config import AlgorithmConfig, Config, OwnLoss, SamplingConfig
@@ -21,11 +20,7 @@ from turnwise.training.samples import SampleBatch
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 from turnwise.trajectory.training_trace import from_training_trace
 
-IGNORED = -100
-"""Label of a token that is not trained, as in Transformers."""
-_FORMS = "messages, prompt and completion, turns (of a trajectory or a trace), or input_ids"
-_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-"""Errors of a row whose values have other types than its keys promise."""
+_FORMS = "messages, prompt and completion, or turns (of a trajectory or a trace)"
 
 
 def supervised_config(config: Config) -> Config:
@@ -45,11 +40,7 @@ def supervised_config(config: Config) -> Config:
 
 
 class RowReader:
-    """Makes trajectories of rows; safe to use from several threads at once.
-
-    Raises:
-        InputError: when the tokenizer has no chat template, and a row needs one.
-    """
+    """Makes trajectories of rows; safe to use from several threads at once."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         self._template = template
@@ -61,45 +52,25 @@ class RowReader:
 
         Raises:
             TrajectoryError: when the row is refused, with the reason by which it is counted.
+            InputError: when it is a conversation, and the tokenizer has no chat template.
         """
-        row = problem.row
-        try:
-            trajectory = self._kind(row)(row, problem.id)
-        except InputError as error:
-            if self._template.missing:
-                raise
-            raise TrajectoryError("malformed", str(error)) from error
-        except _BROKEN as error:
-            raise TrajectoryError("malformed", f"{type(error).__name__}: {error}") from error
-        self._check(trajectory)
-        return trajectory
-
-    def _kind(self, row: JsonObject) -> Callable[[JsonObject, str], Trajectory]:
-        """Return the function that reads rows like this one."""
-        if "problem_id" in row and "turns" in row:
-            return lambda tree, _: Trajectory.from_tree(tree)
-        if "turns" in row:
-            return lambda tree, name: from_training_trace(tree, name=name)
-        if "input_ids" in row:
-            return _of_ids
-        if "messages" in row or ("prompt" in row and "completion" in row):
-            return self._of_messages
-        raise TrajectoryError("unknown_form", f"a row has {_FORMS}; this one: {', '.join(row)}")
-
-    def _of_messages(self, row: JsonObject, name: str) -> Trajectory:
-        if self._template.missing:
+        row, name, stored = problem.row, problem.id, "turns" in problem.row
+        if self._template.missing and not stored:
             raise InputError(self._template.missing)
-        messages = row.get("messages")
-        if messages is None:
-            asked, said = (
-                [{"role": role, "content": part}] if isinstance(part, str) else [*part]
-                for role, part in (("user", row["prompt"]), ("assistant", row["completion"]))
-            )
-            messages = [{**message, "weight": 0} for message in asked] + said
-        messages = json.loads(messages) if isinstance(messages, str) else messages
-        return demonstrate(self._template, messages, tools_of(row), name=name)
+        try:
+            if not stored:
+                return self._checked(
+                    demonstrate(self._template, _messages_of(row), tools_of(row), name=name)
+                )
+            if "problem_id" in row:
+                return self._checked(Trajectory.from_tree(row))
+            return self._checked(from_training_trace(row, name=name))
+        except (InputError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            # Its values have other types than its keys promise.
+            why = str(error) if isinstance(error, InputError) else repr(error)
+            raise TrajectoryError("malformed", why) from error
 
-    def _check(self, trajectory: Trajectory) -> None:
+    def _checked(self, trajectory: Trajectory) -> Trajectory:
         report = audit(trajectory)
         if report.first_violation is not None:
             raise TrajectoryError("not_exact", report.first_violation)
@@ -115,28 +86,21 @@ class RowReader:
             raise TrajectoryError(
                 "unknown_token", f"token {largest} is none of this tokenizer's {self._known:,}"
             )
+        return trajectory
 
 
-def _of_ids(row: JsonObject, name: str) -> Trajectory:
-    """Return the trajectory of token ids, of which those with a label, or a mask of 1, are
-    trained."""
-    ids = [int(token) for token in row["input_ids"]]
-    if "labels" in row:
-        labels = list(row["labels"])
-        mask = [label != IGNORED for label in labels]
-        if any(m and label != i for m, label, i in zip(mask, labels, ids, strict=True)):
-            raise TrajectoryError("malformed", f"a label is neither its token's id nor {IGNORED}")
-    else:
-        mask = list(map(bool, row.get("assistant_masks") or row["completion_mask"]))
-    if len(mask) != len(ids):
-        raise TrajectoryError("malformed", f"{len(ids)} ids have {len(mask)} labels or bits")
-    trajectory, end = Trajectory(name, status="completed"), 0
-    for trained, part in groupby(mask):
-        start, end = end, end + sum(1 for _ in part)
-        if trained:
-            count = end - start
-            trajectory.add_turn(ids[:start], ids[start:end], [0.0] * count, [0] * count, "stop")
-    return trajectory
+def _messages_of(row: JsonObject) -> list[JsonObject]:
+    """Return the messages of a row, of which those of a prompt are context."""
+    if "messages" in row:
+        messages = row["messages"]
+        return list(json.loads(messages) if isinstance(messages, str) else messages)
+    if "prompt" not in row or "completion" not in row:
+        raise TrajectoryError("unknown_form", f"a row has {_FORMS}; this one: {', '.join(row)}")
+    asked, said = (
+        [{"role": role, "content": part}] if isinstance(part, str) else [*part]
+        for role, part in (("user", row["prompt"]), ("assistant", row["completion"]))
+    )
+    return [{**message, "weight": 0} for message in asked] + said
 
 
 def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> SampleBatch:
