@@ -195,9 +195,9 @@ class StepMetrics:
     without evaluation."""
     heldout_sets: dict[str, dict[str, float]] | None = None
     """With data.eval_sets, the results of each set by name."""
-    loss_heldout: Annotated[float | None, Series("turnwise_loss_heldout")] = None
+    loss_heldout: float | None = None
     """In supervised training, the mean cross-entropy of the trained tokens of held-out rows."""
-    refused: Annotated[Counts, Series("turnwise_refused_rows_total", "reason")] = None
+    refused: Counts = None
     """Rows that supervised training refuses, by reason; refused.jsonl names each."""
     epoch: float | None = None
     """Number of epochs of supervised training so far."""

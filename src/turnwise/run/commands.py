@@ -217,7 +217,9 @@ async def sft(
     from turnwise.training.supervised import supervised_config
 
     config = supervised_config(config)
-    resume = None if run is None else await _resumable(run, config, "rows")
+    if config.model.adapter is not None:
+        raise InputError("model.adapter: training starts from a whole model; merge it into one")
+    resume = None if run is None else await _resumable(run, config, supervised=True)
     check_sources(config, *inputs.paths(config))
 
     async def play(
@@ -275,17 +277,16 @@ async def _trained(
     return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
 
 
-async def _resumable(run: Path, config: Config, kind: str = "producer") -> "Resume":
-    """Return the newest complete checkpoint of a run, if the configuration can go on with it, and
-    its state is of a kind."""
+async def _resumable(run: Path, config: Config, supervised: bool = False) -> "Resume":
+    """Return the newest complete checkpoint of a run, if the configuration can go on with it."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
     home = {"name": saved.name, "output_dir": saved.output_dir}  # which may be spelled otherwise
     check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
-    if kind not in found.state:
-        other = "sft" if kind == "producer" else "train"
+    if ("rows" in found.state) is not supervised:
+        other = "train" if supervised else "sft"
         raise InputError(f"{run} is a run of another command: turnwise {other} --resume {run}")
     if found.step >= config.training.steps:
         raise InputError(

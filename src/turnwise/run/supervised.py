@@ -265,7 +265,7 @@ class SupervisedLoop:
                     masks = [sample.response_mask_T.tolist() for sample in part]
                     with waiting("the trainer to score held-out rows"):
                         scored = await self._policy.score("policy", ids, masks)
-                    total -= sum(map(sum, scored))
+                    total -= sum(sum(values) for values in scored)
                 losses[name] = total, sum(sample.trained for sample in samples)
         sums, counts = zip(*losses.values(), strict=True)
         metrics.loss_heldout = sum(sums) / sum(counts)
