@@ -2,20 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.training.test_supervised import solutions
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread
-from turnwise.errors import InputError, StepError
+from turnwise.errors import InputError, StepError, TrainerError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.problems import JoinedProblems, Problem, Problems
-from turnwise.run.display import SILENT
+from turnwise.run import commands, supervised
+from turnwise.run.display import SILENT, Display
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.run.supervised import SupervisedLoop
 from turnwise.run.token_values import read_columns
@@ -44,6 +47,13 @@ class LocalRank:
         return await run_in_thread(lambda: getattr(self.rank, name)(*own))
 
 
+def local_group(config: Config, folder: Path) -> TrainerGroup:
+    rank: Any = LocalRank(config, folder)
+    group = TrainerGroup(config, [rank])
+    group.layout = rank.rank.layout
+    return group
+
+
 @pytest.fixture
 def config(make_config: Callable[..., Config], tmp_path: Path) -> Config:
     return supervised_config(
@@ -68,9 +78,7 @@ async def play(
     """Run the loop; it is asked to end once a step is finished."""
     start = find_resume(Path(config.output_dir, config.name)) if resume else None
     folder = RunDir(config, start)
-    rank = LocalRank(config, folder.path)
-    group: Any = TrainerGroup(config, [rank])  # type: ignore[list-item]
-    group.layout = rank.rank.layout
+    group = local_group(config, folder.path)
     loop = SupervisedLoop(config, group, problems, heldout, folder, SILENT, start)
     running = asyncio.ensure_future(loop.run())
     while end_after is not None and loop._finished < end_after:
@@ -176,3 +184,42 @@ async def test_the_trajectories_of_a_run_that_earned_the_reward_train_the_next(
     assert timeless(made)[-1]["epoch"] == 2.0
     shown = {t.problem_id for t in read_jsonl(made / "trajectories/step-0001.jsonl")}
     assert shown == {trees[0]["problem_id"], trees[2]["problem_id"]}
+
+
+async def test_the_command_goes_on_after_the_trainer_died(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but Ray: the rows, the run folder, restarts, and a resumed run."""
+    deaths = [2]
+
+    class Mortal(LocalRank):
+        async def call(self, method: str, *arguments: Any, **more: object) -> Any:
+            if arguments[:1] == ("train",) and deaths and self.rank.version == deaths[0]:
+                raise TrainerError(f"policy rank 0 died at step {deaths.pop() + 1}")
+            return await super().call(method, *arguments, **more)
+
+    @asynccontextmanager
+    async def opened(config: Config, folder: Path, _: Display) -> AsyncIterator[TrainerGroup]:
+        yield local_group(config, folder)
+
+    monkeypatch.setattr(supervised, "open_trainer", opened)
+    monkeypatch.setitem(globals(), "LocalRank", Mortal)
+    console, rows = Console(quiet=True), solutions(12)
+    inputs = commands.ProgramInputs(rows=rows[:8], eval_rows=rows[8:])
+    config = config.model_copy(update={"data": type(config.data)()})
+    done = await commands.sft(config, console, inputs=inputs)
+    assert not deaths
+    assert [row["step"] for row in done.metrics] == [0, 1, 2, 3, 4]
+    assert done.exactness.percent == 100.0
+    assert done.checkpoint == done.folder / "checkpoints/step-0004"
+    assert done.picture.exists()
+
+    longer = config.training.model_copy(update={"steps": 5})
+    more = config.model_copy(update={"training": longer})
+    resumed = await commands.sft(more, console, done.folder, inputs)
+    assert resumed.metrics[:-1] == done.metrics
+    with pytest.raises(InputError, match="is a run of another command: turnwise sft --resume"):
+        await commands.train(more, console, done.folder, inputs)
+    adapted = config.model.model_copy(update={"adapter": "a"})
+    with pytest.raises(InputError, match=r"model.adapter: training starts from a whole model"):
+        await commands.sft(config.model_copy(update={"model": adapted}), console, inputs=inputs)
