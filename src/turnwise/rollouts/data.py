@@ -137,18 +137,17 @@ def _rows_of(
         split, path, part, limit = "train", data.path, data.split, data.limit
     else:
         raise InputError("data.path must be set: there are no rows")
+    condition = None if split == "eval" else data.filter
+    most = limit if condition is None else None
+    name = of = path
     if path == ENVIRONMENT:
         environment = environment or configured_environment(config)
-        name = f"{name_of(environment)}.rows({split!r})"
-        made = make_rows(environment, split)
-        if split == "eval" or data.filter is None:
-            return split, checked_rows(made, name, limit)
-        return split, chosen_rows(checked_rows(made, name, None), data.filter, name, limit)
-    agent_env = config.rollout.agent_env
-    read = partial(load_rows, path, split=part, subset=data.subset, agent_env=agent_env)
-    if split == "eval" or data.filter is None:
-        return path, read(limit=limit)
-    return path, chosen_rows(read(limit=None), data.filter, path, limit)
+        name, of = split, f"{name_of(environment)}.rows({split!r})"
+        rows = checked_rows(make_rows(environment, split), of, most)
+    else:
+        agent_env = config.rollout.agent_env
+        rows = load_rows(path, split=part, subset=data.subset, limit=most, agent_env=agent_env)
+    return name, rows if condition is None else chosen_rows(rows, condition, of, limit)
 
 
 def chosen_rows(

@@ -178,13 +178,10 @@ class ProblemStream:
             index = int(number) - 1
             if isinstance(problems, Problems):
                 index = problems.index_of(int(number))
-            if 0 <= index < len(problems):
-                if isinstance(problems, Problems):
-                    known = problems.name(index)
-                else:
-                    known = problems[index].id
-                if name == known:
+                if index < len(problems) and name == problems.name(index):
                     return index
+            elif 0 <= index < len(problems) and name == problems[index].id:
+                return index
         if not isinstance(problems, Problems):
             for index, problem in enumerate(problems):
                 if problem.id == name:
