@@ -8,7 +8,9 @@ round's data is new. "Groups of 8" are samples of which each 8 begin with the sa
 their tokens, and the policy computes it once (`training.packing: shared`).
 
 TRL's trainer (`benchmarks.peers.trl_training`) gets the same groups of 8 and takes turns with the
-policy; its time begins when its loop has the step's data and ends after the optimizer's step.
+policy; its time begins when its loop has the step's data and ends after the optimizer's step. The
+rows "supervised" compare in the same way with its SFTTrainer (`benchmarks.peers.trl_sft`): the same
+sequences and masks with cross-entropy, without groups.
 
 The peak memory of the loss is that of log-probs, entropies and their gradients from the last hidden
 states of 2,048 tokens, with a vocabulary of 150,000: the rise of a process's resident set above its
@@ -34,6 +36,7 @@ from turnwise.training import Sample
 from turnwise.training.batching import Layout, make_micro_batch, plan_micro_batches
 from turnwise.training.model import score_hidden
 from turnwise.training.rank import TrainerRank
+from turnwise.training.supervised import supervised_config
 
 CPU = torch.device("cpu")
 LAYOUTS: tuple[Layout, ...] = ("padded", "shared")
@@ -195,6 +198,40 @@ def measure_trl(
     )
 
 
+def measure_sft(name: str, path: Path, count: int, rounds: int, budget: int = BUDGET) -> Claim:
+    """Measure supervised training beside TRL's SFTTrainer; arguments as `measure`'s."""
+    from benchmarks.peers import trl_sft, trl_training  # imports TRL, which takes seconds
+
+    config = supervised_config(configuration(path, "padded", budget))
+    policy = TrainerRank(config)
+    steps = [make_samples(count) for _ in range(rounds + 1)]
+    ours = []
+
+    def train(number: int) -> None:
+        started = time.perf_counter()
+        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, "padded")
+        policy.train(shares)
+        ours.append(time.perf_counter() - started)
+
+    rows = trl_training.ROWS * budget // BUDGET
+    theirs = trl_sft.train(path, steps, config.training.learning_rate, train, rows)
+    tokens = [sum(sample.length for sample in samples) for samples in steps]
+    # The first round warms up.
+    rates = [
+        [number / second for number, second in zip(tokens[1:], seconds[1:], strict=True)]
+        for seconds in (ours, theirs)
+    ]
+    return Claim(
+        f"supervised training, {name} parameters",
+        "tokens/s",
+        rates[0],
+        "TRL's SFTTrainer",
+        rates[1],
+        quotients(*rates),
+        at_least=1.2,
+    )
+
+
 def loss_peak(chunked: bool, tokens: int, words: int, reply: Connection) -> None:
     """Compute log-probs and their gradients; send the peak memory."""
     torch.manual_seed(0)
@@ -253,6 +290,7 @@ def main() -> None:
         models = [(size, make_model(size, Path(folder)), SEQUENCES[size]) for size in sizes]
         claims = [measure(*model, rounds, group) for model in models for group in (1, GROUP)]
         claims += [measure_trl(*model, rounds, layout) for model in models for layout in LAYOUTS]
+    claims += [measure_sft(*model, rounds) for model in models]
     report([*claims, measure_loss(options.quick)], options)
 
 

@@ -92,8 +92,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The workers of pytest-xdist share it.
     """
+    from examples.calculator.imitation import WarmStart
     from examples.calculator.prepare import prepare
-    from examples.calculator.warm_start import WarmStart
 
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -22,21 +22,24 @@ from turnwise.training import Sample
 ROWS = 32
 """Sequences of a forward pass, which hold about as many tokens as a micro-batch of Turnwise."""
 
-SETTINGS: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "lr_scheduler_type": "constant",
     "adam_beta2": 0.95,
     "max_grad_norm": 1.0,
-    "beta": 0.0,
-    "loss_type": "dapo",
-    "epsilon": 0.2,
-    "epsilon_high": 0.28,
     "save_strategy": "no",
     "report_to": [],
     "disable_tqdm": True,
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
+}
+"""Settings of all of TRL's trainers: the demo's optimizer, on CPUs."""
+SETTINGS: dict[str, Any] = COMMON | {
+    "beta": 0.0,
+    "loss_type": "dapo",
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
 }
 """Settings of TRL in every comparison: the demo's optimizer and loss, on CPUs."""
 
@@ -50,7 +53,9 @@ class _Trainer(GRPOTrainer):
         return _tensors(self.given[self.state.global_step])
 
 
-class _Clock(TrainerCallback):
+class Clock(TrainerCallback):
+    """Measures each optimizer step, without what is called between them."""
+
     def __init__(self, between: Callable[[int], None]) -> None:
         self.seconds: list[float] = []
         self._between = between
@@ -81,7 +86,7 @@ def train(
         between: Called after each step with its number, from 0; its time does not count.
         most: Sequences of a forward pass.
     """
-    count, clock = len(steps[0]), _Clock(between)
+    count, clock = len(steps[0]), Clock(between)
     rows = min(most, count)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

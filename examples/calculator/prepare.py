@@ -2,7 +2,7 @@
 
     python -m examples.calculator.prepare [--seed N] [--output DIR]
 
-Writes `model/` (a copy of the repository's model, which `warm_start` trained), `train.jsonl` and
+Writes `model/` (a copy of the repository's model; `warm_start` trains one), `train.jsonl` and
 `heldout.jsonl` into the output folder. The same seed gives the same files.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .problems import heldout_problems, train_problems, write_rows
 
 if TYPE_CHECKING:
-    from .warm_start import WarmStart
+    from .imitation import WarmStart
 
 BUILD = Path(__file__).parent / "build"
 MODEL = Path(__file__).parent / "warm_started"
@@ -42,7 +42,7 @@ def prepare(
     if options is None:
         shutil.copytree(MODEL, output / "model", dirs_exist_ok=True)
     else:
-        from .warm_start import make_model  # with torch, which takes seconds to import
+        from .imitation import make_model  # with torch, which takes seconds to import
 
         make_model(output / "model", seed, options)
 

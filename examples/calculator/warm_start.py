@@ -1,178 +1,98 @@
-"""The initial model of the demo: a small one that imitates a careless teacher.
+"""The demo's initial model, which imitates a careless teacher: supervised training on rows.
 
-    python -m examples.calculator.warm_start [--seed N] [--output DIR]
+    python -m examples.calculator.warm_start [--seed N] [--steps N] [--output DIR]
 
-Writes model and tokenizer in Hugging Face's format, by default to the folder `warm_started` beside
-this file, where the repository keeps them; it takes some minutes on two cores. The training is
-supervised, on conversations of a careless teacher (see `problems.demonstrations`). The model learns
-to call the tool and to answer, and copies the teacher's mistakes. It makes them about as often as
-the teacher does, so that reinforcement learning also samples better answers.
+Writes model and tokenizer in Hugging Face's format, by default to `build/warm_started`. The rows
+are conversations of a careless teacher (see `problems.demonstrations`), with the tool's
+description. The model learns to call the tool and to answer, and copies the teacher's mistakes. It
+makes them about as often as the teacher does, so that reinforcement learning also samples better
+answers.
 
-It also learns to repeat rows of numbers: a model that copies digits reliably only has to learn
-which number goes where, which reinforcement learning teaches well.
+Every second row only repeats numbers: a model that copies digits reliably only has to learn which
+number goes where, which reinforcement learning teaches well.
 """
 
 import argparse
 import itertools
-import random
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch.nn import functional
-from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+import turnwise
 
-from .conversations import IGNORED, Example, encode, encode_copying
+from .conversations import solved_conversation
 from .model import build_model
-from .prepare import MODEL
+from .prepare import BUILD
 from .problems import demonstrations, number_rows
 from .tokenizer import build_tokenizer
+from .tool import TOOL_SCHEMA
+
+SETTINGS: dict[str, Any] = {
+    "model": {"max_length": 512},
+    "rollout": {"prompts_per_step": 64},
+    "training": {
+        "steps": 2400,
+        "learning_rate": 2e-3,
+        "warmup_steps": 50,
+        "lr_schedule": "linear",
+        "weight_decay": 0.01,
+    },
+    "eval": {"every": 200},
+    "samples_every": 200,
+}
+ROWS, HELD_OUT = 32_768, 256
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """Training settings; `WarmStart(updates=5)` makes a barely trained model within seconds."""
-
-    updates: int = 800
-    conversations: int = 32
-    """Number of conversations in one update, and of rows of numbers."""
-    learning_rate: float = 4e-3
-    """Peak, kept from the end of the warm-up to half of the training; then it falls to about 0."""
-    warmup: int = 20
-    copying: float = 0.5
-    """Weight of repeating numbers in the loss; conversations weigh 1."""
+def rows(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield endless rows: a conversation of the teacher, then one that repeats numbers."""
+    for solved, numbers in zip(demonstrations(seed), number_rows(seed), strict=False):
+        yield {"messages": solved_conversation(solved), "tools": [TOOL_SCHEMA]}
+        line = " ".join(map(str, numbers))
+        yield {"messages": [{"role": role, "content": line} for role in ("user", "assistant")]}
 
 
 def make_model(
-    output: Path,
-    seed: int,
-    options: WarmStart,
-    report: Callable[[int, float], None] = lambda update, loss: None,
-) -> None:
+    output: Path, seed: int, count: int = ROWS, **keys: Any
+) -> "turnwise.TrainingResult":
     """Train a model from scratch and write it, with its tokenizer, to a folder.
 
-    The same seed gives the same model on the same machine.
-
     Args:
-        report: Called after each update with its number and the loss of its conversations.
+        count: Number of rows to train on, in as many epochs as the steps take.
+        **keys: Keys of the configuration, over `SETTINGS`.
     """
-    tokenizer = build_tokenizer(seed)
-    model = build_model(tokenizer, seed)
-    warm_start(model, tokenizer, seed, options, report)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-
-
-def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    options: WarmStart,
-    report: Callable[[int, float], None],
-) -> None:
-    """Train `model` in place."""
-    batches = _batches(tokenizer, seed, options.conversations)
-    copying = _copying_batches(tokenizer, seed, options.conversations)
-    imitate(model, batches, options, report, lambda: options.copying * _loss(model, next(copying)))
-
-
-def imitate(
-    model: Qwen3ForCausalLM,
-    batches: Iterator[list[Example]],
-    options: WarmStart,
-    report: Callable[[int, float], None],
-    other_loss: Callable[[], torch.Tensor] | None = None,
-) -> None:
-    """Train `model` in place on the assistant tokens of `options.updates` batches.
-
-    Args:
-        other_loss: Computes an additional term of each update's loss.
-    """
-    optimizers = _optimizers(model)
-    model.train()
-    for update in range(1, options.updates + 1):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * _rate(update, options)
-        loss = _loss(model, next(batches))
-        loss.backward()
-        if other_loss is not None:
-            other_loss().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        report(update, loss.item())
-    model.eval()
-
-
-def _rate(update: int, options: WarmStart) -> float:
-    """Return the factor of the learning rate at update `update` (from 1)."""
-    left = (options.updates - update) / (options.updates / 2)
-    return min(1.0, update / options.warmup, max(left, 0.02))
-
-
-def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (a third of AdamW's updates), AdamW for the rest."""
-    inner = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    matrices = {id(parameter) for parameter in inner}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
-    return [
-        torch.optim.Muon(inner, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
-    ]
-
-
-def _batches(
-    tokenizer: PreTrainedTokenizerBase, seed: int, size: int, pool: int = 16
-) -> Iterator[list[Example]]:
-    """Yield endless batches of conversations of similar length, without repetition."""
-    rng = random.Random(seed)
-    rows = demonstrations(seed)
-    while True:
-        examples = encode(tokenizer, list(itertools.islice(rows, size * pool)))
-        examples.sort(key=lambda example: len(example.ids))
-        batches = [examples[i : i + size] for i in range(0, len(examples), size)]
-        rng.shuffle(batches)
-        yield from batches
-
-
-def _copying_batches(
-    tokenizer: PreTrainedTokenizerBase, seed: int, size: int
-) -> Iterator[list[Example]]:
-    rows = number_rows(seed)
-    while True:
-        yield encode_copying(tokenizer, list(itertools.islice(rows, size)))
-
-
-def _loss(model: Qwen3ForCausalLM, examples: list[Example]) -> torch.Tensor:
-    """Return the mean cross-entropy of the assistant tokens."""
-    length = max(len(example.ids) for example in examples)
-    pad = model.config.pad_token_id
-    ids_BT = torch.tensor([e.ids + [pad] * (length - len(e.ids)) for e in examples])
-    labels_BT = torch.tensor([e.labels + [IGNORED] * (length - len(e.ids)) for e in examples])
-    hidden_BTD = model.model(ids_BT, use_cache=False).last_hidden_state[:, :-1]
-    trained_BT = labels_BT[:, 1:] != IGNORED
-    logits = model.lm_head(hidden_BTD[trained_BT])
-    return functional.cross_entropy(logits, labels_BT[:, 1:][trained_BT])
+    made, tokenizer = rows(seed), build_tokenizer(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder, "fresh")
+        build_model(tokenizer, seed).save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        train, heldout = Path(folder, "train.jsonl"), Path(folder, "heldout.jsonl")
+        for path, number in ((train, count), (heldout, HELD_OUT)):
+            with path.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in itertools.islice(made, number))
+        result = turnwise.sft(
+            model=fresh,
+            data=train,
+            eval_data=heldout,
+            config={**SETTINGS, "seed": seed, "output_dir": folder},
+            **keys,
+        )
+        assert result.checkpoint is not None
+        ignored = shutil.ignore_patterns("state")
+        shutil.copytree(result.checkpoint, output, ignore=ignored, dirs_exist_ok=True)
+    return result
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="examples.calculator.warm_start", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=MODEL)
+    parser.add_argument("--output", type=Path, default=BUILD / "warm_started")
+    parser.add_argument("--steps", type=int, default=SETTINGS["training"]["steps"])
     options = parser.parse_args()
-    torch.set_num_threads(2)
-    began = time.monotonic()
-
-    def report(update: int, loss: float) -> None:
-        if update % 50 == 0:
-            print(f"update {update:4d}   loss {loss:.3f}   {time.monotonic() - began:.0f} s")
-
-    make_model(options.output, options.seed, WarmStart(), report)
+    make_model(options.output, options.seed, **{"training.steps": options.steps})
     print(f"wrote {options.output}")
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from examples.calculator.conversations import Example, encode_texts
+from examples.calculator.imitation import WarmStart, imitate
 from examples.calculator.model import build_model
 from examples.calculator.tokenizer import train_tokenizer
-from examples.calculator.warm_start import WarmStart, imitate
 
 from .solutions import earns, render, solved_conversation
 

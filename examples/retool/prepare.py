@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from examples.calculator.conversations import IGNORED, Example
+from examples.calculator.imitation import WarmStart, imitate
 from examples.calculator.prepare import MODEL
 from examples.calculator.problems import (
     Row,
@@ -24,7 +25,6 @@ from examples.calculator.problems import (
     train_problems,
     write_rows,
 )
-from examples.calculator.warm_start import WarmStart, imitate
 
 BUILD = Path(__file__).parent / "build"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from examples.calculator.conversations import encode_texts
+from examples.calculator.imitation import WarmStart, imitate
 from examples.calculator.model import build_model
 from examples.calculator.tokenizer import train_tokenizer
-from examples.calculator.warm_start import WarmStart, imitate
 from examples.guess.environment import LARGEST, SMALLEST
 from examples.guess.warm_start import render
 

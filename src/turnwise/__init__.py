@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
     from turnwise.rollouts.sampler import TrajectorySampler
     from turnwise.rollouts.simulated_user import SimulatedUser
-    from turnwise.run.api import evaluate, rollout, serve, train
+    from turnwise.run.api import evaluate, rollout, serve, sft, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
     from turnwise.serving.colocated.host import WorkerHost
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "run.api": ("train", "evaluate", "rollout", "serve"),
+    "run.api": ("train", "sft", "evaluate", "rollout", "serve"),
     "run.commands": ("TrainingResult",),
     "config": ("Config", "load_config"),
     # Your own environment and your own loop.
@@ -155,6 +155,7 @@ __all__ = [
     "replace_prefix_tokens",
     "rollout",
     "serve",
+    "sft",
     "train",
 ]
 

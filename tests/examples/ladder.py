@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import turnwise
-from examples.calculator.warm_start import WarmStart
+from examples.calculator.imitation import WarmStart
 from examples.guess.warm_start import make_model
 from examples.step05_pipeline import pipeline
 from examples.step06_simulated_user import train as simulated_user

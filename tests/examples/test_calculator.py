@@ -23,8 +23,10 @@ from examples.calculator.problems import (
 )
 from examples.calculator.tokenizer import build_tokenizer
 from examples.calculator.tool import TOOL_SCHEMA, calculate
+from examples.calculator.warm_start import rows
+from turnwise.chat.demonstrations import demonstrate, tools_of
 from turnwise.errors import InputError
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import ChatTemplate, Trajectory, write_jsonl
 
 SEED = 3
 
@@ -164,3 +166,15 @@ def test_the_warm_start_trains_on_assistant_turns_and_their_end_alone(tokenizer:
     assert len(turns) == calls + 1
     assert all(turn.startswith("<tool_call>") for turn in turns[:calls])
     assert turns[-1] == solved_conversation(row)[-1]["content"]
+
+
+def test_each_row_of_the_warm_start_is_exact(template: ChatTemplate) -> None:
+    for row in itertools.islice(rows(SEED), 20):
+        made = demonstrate(template, row["messages"], tools_of(row))
+        said = [message for message in row["messages"] if message["role"] == "assistant"]
+        assert len(made.turns) == len(said)
+        (branch,) = made.samples()
+        rendered = template.render(
+            row["messages"], tools=tools_of(row), add_generation_prompt=False
+        )
+        assert rendered[: len(branch.token_ids)] == branch.token_ids

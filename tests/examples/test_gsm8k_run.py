@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.calculator.warm_start import WarmStart
+from examples.calculator.imitation import WarmStart
 from examples.gsm8k.warm_start import make_model
 from tests.conftest import ROOT
 from tests.test_cli import metrics_of, turnwise

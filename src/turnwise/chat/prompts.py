@@ -144,7 +144,7 @@ def spliced_prompt(
         return before, template.render(shown, tools=tools)
 
     try:
-        shown: Sequence[Message] = [_with_objects(message) for message in messages]
+        shown: Sequence[Message] = [with_objects(message) for message in messages]
         ids = rendered(shown)
     except Exception:  # of a template that takes arguments as text alone
         shown, ids = messages, rendered(messages)
@@ -164,7 +164,7 @@ def spliced_prompt(
         raise RefusedParameter(name, f"{name}: {error}") from error
 
 
-def _with_objects(message: Message) -> Message:
+def with_objects(message: Message) -> Message:
     """Return a message with the arguments of its calls as objects, which most templates take;
     clients send them as text."""
     calls = []

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +35,12 @@ Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines f
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
+NewFile = Annotated[
+    str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
+]
+Resume = Annotated[
+    Path | None, typer.Option(help="A run's folder, to continue from its last whole checkpoint.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -49,7 +55,7 @@ _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
 )
-_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck")
+_ON_LINUX = ("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck")
 """Commands that need processes, engines or their stacks; the others read files on any system."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
@@ -84,25 +90,42 @@ def options(
 @command_of(app)
 async def train(
     command: Command,
-    file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
-    ] = None,
+    file: NewFile = None,
     overrides: Overrides = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="A run's folder, to continue from its last whole checkpoint."),
-    ] = None,
+    resume: Resume = None,
 ) -> None:
     """Train a model; everything about the run goes to its folder."""
-    changes = [*(overrides or ())]
-    if resume is None:
-        if file is None:
-            raise typer.BadParameter("give a FILE, or --resume runs/NAME")
-        await _train(command.of(load_config(file, changes)))
-        return
-    if file is not None:
-        changes.insert(0, file)
-    await _train(command.of(commands.config_of_run(resume, changes)), resume)
+    await _train(_config_of(command, file, overrides, resume), resume)
+
+
+def _config_of(
+    command: Command,
+    file: str | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    optional: Sequence[str] = (),
+) -> Config:
+    """Return the configuration of a file, or of a run that is resumed, where the place of the file
+    may have a change."""
+    if resume is not None:
+        changes = [*([file] if file else []), *(overrides or ())]
+        return command.of(commands.config_of_run(resume, changes, optional=optional))
+    if file is None:
+        raise typer.BadParameter("give a FILE, or --resume runs/NAME")
+    return command.of(load_config(file, overrides or (), optional=optional))
+
+
+@command_of(app)
+async def sft(
+    command: Command,
+    file: NewFile = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+) -> None:
+    """Train on the rows of data.path themselves: conversations, trajectories or traces."""
+    config = _config_of(command, file, overrides, resume, optional=("environment",))
+    result = await commands.sft(config, Console(), resume)
+    print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
 
 
 @command_of(app)

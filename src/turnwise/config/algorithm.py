@@ -180,6 +180,12 @@ class Dpo(Section):
     """Strength of the pull towards the reference model."""
 
 
+class CrossEntropy(Section):
+    """Log-likelihood weighted by the advantage, without a ratio: the loss of `turnwise sft`."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+
+
 OWN_CLASS = "package.module:Class"  # form of a name that refers to a user-defined class
 
 
@@ -357,6 +363,7 @@ class AlgorithmConfig(Section):
         | Annotated[Vespo, Tag("vespo")]
         | Annotated[Dppo, Tag("dppo")]
         | Annotated[Dpo, Tag("dpo")]
+        | Annotated[CrossEntropy, Tag("cross_entropy")]
         | Annotated[OwnLoss, Tag(OWN_CLASS)],
         Discriminator(_kind_of),
     ] = PpoClip()

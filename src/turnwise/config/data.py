@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+from turnwise.config.row_filter import RowFilter
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's description of an adapter, in its folder
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -137,13 +138,23 @@ def _checked_names(sets: dict[str, str]) -> dict[str, str]:
     return sets
 
 
+def _checked_filter(expression: str) -> str:
+    RowFilter(expression)
+    return expression
+
+
 class RowsConfig(Section):
     """Rows for training and evaluation of one environment."""
 
     path: str | None = None
     """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, the
-    name of a Hugging Face dataset, or `environment` for the rows that the environment makes. All
-    values of a .csv or .tsv file are read as text."""
+    name of a Hugging Face dataset, `environment` for the rows that the environment makes, or a run
+    folder for the trajectories of its steps (`turnwise sft`). All values of a .csv or .tsv file are
+    read as text."""
+    filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
+    """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: fields of
+    the row, comparisons, and, or, not, in, and len(). `turnwise sft` applies it to held-out
+    rows too. Null uses all rows."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""
@@ -159,7 +170,8 @@ class RowsConfig(Section):
     eval_split: str = "test"
     """Split of data.eval_path when it is a Hugging Face dataset."""
     limit: PositiveInt | None = None
-    """Number of rows to use from the start of data.path; null uses all."""
+    """Number of rows to use from the start of data.path, of those that meet data.filter; null uses
+    all."""
     eval_limit: PositiveInt | None = None
     """Number of rows to use from the start of data.eval_path; null uses all."""
 

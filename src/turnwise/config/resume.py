@@ -51,7 +51,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
     (False, "the checkpoint's adapter has this form"): "model.lora",
     (True, "applies from now on, if the number of rows stays and they have the same names"): (
-        "data.path data.subset data.split data.limit"
+        "data.path data.subset data.split data.limit data.filter"
     ),
     (True, "applies to the next evaluation"): (
         "data.eval_path data.eval_sets data.eval_split data.eval_limit eval"

@@ -63,7 +63,8 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
                 yield name, message
 
     def find(row: JsonObject) -> list[Alarm]:
-        if not row["step"]:  # the model before training
+        # Of the model before training, or of supervised training: alarms are about rollouts.
+        if not row["step"] or "reward_mean" not in row:
             return []
         rows.append(row)
         found = [Alarm(name, row["step"], said) for name, said in messages() if name not in raised]

@@ -52,8 +52,9 @@ class StepMetrics:
 
     step: Annotated[int | None, Series("turnwise_step")] = None
     """Training step; 0 is the initial model, None a step of a custom pipeline."""
-    reward_mean: Annotated[float, Series("turnwise_reward")] = 0.0
-    """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
+    reward_mean: Annotated[float | None, Series("turnwise_reward")] = 0.0
+    """Mean reward of the step's trajectories; at step 0, of the held-out trajectories. None in
+    supervised training."""
     reward_std: float | None = None
     """Standard deviation of these rewards (with n - 1); None of fewer than two."""
     reward_parts: dict[str, float] | None = None
@@ -213,6 +214,12 @@ class StepMetrics:
     """Held-out trajectories that failed, by reason: they count as wrong."""
     heldout_seconds: float | None = None
     """Seconds from the evaluation's start to its end."""
+    loss_heldout: float | None = None
+    """In supervised training, the mean cross-entropy of the trained tokens of held-out rows."""
+    refused: Counts = None
+    """Rows that supervised training refuses, by reason; refused.jsonl names each."""
+    epoch: float | None = None
+    """Number of epochs of supervised training so far."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None
     """Seconds since the end of the previous step."""
     phase_seconds: Annotated[

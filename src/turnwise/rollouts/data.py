@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from turnwise.config import Config
+from turnwise.config.row_filter import RowFilter
+from turnwise.core.files import numbered
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
@@ -29,13 +31,21 @@ from turnwise.rollouts.environment import (
     make_rows,
     name_of,
 )
-from turnwise.rollouts.problems import JoinedProblems, Lazy, Problems, Row
+from turnwise.rollouts.problems import (
+    ChosenRows,
+    Joined,
+    JoinedProblems,
+    Lazy,
+    Problems,
+    Row,
+)
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
 _EAGER_BYTES = 2**22  # maximum size of a JSON Lines or CSV file whose rows are made at once
+_FIRST_ROWS = 100  # rows in which a condition's fields are looked for
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -51,8 +61,9 @@ def load_rows(
 
     Args:
         path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
-            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub;
-            or `worker: COMMAND`, for the tasks that an agent's worker lists.
+            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub; a
+            run folder, for the trajectories of its steps; or `worker: COMMAND`, for the tasks that
+            an agent's worker lists.
         split: Split of a dataset that has several.
         subset: Configuration name of a dataset on the Hub.
         agent_env: `rollout.agent_env`, for an agent's worker.
@@ -71,6 +82,8 @@ def load_rows(
     elif file.suffix in DATA_FILES and not file.is_dir():
         with _naming_file(file):
             rows = _READERS[file.suffix](file, limit)
+    elif steps := numbered(file / "trajectories", "step", ".jsonl"):
+        rows = Joined([_read_jsonl(step, None) for step in steps])
     else:
         rows = _read_dataset(path, split, subset)
     if not rows:
@@ -124,12 +137,42 @@ def _rows_of(
         split, path, part, limit = "train", data.path, data.split, data.limit
     else:
         raise InputError("data.path must be set: there are no rows")
+    condition = None if split == "eval" else data.filter
+    most = limit if condition is None else None
+    name = of = path
     if path == ENVIRONMENT:
         environment = environment or configured_environment(config)
-        name = f"{name_of(environment)}.rows({split!r})"
-        return split, checked_rows(make_rows(environment, split), name, limit)
-    agent_env = config.rollout.agent_env
-    return path, load_rows(path, split=part, subset=data.subset, limit=limit, agent_env=agent_env)
+        name, of = split, f"{name_of(environment)}.rows({split!r})"
+        rows = checked_rows(make_rows(environment, split), of, most)
+    else:
+        agent_env = config.rollout.agent_env
+        rows = load_rows(path, split=part, subset=data.subset, limit=most, agent_env=agent_env)
+    return name, rows if condition is None else chosen_rows(rows, condition, of, limit)
+
+
+def chosen_rows(
+    rows: Sequence[Row], condition: str, name: str, limit: int | None = None
+) -> ChosenRows:
+    """Return the first rows that meet `data.filter`, which reads all until there are enough.
+
+    Raises:
+        InputError: when no row meets it, or none of the first ones has a field that it reads.
+    """
+    meets, numbers = RowFilter(condition), array("Q")
+    known = dict.fromkeys(key for row in islice(rows, _FIRST_ROWS) for key in row)
+    if unknown := sorted(meets.fields - known.keys()):
+        raise InputError(
+            f"data.filter: rows of {name} have no field {unknown[0]}; they have "
+            f"{', '.join(map(str, known))}"
+        )
+    for number, row in enumerate(rows, start=1):
+        if meets(row):
+            numbers.append(number)
+            if len(numbers) == limit:
+                break
+    if not numbers:
+        raise InputError(f"data.filter: none of the {len(rows):,} rows of {name} meets {condition}")
+    return ChosenRows(rows, numbers)
 
 
 def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:

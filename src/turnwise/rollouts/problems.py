@@ -6,7 +6,7 @@ that were reported, so a restored stream continues exactly where the earlier one
 
 import logging
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +51,27 @@ class Lazy(Sequence[_T]):
         return self._make(range(self._count)[index])
 
 
+class Joined(Lazy[_T]):
+    """The items of several sequences, one after another."""
+
+    def __init__(self, parts: Sequence[Sequence[_T]]) -> None:
+        self._ends = ends = list(accumulate(map(len, parts)))
+
+        def item(number: int) -> _T:
+            part = bisect_right(ends, number)
+            return parts[part][number - (ends[part - 1] if part else 0)]
+
+        super().__init__(ends[-1] if ends else 0, item)
+
+
+class ChosenRows(Lazy[Row]):
+    """Some of the rows of a sequence, by their numbers in it, which count from 1 and increase."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        super().__init__(len(numbers), lambda index: rows[numbers[index] - 1])
+        self.numbers = numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     id: str
@@ -70,27 +91,27 @@ class Problems(Lazy[Problem]):
     ) -> None:
         super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
         self._name = "/".join(filter(None, (environment, heldout_set, Path(path).name)))
+        self._numbers: Sequence[int] = range(1, len(rows) + 1)
+        if isinstance(rows, ChosenRows):
+            self._numbers = rows.numbers
         self.in_memory = isinstance(rows, list)  # reading a row runs no other code
 
     def name(self, index: int) -> str:
         """Return the id of a problem without reading its row."""
-        return f"{self._name}:{index + 1}"
+        return f"{self._name}:{self._numbers[index]}"
+
+    def index_of(self, number: int) -> int:
+        """Return the index of the problem of a row, or any other if there is none."""
+        return bisect_left(self._numbers, number)
 
 
-class JoinedProblems(Lazy[Problem]):
+class JoinedProblems(Joined[Problem]):
     """The problems of several environments, or held-out sets, by name, one after another."""
 
     def __init__(self, parts: Mapping[str, Problems]) -> None:
+        super().__init__(list(parts.values()))
         self.parts = parts
-        each = list(parts.values())
-        ends = self._ends = list(accumulate(map(len, each)))
-        self.in_memory = all(part.in_memory for part in each)
-
-        def problem(number: int) -> Problem:
-            part = bisect_right(ends, number)
-            return each[part][number - (ends[part - 1] if part else 0)]
-
-        super().__init__(ends[-1], problem)
+        self.in_memory = all(part.in_memory for part in parts.values())
 
     def name_of_part(self, index: int) -> str:
         """Return the name of the part that a problem is in."""
@@ -153,10 +174,13 @@ class ProblemStream:
 
     def _index(self, name: str) -> int:
         problems, number = self._problems, name.rpartition(":")[2]
-        if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
+        if number.isdecimal():  # as `Problems` names
             index = int(number) - 1
-            known = problems.name(index) if isinstance(problems, Problems) else problems[index].id
-            if name == known:
+            if isinstance(problems, Problems):
+                index = problems.index_of(int(number))
+                if index < len(problems) and name == problems.name(index):
+                    return index
+            elif 0 <= index < len(problems) and name == problems[index].id:
                 return index
         if not isinstance(problems, Problems):
             for index, problem in enumerate(problems):

@@ -1,4 +1,4 @@
-"""Plain calls for programs: train, evaluate, rollout, serve; `turnwise` exports them.
+"""Plain calls for programs: train, sft, evaluate, rollout, serve; `turnwise` exports them.
 
 They run the commands in a separate thread, so that scripts, notebooks and programs with a running
 event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
@@ -86,6 +86,50 @@ def train(
     resolved, inputs = _prepare(config, keys, values, environment, data, eval_data, resume=resume)
     console, run = Console(quiet=not progress), None if resume is None else Path(resume)
     work = partial(commands.train, resolved, console, run, inputs)
+    return run_command(work, "the training run")
+
+
+def sft(
+    model: str | Path | None = None,
+    data: Source = None,
+    steps: int | None = None,
+    *,
+    eval_data: Source = None,
+    config: ConfigSource = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **keys: object,
+) -> TrainingResult:
+    """Train a model on rows themselves (supervised), without engines and without rewards.
+
+    Args:
+        model: Folder or Hugging Face name of the model to start from (model.path).
+        data: Rows, or a path or name (data.path): dictionaries with `messages`, and `tools` if
+            there are any; trajectories of a run, or its folder; or training traces.
+        steps: Training steps of `rollout.prompts_per_step` rows each (training.steps).
+        eval_data: Held-out rows, as `data` (data.eval_path), whose loss is measured.
+        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        resume: Folder of a supervised run to continue from its last complete checkpoint, with its
+            own configuration; cannot be combined with `config`.
+        progress: Print a live table on a terminal, or lines elsewhere.
+        **keys: Other keys of the configuration, over `config`.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+        StepError: when more than rollout.max_failed_fraction of the rows cannot be exact.
+
+    Example:
+        result = turnwise.sft(model="Qwen/Qwen3-0.6B", data="rows.jsonl", steps=100)
+        # Rejection sampling: the trajectories of a run that earned the reward.
+        good = {"data.filter": "reward >= 1", "name": "good"}
+        turnwise.sft(model="Qwen/Qwen3-0.6B", data="runs/run", steps=100, **good)
+    """
+    values: dict[str, object] = {"model.path": model, "training.steps": steps}
+    resolved, inputs = _prepare(
+        config, keys, values, None, data, eval_data, optional=["environment"], resume=resume
+    )
+    console, run = Console(quiet=not progress), None if resume is None else Path(resume)
+    work = partial(commands.sft, resolved, console, run, inputs)
     return run_command(work, "the training run")
 
 

@@ -18,6 +18,7 @@ from turnwise.trajectory import Trajectory
 
 _QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
+_SUPERVISED = ("now", "elapsed", "step", "train tok/s", "left")  # columns of supervised training
 _Result = TypeVar("_Result")
 
 
@@ -70,7 +71,7 @@ class Display:
         """Begin a phase of `total` parts; 0 if they cannot be counted."""
         self._phase, self._done, self._total = name, 0, total
         self._phase_began = time.perf_counter()
-        if name == "rollout" and self._first_step is None:
+        if name in ("rollout", "read") and self._first_step is None:
             self._first_step = self._phase_began
 
     def advance(self) -> None:
@@ -81,14 +82,24 @@ class Display:
         self._last = metrics
         self._steps_here += bool(metrics.step)
         environments = metrics.environments or {}
-        parts = [
-            f"step {metrics.step or 0:>4}/{self._steps}",
-            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
-            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
-            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
-            f"stale {metrics.staleness_max}",
-            f"{metrics.step_seconds or 0:.1f} s",
-        ]
+        parts = [f"step {metrics.step or 0:>4}/{self._steps}"]
+        train = f"train {metrics.train_tokens_per_s:6,.0f} tok/s"
+        if metrics.reward_mean is None:  # supervised training
+            parts += [f"epoch {metrics.epoch or 0:.2f}", f"loss {_known(metrics.loss)}", train]
+            if metrics.loss_heldout is not None:
+                parts.append(f"held-out loss {metrics.loss_heldout:.4f}")
+            if metrics.refused:
+                parts.append(
+                    f"refused: {', '.join(f'{k} {n}' for k, n in metrics.refused.items())}"
+                )
+        else:
+            parts += [
+                f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
+                f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
+                train,
+                f"stale {metrics.staleness_max}",
+            ]
+        parts.append(f"{metrics.step_seconds or 0:.1f} s")
         if left := self._time_left():
             parts.append(f"left {left}")
         parts += self._heldout(metrics)
@@ -165,13 +176,17 @@ class Display:
         if self._steps:
             columns |= {
                 "step": f"{last.step or 0 if last else 0}/{self._steps}",
-                "reward": f"{last.reward_mean:.3f}" if last else "–",
-                "held-out": f"{self._accuracy:.3f}" if self._accuracy is not None else "–",
+                "reward": _known(last.reward_mean if last else None),
+                "held-out": _known(self._accuracy),
                 "rollout tok/s": f"{last.rollout_tokens_per_s or 0:,.0f}" if last else "–",
                 "train tok/s": f"{last.train_tokens_per_s:,.0f}" if last else "–",
                 "staleness": str(last.staleness_max) if last else "–",
                 "left": self._time_left() or "–",
             }
+            if last and last.reward_mean is None:  # supervised training
+                columns = {name: columns[name] for name in _SUPERVISED} | {
+                    "loss": _known(last.loss)
+                }
         for name in columns:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())
@@ -180,6 +195,10 @@ class Display:
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _known(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:

@@ -18,9 +18,10 @@ from functools import partial
 from typing import NamedTuple
 
 from turnwise.errors import InputError, first_line
-from turnwise.trajectory.bridge import bridge, overlap
+from turnwise.trajectory.bridge import bridge
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.left_out import left_out
+from turnwise.trajectory.sampled_text import THOUGHT_END, sampled_text, up_to_end
 from turnwise.trajectory.trajectory import Message
 
 TOOLS: Tools = [
@@ -37,7 +38,6 @@ TOOLS: Tools = [
         },
     }
 ]
-_THOUGHT_END = "</think>"
 
 
 class Verdict(NamedTuple):
@@ -78,7 +78,7 @@ def check_template(template: ChatTemplate) -> list[CaseResult]:
     system = _message("system", "Be brief.")
     answer = _message("assistant", "It rains.")
     cut = _message("assistant", "It rai")
-    thought = _message("assistant", f"<think>\nI know it.\n{_THOUGHT_END}\n\nIt rains.")
+    thought = _message("assistant", f"<think>\nI know it.\n{THOUGHT_END}\n\nIt rains.")
     one, two = _calling("Oslo"), _calling("Oslo", "Bergen")
     result, other = (
         _message("tool", content, name="weather", tool_call_id=f"call{index:05d}")
@@ -124,24 +124,14 @@ def _try(
 ) -> CaseResult:
     try:
         opening = template.render_text(before, tools=tools)
-        sampled = content = str(turn["content"])
+        sampled: str | None = str(turn["content"])
         if not cut_off:  # the model samples the turn up to the token that ends it
             ended = template.render_text([*before, turn], tools=tools, add_generation_prompt=False)
-            text = ended[len(opening) :]
-            if not ended.startswith(opening):  # the template writes a finished turn differently
-                text = ended[ended.rfind(content or "weather") :]
-            ends = list(template.special_token_pattern.finditer(text))
-            if turn.get("tool_calls"):
-                sampled = text[: ends[-1].end()] if ends else text
-            else:
-                answer = content.rpartition(_THOUGHT_END)[2].strip()
-                said = text.rfind(answer) + len(answer)
-                ends = [end for end in ends if end.start() >= said][:1]
-                ending = text[said : ends[0].end()] if ends else text[said:]
-                sampled = text[:said] + ending
-                if _THOUGHT_END in content and (opened := overlap(opening, content)):
-                    # The generation prompt opens the block of reasoning; the model goes on in it.
-                    sampled = content[opened:] + ending
+            sampled = sampled_text(template, opening, ended, turn, tools)
+            if sampled is None:  # the template writes a finished turn differently
+                said = str(turn["content"]).rpartition(THOUGHT_END)[2].strip()
+                start = ended.rfind(said or "weather")
+                sampled = up_to_end(template, ended[start:], tools)
         whole = template.render_text([*before, turn, *after], tools=tools)
     except Exception as error:  # a template may raise anything
         return CaseResult(case, "refuses", f"{type(error).__name__}: {error}")

@@ -406,7 +406,12 @@ class Trajectory:
     def from_json(cls, line: str) -> "Trajectory":
         """Read a line that `to_json` wrote; TrajectoryError when a turn's parent is not before
         it."""
-        tree = json.loads(line)
+        return cls.from_tree(json.loads(line))
+
+    @classmethod
+    def from_tree(cls, tree: JsonObject) -> "Trajectory":
+        """Make a trajectory of such a line's JSON object, which is left as it is."""
+        tree = dict(tree)
         turns = [
             Turn(
                 **turn

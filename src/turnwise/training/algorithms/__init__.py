@@ -53,6 +53,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "vespo": losses.VespoLoss,
     "dppo": lambda config: losses.Formula(partial(losses.dppo, config)),
     "dpo": losses.DpoLoss,
+    "cross_entropy": lambda _: losses.CrossEntropyLoss(),
 }
 """The same for `algorithm.loss.name`."""
 _Kind = TypeVar("_Kind", Advantage, Loss)

@@ -235,6 +235,21 @@ class DpoLoss(Loss):
         return self.unclipped(tokens, pair_loss_P[tokens.sequence_N // 2])
 
 
+class CrossEntropyLoss(Loss):
+    """Cross-entropy of the trained tokens: supervised training.
+
+        loss_t = -A_t * log pi(t)
+
+    In `turnwise sft` each advantage is 1, so that `token_mean` is the mean negative log-likelihood
+    of the step's tokens. In reinforcement learning it is REINFORCE without an importance ratio
+    (Williams, "Simple Statistical Gradient-Following Algorithms", 1992), for samples of the current
+    weights.
+    """
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        return self.unclipped(tokens, -tokens.advantages_N * tokens.logprobs_N)
+
+
 def choose_pairs(rewards: Sequence[float]) -> tuple[int, int] | None:
     """Return the indices of a group's best and worst reward, the first of ties; None if all rewards
     are equal or there are fewer than two."""

@@ -38,6 +38,7 @@ function passAtMost(heldout) {
 const CHARTS = [
   ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "reward_left", "no_signal"] }],
   ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout], ["pass@n", (row) => passAtMost(row.heldout)]], { low: 0, high: 1, sparse: true }],
+  ["Loss", "supervised, nats per token", [["train", (row) => (row.reward_mean === undefined ? row.loss : null)], ["held out", (row) => row.loss_heldout]], { low: 0, sparse: true }],
   ["Length", "sampled tokens of a trajectory", [["tokens", perTrajectory]], { alarm: ["truncated"] }],
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
   ["Entropy", "nats per token", [["entropy", (row) => row.entropy]], { low: 0, alarm: ["entropy_left"] }],
@@ -131,7 +132,7 @@ function runTable(runs, rows) {
     return h("tr", null,
       h("td", null, h("i", { class: "swatch", style: { background: runColor(index) } }), ` ${run.name}`),
       h("td", { class: "number" }, last ? last.step : 0),
-      h("td", { class: "number" }, last ? short(mean(trained.slice(-5).map((row) => row.reward_mean))) : "–"),
+      h("td", { class: "number" }, last && last.reward_mean !== undefined ? short(mean(trained.slice(-5).map((row) => row.reward_mean))) : "–"),
       h("td", { class: "number" }, measured.length ? `${short(measured[0].accuracy_heldout)} → ${short(measured.at(-1).accuracy_heldout)}` : "–"),
       h("td", { class: "number" }, last ? short(last.step_seconds) : "–"),
       h("td", null, files.length ? h("a", { href: link(run.name, files.filter((name) => name.startsWith("step-")).at(-1) ?? files.at(-1)) }, `Open ${files.filter((name) => name.startsWith("step-")).at(-1) ?? files.at(-1)}`) : h("span", { class: "quiet" }, "no trajectories yet")));

@@ -1,0 +1,148 @@
+"""Written conversations as trajectories, with the masks that rollouts would have."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.trajectory.published import TOOLS, TURN_ENDS, chat_template, template_of
+from turnwise.chat.demonstrations import demonstrate, tools_of
+from turnwise.errors import TrajectoryError
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
+
+ASKED: Message = {"role": "user", "content": "How much is 2 + 2?"}
+MORE: Message = {"role": "user", "content": "And 3 + 3?"}
+RESULT: Message = {"role": "tool", "name": "calculate", "tool_call_id": "call00000", "content": "4"}
+
+
+def said(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+def calling(arguments: Any) -> Message:
+    call = {"id": "call00000", "type": "function"}
+    call["function"] = {"name": "calculate", "arguments": arguments}  # type: ignore[assignment]
+    return said("", tool_calls=[call])
+
+
+WITH_TOOLS = [ASKED, calling({"a": "2+2"}), RESULT, said("It is 4."), MORE, said("It is 6.")]
+PLAIN = [ASKED, said("It is 4."), MORE, said("It is 6.")]
+THOUGHT = [
+    ASKED,
+    said("<think>\nI add.\n</think>\n\nIt is 4."),
+    MORE,
+    said("<think>\nI add again.\n</think>\n\nIt is 6."),
+]
+ROLLOUTS = [
+    *(("qwen2_5", WITH_TOOLS), ("qwen3", WITH_TOOLS), ("gptoss", WITH_TOOLS)),
+    *(("qwen3", THOUGHT), ("deepseek_r1_distill", THOUGHT), ("qwen3_6", THOUGHT)),
+    *(("llama3", PLAIN), ("gemma", PLAIN), ("phi3", PLAIN), ("cohere", PLAIN)),
+]
+
+
+def texts(template: ChatTemplate, trajectory: Trajectory) -> list[str]:
+    return [template.decode_all(turn.completion_token_ids) for turn in trajectory.turns]
+
+
+def reason_of(template: ChatTemplate, messages: list[Message], tools: Any = None) -> str:
+    with pytest.raises(TrajectoryError) as refused:
+        demonstrate(template, messages, tools)
+    return refused.value.reason
+
+
+@pytest.mark.parametrize(("name", "messages"), ROLLOUTS)
+def test_each_turn_is_trained_up_to_the_token_that_ends_it(
+    name: str, messages: list[Message]
+) -> None:
+    template = chat_template(name, "bpe")
+    made = demonstrate(template, messages, TOOLS if messages is WITH_TOOLS else None)
+    turns = [message for message in messages if message["role"] == "assistant"]
+    assert len(made.turns) == len(turns)
+    for text, message in zip(texts(template, made), turns, strict=True):
+        assert text.endswith(tuple(TURN_ENDS))
+        answer = message["content"].rpartition("</think>")[2].strip()
+        assert (answer or "calculate") in text
+    (branch,) = made.samples()
+    assert made.branches()[0].token_ids == branch.token_ids
+    report = audit(made)
+    assert report.violations == 0, report.first_violation
+    assert (report.forked, report.tokens_trained) == ({}, made.sampled_tokens)
+    trained = [i for i, m in zip(branch.token_ids, branch.response_mask, strict=True) if m]
+    assert template.decode_all(trained) == "".join(texts(template, made))
+
+
+def test_the_tokens_are_those_of_the_template_where_that_rewrites_nothing() -> None:
+    for tokenizer in ("bpe", "tekken"):
+        template = chat_template("qwen2_5", tokenizer)
+        (branch,) = demonstrate(template, WITH_TOOLS, TOOLS).samples()
+        whole = template.render(WITH_TOOLS, tools=TOOLS, add_generation_prompt=False)
+        assert whole[: len(branch.token_ids)] == branch.token_ids
+
+
+def test_reasoning_stays_in_the_history_as_in_rollouts() -> None:
+    """Qwen 3's template leaves it out of earlier turns, and a rollout never does."""
+    template = chat_template("qwen3", "bpe")
+    (branch,) = demonstrate(template, THOUGHT).samples()
+    assert "I add." in template.decode_all(branch.token_ids)
+    rendered = template.render_text(THOUGHT, add_generation_prompt=False)
+    assert "I add.\n" not in rendered
+
+
+def test_arguments_may_be_text_as_clients_send_them() -> None:
+    template = chat_template("qwen2_5", "bpe")
+    as_text = [ASKED, calling(json.dumps({"a": "2+2"})), *WITH_TOOLS[2:]]
+    assert demonstrate(template, as_text, TOOLS) == demonstrate(template, WITH_TOOLS, TOOLS)
+    assert tools_of({"tools": json.dumps(TOOLS)}) == tools_of({"tools": TOOLS}) == TOOLS
+    assert tools_of({}) is tools_of({"tools": ""}) is None
+
+
+def test_a_message_of_weight_0_is_context() -> None:
+    template = chat_template("qwen2_5", "bpe")
+    light = [ASKED, said("It is 5.", weight=0), MORE, said("It is 6.")]
+    made = demonstrate(template, light)
+    assert texts(template, made) == ["It is 6.<|im_end|>"]
+    assert "It is 5.<|im_end|>" in template.decode_all(made.prompt_token_ids(0))
+    assert demonstrate(template, [*PLAIN[:3], said("no", weight=0)]).turns[1:] == []
+
+
+def test_quoted_special_tokens_end_no_turn() -> None:
+    template = chat_template("qwen2_5", "bpe")
+    made = demonstrate(template, [ASKED, said("Turns end with <|im_end|>, you know.")])
+    assert texts(template, made) == ["Turns end with <|im_end|>, you know.<|im_end|>"]
+
+
+def test_what_the_template_changes_is_refused() -> None:
+    qwen = chat_template("qwen2_5", "bpe")
+    assert reason_of(qwen, [ASKED, said("4", reasoning="I add.")]) == "content_changed"
+    cuts = template_of(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:30] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert texts(cuts, demonstrate(cuts, [ASKED, said("4")])) == ["4<|im_end|>"]
+    assert reason_of(cuts, [ASKED, said("It is four, if I am not mistaken.")]) == "content_changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "reason"),
+    [
+        ("qwen2_5", [ASKED], "nothing_to_train"),
+        ("qwen2_5", [ASKED, {"content": "4"}], "malformed"),
+        ("qwen2_5", [ASKED, said("", tool_calls=[{"name": "x"}])], "malformed"),
+        ("qwen2_5", [{**ASKED, "content": [{"type": "image"}]}, said("4")], "not_text"),
+        ("deepseek_r1_distill", PLAIN, "unlike_generation"),
+        ("glm4moe", PLAIN, "no_turn_end"),
+        ("gemma", [{"role": "system", "content": "Be brief."}, *PLAIN], "template_refuses"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_a_reason(
+    name: str, messages: list[Message], reason: str
+) -> None:
+    assert reason_of(chat_template(name, "bpe"), messages) == reason
+
+
+def test_tools_and_results_that_the_prompt_does_not_show_are_refused() -> None:
+    assert reason_of(chat_template("gemma", "bpe"), WITH_TOOLS, TOOLS) == "tools_hidden"
+    assert reason_of(chat_template("phi3", "bpe"), [*WITH_TOOLS]) in (
+        "message_dropped",
+        "content_changed",
+    )

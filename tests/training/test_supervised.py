@@ -1,0 +1,149 @@
+"""Rows of supervised training as samples, and their loss."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.calculator.conversations import IGNORED, encode, solved_conversation
+from examples.calculator.problems import demonstrations
+from examples.calculator.tool import TOOL_SCHEMA
+from tests.training.test_rank import train
+from turnwise.chat.template import load_template
+from turnwise.config import Config
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts import Problem
+from turnwise.training.rank import TrainerRank
+from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
+from turnwise.trajectory import ChatTemplate, Trajectory
+from turnwise.trajectory.training_trace import to_training_trace
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    return supervised_config(make_config(algorithm={"loss": "gspo"}, sampling={"temperature": 0.5}))
+
+
+@pytest.fixture
+def reader(config: Config, tokenizer: Any) -> RowReader:
+    return RowReader(config, load_template(config, tokenizer))
+
+
+def solutions(count: int) -> list[dict[str, Any]]:
+    taken = (row for row, _ in zip(demonstrations(0), range(count), strict=False))
+    return [{"messages": solved_conversation(row), "tools": [TOOL_SCHEMA]} for row in taken]
+
+
+def read(reader: RowReader, row: dict[str, Any]) -> Trajectory:
+    return reader.read(Problem("rows:1", row))
+
+
+def refusal(reader: RowReader, row: dict[str, Any]) -> tuple[str, str]:
+    with pytest.raises(TrajectoryError) as refused:
+        read(reader, row)
+    return refused.value.reason, str(refused.value)
+
+
+def test_only_the_reduction_of_the_algorithm_is_kept(config: Config) -> None:
+    assert config.algorithm.loss.name == "cross_entropy"
+    assert config.sampling.temperature == 1.0
+
+
+def test_masks_are_those_of_a_search_in_the_calculators_template(
+    reader: RowReader, tokenizer: Any
+) -> None:
+    rows = [row for row, _ in zip(demonstrations(0), range(20), strict=False)]
+    for row, example in zip(rows, encode(tokenizer, rows), strict=True):
+        made = {"messages": solved_conversation(row), "tools": [TOOL_SCHEMA]}
+        (sample,) = supervised_samples([read(reader, made)], 0).samples
+        labels = [i if m else IGNORED for i, m in zip(*_both(sample), strict=True)]
+        assert labels == example.labels[: sample.length]
+        assert set(example.labels[sample.length :]) <= {IGNORED}
+
+
+def _both(sample: Any) -> tuple[list[int], list[bool]]:
+    return sample.token_ids_T.tolist(), sample.response_mask_T.tolist()
+
+
+def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader, tokenizer: Any) -> None:
+    (row,) = solutions(1)
+    whole = read(reader, row)
+    (branch,) = whole.samples()
+    stored = json.loads(replace(whole, reward=1.0).to_json())
+    asked, *said = row["messages"]
+    forms = [
+        stored,
+        to_training_trace(whole),
+        {"prompt": [asked], "completion": said, "tools": json.dumps([TOOL_SCHEMA])},
+        {"messages": json.dumps(row["messages"]), "tools": [TOOL_SCHEMA]},
+    ]
+    for form in forms:
+        (other,) = read(reader, form).samples()
+        assert (other.token_ids, other.response_mask) == (branch.token_ids, branch.response_mask)
+    plain = read(reader, {"prompt": "2 + 2?", "completion": "4"})
+    template = ChatTemplate(tokenizer)
+    assert template.decode_all(plain.turns[0].completion_token_ids) == "4<|im_end|>"
+
+
+def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
+    reader: RowReader, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    (row,) = solutions(1)
+    stored = json.loads(read(reader, row).to_json())
+    stored["turns"][0]["completion_token_ids"][0] += 1
+    assert refusal(reader, stored)[0] == "not_exact"
+    assert refusal(reader, {"turns": [{"node_id": 1}]})[0] == "malformed"
+    assert refusal(reader, {"problem_id": "a", "turns": 3})[0] == "malformed"
+    known = Trajectory("a")
+    known.add_turn([1], [10**6], [-1.0], [0], "stop")
+    assert refusal(reader, json.loads(known.to_json())) == (
+        "unknown_token",
+        f"token 1000000 is none of this tokenizer's {len(tokenizer):,}",
+    )
+    assert refusal(reader, json.loads(Trajectory("a").to_json()))[0] == "nothing_to_train"
+    reason, why = refusal(reader, {"question": "2 + 2?", "answer": "4"})
+    assert reason == "unknown_form"
+    assert "this one: question, answer" in why
+    short = supervised_config(make_config(model={"path": "m", "max_length": 8}))
+    assert refusal(RowReader(short, ChatTemplate(tokenizer)), row)[0] == "too_long"
+
+
+def test_a_conversation_needs_a_chat_template_and_stored_ids_none(
+    config: Config, reader: RowReader, bare: Any
+) -> None:
+    without = RowReader(config, ChatTemplate(bare))
+    (row,) = solutions(1)
+    with pytest.raises(InputError, match="has no chat template"):
+        read(without, row)
+    assert read(without, json.loads(read(reader, row).to_json())).turns
+
+
+def test_the_loss_is_transformers_mean_cross_entropy(
+    make_config: Callable[..., Config], reader: RowReader, build: Path
+) -> None:
+    trajectories = [read(reader, row) for row in solutions(6)]
+    batch = supervised_samples(trajectories, 0)
+    assert batch.report.violations == 0
+    assert batch.report.tokens_trained == sum(sample.trained for sample in batch.samples)
+    model: Any = AutoModelForCausalLM.from_pretrained(build / "model", dtype=torch.float32).eval()
+    total, tokens = 0.0, 0
+    for sample in batch.samples:
+        ids, mask = _both(sample)
+        labels = [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]
+        with torch.no_grad():
+            loss = model(torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        total += float(loss) * sample.trained
+        tokens += sample.trained
+    for packing in ("padded", "packed", "shared"):
+        training = {"learning_rate": 1e-4, "threads": 1, "packing": packing}
+        policy = TrainerRank(supervised_config(make_config(training=training)))
+        metrics = train(policy, batch.samples)
+        assert metrics["loss"] == pytest.approx(total / tokens, abs=1e-5)
+        assert metrics["trained_tokens"] == tokens
+        assert metrics["staleness"] == {"0": tokens}
+        assert train(policy, batch.samples)["loss"] < metrics["loss"]
