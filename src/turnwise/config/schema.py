@@ -260,6 +260,17 @@ def _training_mistakes(config: Config) -> Iterator[str]:
         )
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
+    if config.weights.delta:
+        if training.colocated and ranks == 1:
+            yield (
+                "weights.delta: with training.colocated and one rank, the engine reads the "
+                "trainer's own tensors and nothing is sent: set it to false"
+            )
+        if model.lora.rank and config.weights.lora == "adapter":
+            yield (
+                "weights.delta: all values of an adapter change in every update: set it to false, "
+                "or weights.lora to merged"
+            )
 
 
 def stream_mistake(config: Config) -> str:

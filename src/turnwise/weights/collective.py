@@ -6,7 +6,9 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
+    form/<rank>     engine        of an update with a delta: "whole" if it needs all tensors, or ""
     answer/<rank>   engine        "" or the reason for refusing
+    form            trainer       "whole" if one needs them, or "delta"
     go              trainer       "" (broadcasts follow) or the reason why not
     verdict         trainer       "" (the broadcasts were complete) or the reason why not
     done/<rank>     engine        "" (the version is served) or the reason why not
@@ -14,6 +16,7 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,10 +24,20 @@ import torch.distributed as dist
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
+from turnwise.weights.delta import (
+    DeltaSender,
+    HeldWeights,
+    decoded,
+    different_checksum,
+    held_for,
+    pieces_of,
+)
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
+    Chunk,
     Manifest,
+    NamedTensors,
     ReceiverOptions,
     SenderOptions,
     Source,
@@ -32,12 +45,16 @@ from turnwise.weights.transport import (
     StreamReceiver,
     StreamSender,
     Transport,
+    WeightSender,
     check_exhausted,
     chunk_bytes,
     pack,
 )
 
+logger = logging.getLogger(__name__)
+
 _ACCEPT_SHARE = 0.25
+_WHOLE = "whole"
 
 
 class CollectiveTransport(Transport):
@@ -45,14 +62,16 @@ class CollectiveTransport(Transport):
 
     streamed = True
     needs_group = True
+    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> "CollectiveSender":
+    def make_sender(self, options: SenderOptions) -> WeightSender:
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        return CollectiveSender(options)
+        sender = CollectiveSender(options)
+        return DeltaSender(sender, options) if options.delta else sender
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
@@ -60,7 +79,7 @@ class CollectiveTransport(Transport):
         if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
         expected = options.expected_of(manifest)
-        return CollectiveReceiver(options.group, expected, options.device, seconds)
+        return CollectiveReceiver(options.group, expected, options.device, seconds, options)
 
 
 class CollectiveSender(StreamSender):
@@ -70,6 +89,11 @@ class CollectiveSender(StreamSender):
     _rounds = 0
     _buffers: tuple[torch.Tensor, ...] = ()
     _group: ProcessGroup | None = None
+    _delta = torch.empty(0, dtype=torch.uint8)
+
+    def store(self, delta: bytes) -> str:
+        self._delta = torch.frombuffer(bytearray(delta), dtype=torch.uint8)
+        return ""
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """Create the group, with the engines' workers as ranks from 1; replaces an earlier group.
@@ -98,8 +122,19 @@ class CollectiveSender(StreamSender):
             # and delays the others.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
+            chunks = self._chunks
+            if manifest.deltas:
+                answers = [group.get(f"form/{rank}") for rank in group.engine_ranks]
+                if (number, _WHOLE) in answers:
+                    logger.info("an engine asked for all tensors of version %d", version)
+                    group.put("form", number, _WHOLE)
+                else:
+                    group.put("form", number, "delta")
+                    chunks = pieces_of(len(self._delta), manifest.buffer_bytes)
+                    pieces = self._delta.split([chunk_bytes(chunk) for chunk in chunks])
+                    source = iter([(str(i), piece) for i, piece in enumerate(pieces)])
             group.put("go", number, "")
-            self._broadcast(group, version, source)
+            self._broadcast(group, version, chunks, source)
             group.put("verdict", number, "")
             group.wait_engines("done", number, f"load version {version}", self._timeout)
         except BaseException as error:
@@ -109,17 +144,19 @@ class CollectiveSender(StreamSender):
                 group.put(key, number, text)
             raise
 
-    def _broadcast(self, group: ProcessGroup, version: int, source: Source) -> None:
+    def _broadcast(
+        self, group: ProcessGroup, version: int, chunks: Sequence[Chunk], source: Source
+    ) -> None:
         """Broadcast all chunks, even when the source fails: the ranks must stay in step."""
         failure: Exception | None = None
         works: list[dist.Work] = []
 
         def wait(index: int) -> None:
-            what = f"chunk {index + 1} of {len(self._chunks)} of version {version}"
+            what = f"chunk {index + 1} of {len(chunks)} of version {version}"
             why = f"the engines of the process group at {group.where} did not receive {what}"
             group.wait(works[index], why, self._timeout)
 
-        for index, chunk in enumerate(self._chunks):
+        for index, chunk in enumerate(chunks):
             buffer = self._buffers[index % 2]
             if index > 1:
                 wait(index - 2)
@@ -141,11 +178,19 @@ class CollectiveSender(StreamSender):
 
 class CollectiveReceiver(StreamReceiver):
     def __init__(
-        self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
+        self,
+        group: ProcessGroup,
+        expected: StateDictInfo,
+        device: torch.device,
+        seconds: float,
+        options: ReceiverOptions | None = None,
     ) -> None:
         super().__init__(expected, device, seconds)
         group.check_usable()
         self._group = group
+        self._options = options or ReceiverOptions(device, group.rank)
+        self._held: HeldWeights | None = None
+        self._in_pieces = False  # whether what arrives is a delta, and no whole tensors
         self._round = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._work: dist.Work | None = None
@@ -158,12 +203,17 @@ class CollectiveReceiver(StreamReceiver):
             if number > group.last_round and text:
                 self._round = group.last_round = number
                 self._accept(Manifest.from_dict(json.loads(text)))
+                self._ask_for_form()
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
             number, text = group.get("go")
             if number == self._round:
                 if text:
                     raise WeightUpdateError(f"the trainer cancelled the update: {text}")
+                if self.manifest.deltas and group.get("form") == (number, "delta"):
+                    self._in_pieces = True
+                    sizes = self.manifest.deltas[-1].nbytes, self.manifest.buffer_bytes
+                    self._chunks = pieces_of(*sizes)
                 self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
                 self._begin()
         if self._work is not None:
@@ -176,15 +226,44 @@ class CollectiveReceiver(StreamReceiver):
             raise deadline_error(self._seconds, f"the trainer at {group.where} did not {what}")
         return None
 
-    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _ask_for_form(self) -> None:
+        """Prepare the copy of an update with deltas, and report whether it needs all tensors."""
+        manifest = self.manifest
+        if manifest is None or manifest.checksum is None:
+            return
+        self._held, self.reuses_buffers = held_for(manifest, self._options), False
+        if manifest.deltas:
+            form = _WHOLE if self._held.way_to(manifest) is None else ""
+            self._group.put(f"form/{self._group.rank}", self._round, form)
+
+    def chunks(self) -> Iterator[NamedTensors]:
+        if self._held is None:
+            yield from self._arriving()
+            return
+        assert self.manifest is not None
+        if (changed := self._held.bring(self.manifest, self._arriving())) is None:
+            raise WeightUpdateError(different_checksum(self._version))
+        if changed:
+            yield changed
+
+    def _arriving(self) -> Iterator[NamedTensors]:
+        pieces: list[bytes] = []
         for index, chunk in enumerate(self._chunks):
             self._next()
-            yield from self._unpacked(chunk, self._buffers[index % 2])
+            for tensors in self._unpacked(chunk, self._buffers[index % 2]):
+                if self._in_pieces:
+                    pieces += [piece.cpu().numpy().tobytes() for _, piece in tensors]
+                else:
+                    yield tensors
         what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
             raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
+        if self._in_pieces:
+            yield decoded(b"".join(pieces))
 
     def end(self, error: str = "") -> None:
+        if self._held is not None and not error:
+            self._held.settle()
         if not self._round or self._group.broken:
             return
         if self._work is None:

@@ -3,7 +3,8 @@
 Each sender has a subfolder of its own, so that runs can share the folder: it is locked while its
 process lives, and removed at the end, or by a later run on the same machine. A version is a folder
 of shards of bounded size, in the model's order. It is written under a temporary name and then
-renamed, so a visible version is complete; the last two are kept.
+renamed, so a visible version is complete; the last two are kept. Deltas are files in the folder of
+the version from which they lead.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.delta import DeltaReceiver, DeltaSender
 from turnwise.weights.transport import (
     Chunk,
     Manifest,
@@ -63,12 +65,28 @@ class DiskTransport(Transport):
     """Files in a folder that trainer and engines see."""
 
     lasting = True
+    sends_deltas = True
 
     def make_sender(self, options: SenderOptions) -> WeightSender:
-        return DiskSender(options.tensors, options.dtype, options.folder)
+        sender = DiskSender(options.tensors, options.dtype, options.folder)
+        return DeltaSender(sender, options) if options.delta else sender
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        """Check that the files of a version are complete and hold its tensors."""
+        """Check that the files of a version that are missing here are complete."""
+        if (deltas := options.way_to(manifest)) is None:
+            self._check_shards(manifest)
+            deltas = manifest.deltas
+        for delta in deltas:
+            path = Path(delta.path)
+            size = path.stat().st_size if path.exists() else 0
+            if size != delta.nbytes:
+                raise WeightUpdateError(
+                    f"{path} is {size} bytes here, not {delta.nbytes}: trainer and engine must see "
+                    "the same folder"
+                )
+
+    def _check_shards(self, manifest: Manifest) -> None:
+        """Check that the files of all tensors are complete and hold them."""
         wanted = {entry.name: entry for entry in manifest.tensors}
         where = f"{manifest.path} of version {manifest.version}"
         if not (shards := _shards(manifest)):
@@ -92,7 +110,9 @@ class DiskTransport(Transport):
             raise WeightUpdateError(f"{next(iter(wanted))} is missing from {where}")
 
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
-        return StoredReceiver(manifest.version, load(manifest))
+        if manifest.checksum is None:
+            return StoredReceiver(manifest.version, load(manifest))
+        return DeltaReceiver(manifest, options, load, lambda delta: Path(delta.path).read_bytes())
 
 
 class DiskSender(WeightSender):
@@ -110,6 +130,8 @@ class DiskSender(WeightSender):
         if not os.fspath(folder):
             raise InputError("weights.transport: disk needs weights.folder")
         self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
+        self._newest = Path()  # folder of the last version
+        self._deltas = 0  # number of deltas in it
         shared = Path(folder).absolute()
         self._folder = shared / secrets.token_hex(4)
         try:
@@ -162,9 +184,21 @@ class DiskSender(WeightSender):
         versions.sort(key=lambda path: (path == final, path.stat().st_mtime_ns))
         for path in versions[:-_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
+        self._newest, self._deltas = final, 0
         entries = tuple(entry for shard in self._shards for entry in shard)
         nbytes = sum(map(chunk_bytes, self._shards))
         return Manifest(version, self.transport, str(final), nbytes, entries)
+
+    def store(self, delta: bytes) -> str:
+        """Write a delta beside the tensors of the last version."""
+        path = self._newest / f"delta-{self._deltas + 1:05}.safetensors"
+        try:
+            temporary(path).write_bytes(delta)
+            temporary(path).rename(path)
+        except OSError as error:
+            raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
+        self._deltas += 1
+        return str(path)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
-from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
+from turnwise.weights.transport import Manifest, StateDictInfo, check_deltas, find_transport
 
 _T = TypeVar("_T")
 _CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
@@ -323,6 +323,8 @@ async def check_canary(
 def check_transport(config: Config) -> None:
     """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
     transport = find_transport(config.weights.transport)
+    if config.weights.delta:
+        check_deltas(transport, config.weights.transport)
     # The configuration knows this of our own names only.
     if (mistake := stream_mistake(config)) and transport.streamed:
         raise InputError(mistake)
