@@ -49,7 +49,7 @@ def test_a_run_with_deltas_samples_and_learns_the_same_bit_for_bit(
         assert (run / kind).read_bytes() == (plain / kind).read_bytes()
     whole = metrics_of(plain)[-1]["weight_update_bytes"]
     rows = metrics_of(run)
-    assert all(0 < row["weights_changed"] < 0.5 for row in rows)
+    assert 0 < max(row["weights_changed"] for row in rows) < 0.5
     assert all(row["weight_update_bytes"] < whole for row in rows)
 
 

@@ -1,12 +1,12 @@
 """Deltas: of a version of the weights, only what changed since the one before (`weights.delta`).
 
-A step of reinforcement learning moves a weight by about the learning rate. In bfloat16, which keeps
-8 bits of a number, most weights stay what they were (PULSE, https://arxiv.org/abs/2602.03839). The
-trainer compares each version with a copy of the one before, as bits, and sends positions and values
-of those that differ. Each worker of an engine has a copy, too, as the positions count in tensors of
-the model's files, which vLLM shards, fuses and packs: the delta is written into the copy, and vLLM
+A step moves a weight by about the learning rate. Rounded to bfloat16, which keeps 8 bits of a
+number, most weights stay what they were (PULSE, https://arxiv.org/abs/2602.03839). The trainer
+compares each version with a copy of the one before, as bits, and sends positions and values of
+those that differ. Each worker of an engine has a copy, too: positions count in the tensors of the
+model's files, and vLLM shards, fuses and packs these. The delta is written into the copy, and vLLM
 loads the layers that changed from there. So each side needs memory for one more model, and to load
-takes as long as ever.
+takes as long as without deltas.
 
 Values are replaced, not added to, so nothing drifts. Each version has a checksum of all its
 tensors. A delta only fits a copy with the version and checksum of its base, and the result must
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 
@@ -190,12 +191,12 @@ def _encoded(
     name: str, flat: torch.Tensor, differs: torch.Tensor, count: int
 ) -> dict[str, torch.Tensor]:
     """Return the values that differ, and their positions; or the whole tensor if it is shorter."""
-    places = differs.nonzero().squeeze(1)
+    if count * (2 + flat.itemsize) >= flat.nbytes:
+        return {name: flat.clone()}
+    places = torch.from_numpy(np.flatnonzero(differs.numpy()))  # twice as fast as torch's
     gaps = torch.diff(places, prepend=places.new_zeros(1))
     largest = int(gaps.max())
     kind = torch.uint16 if largest < 2**16 else torch.int32 if largest < 2**31 else torch.int64
-    if count * (kind.itemsize + flat.itemsize) >= flat.nbytes:
-        return {name: flat.clone()}
     return {name + _GAPS: gaps.to(kind), name + _VALUES: flat[places]}
 
 
