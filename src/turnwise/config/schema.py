@@ -260,17 +260,10 @@ def _training_mistakes(config: Config) -> Iterator[str]:
         )
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
-    if config.weights.delta:
-        if training.colocated and ranks == 1:
-            yield (
-                "weights.delta: with training.colocated and one rank, the engine reads the "
-                "trainer's own tensors and nothing is sent: set it to false"
-            )
-        if model.lora.rank and config.weights.lora == "adapter":
-            yield (
-                "weights.delta: all values of an adapter change in every update: set it to false, "
-                "or weights.lora to merged"
-            )
+    if config.weights.delta and training.colocated and ranks == 1:
+        yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
+    if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":
+        yield "weights.delta: all values of an adapter change in each update: set it to false"
 
 
 def stream_mistake(config: Config) -> str:

@@ -24,14 +24,7 @@ import torch.distributed as dist
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.delta import (
-    DeltaSender,
-    HeldWeights,
-    decoded,
-    different_checksum,
-    held_for,
-    pieces_of,
-)
+from turnwise.weights.delta import DeltaSender, HeldWeights, chunk_of, decoded, held_for
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
@@ -54,7 +47,7 @@ from turnwise.weights.transport import (
 logger = logging.getLogger(__name__)
 
 _ACCEPT_SHARE = 0.25
-_WHOLE = "whole"
+_WHOLE, _DELTA = "whole", "delta"
 
 
 class CollectiveTransport(Transport):
@@ -79,7 +72,9 @@ class CollectiveTransport(Transport):
         if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
         expected = options.expected_of(manifest)
-        return CollectiveReceiver(options.group, expected, options.device, seconds, options)
+        receiver = CollectiveReceiver(options.group, expected, options.device, seconds)
+        receiver.options = options
+        return receiver
 
 
 class CollectiveSender(StreamSender):
@@ -129,10 +124,9 @@ class CollectiveSender(StreamSender):
                     logger.info("an engine asked for all tensors of version %d", version)
                     group.put("form", number, _WHOLE)
                 else:
-                    group.put("form", number, "delta")
-                    chunks = pieces_of(len(self._delta), manifest.buffer_bytes)
-                    pieces = self._delta.split([chunk_bytes(chunk) for chunk in chunks])
-                    source = iter([(str(i), piece) for i, piece in enumerate(pieces)])
+                    group.put("form", number, _DELTA)
+                    chunks = (chunk_of(manifest.deltas[-1]),)
+                    source = iter([("delta", self._delta)])
             group.put("go", number, "")
             self._broadcast(group, version, chunks, source)
             group.put("verdict", number, "")
@@ -156,8 +150,11 @@ class CollectiveSender(StreamSender):
             why = f"the engines of the process group at {group.where} did not receive {what}"
             group.wait(works[index], why, self._timeout)
 
+        buffers = self._buffers
+        if chunks is not self._chunks:
+            buffers = _two_buffers(max(map(chunk_bytes, chunks)), self._device)
         for index, chunk in enumerate(chunks):
-            buffer = self._buffers[index % 2]
+            buffer = buffers[index % 2]
             if index > 1:
                 wait(index - 2)
             try:
@@ -177,20 +174,16 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
+    options: ReceiverOptions
+    _held: HeldWeights | None = None
+    _in_delta = False  # whether what arrives is a delta, and no whole tensors
+
     def __init__(
-        self,
-        group: ProcessGroup,
-        expected: StateDictInfo,
-        device: torch.device,
-        seconds: float,
-        options: ReceiverOptions | None = None,
+        self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:
         super().__init__(expected, device, seconds)
         group.check_usable()
         self._group = group
-        self._options = options or ReceiverOptions(device, group.rank)
-        self._held: HeldWeights | None = None
-        self._in_pieces = False  # whether what arrives is a delta, and no whole tensors
         self._round = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._work: dist.Work | None = None
@@ -202,18 +195,18 @@ class CollectiveReceiver(StreamReceiver):
             number, text = group.get("offer")
             if number > group.last_round and text:
                 self._round = group.last_round = number
-                self._accept(Manifest.from_dict(json.loads(text)))
-                self._ask_for_form()
+                manifest = Manifest.from_dict(json.loads(text))
+                self._accept(manifest)
+                self._ask_for_form(manifest)
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
             number, text = group.get("go")
             if number == self._round:
                 if text:
                     raise WeightUpdateError(f"the trainer cancelled the update: {text}")
-                if self.manifest.deltas and group.get("form") == (number, "delta"):
-                    self._in_pieces = True
-                    sizes = self.manifest.deltas[-1].nbytes, self.manifest.buffer_bytes
-                    self._chunks = pieces_of(*sizes)
+                self._in_delta = group.get("form") == (number, _DELTA)
+                if self._in_delta:
+                    self._chunks = (chunk_of(self.manifest.deltas[-1]),)
                 self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
                 self._begin()
         if self._work is not None:
@@ -226,44 +219,31 @@ class CollectiveReceiver(StreamReceiver):
             raise deadline_error(self._seconds, f"the trainer at {group.where} did not {what}")
         return None
 
-    def _ask_for_form(self) -> None:
-        """Prepare the copy of an update with deltas, and report whether it needs all tensors."""
-        manifest = self.manifest
-        if manifest is None or manifest.checksum is None:
-            return
-        self._held, self.reuses_buffers = held_for(manifest, self._options), False
-        if manifest.deltas:
+    def _ask_for_form(self, manifest: Manifest) -> None:
+        """Prepare the copy, if the update has a checksum; report whether it needs all tensors."""
+        if manifest.checksum is not None:
+            self._held, self.reuses_buffers = held_for(manifest, self.options), False
             form = _WHOLE if self._held.way_to(manifest) is None else ""
             self._group.put(f"form/{self._group.rank}", self._round, form)
 
     def chunks(self) -> Iterator[NamedTensors]:
-        if self._held is None:
-            yield from self._arriving()
-            return
-        assert self.manifest is not None
-        if (changed := self._held.bring(self.manifest, self._arriving())) is None:
-            raise WeightUpdateError(different_checksum(self._version))
-        if changed:
-            yield changed
+        if self._held is None or self.manifest is None:
+            return self._arriving()
+        return self._held.bring(self.manifest, self._arriving())
 
     def _arriving(self) -> Iterator[NamedTensors]:
-        pieces: list[bytes] = []
         for index, chunk in enumerate(self._chunks):
             self._next()
             for tensors in self._unpacked(chunk, self._buffers[index % 2]):
-                if self._in_pieces:
-                    pieces += [piece.cpu().numpy().tobytes() for _, piece in tensors]
-                else:
-                    yield tensors
+                delta = tensors[0][1].cpu().numpy() if self._in_delta else None
+                yield tensors if delta is None else decoded(delta.tobytes())
         what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
             raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
-        if self._in_pieces:
-            yield decoded(b"".join(pieces))
 
     def end(self, error: str = "") -> None:
         if self._held is not None and not error:
-            self._held.settle()
+            self._held.version = self._version
         if not self._round or self._group.broken:
             return
         if self._work is None:

@@ -3,19 +3,15 @@
 A step moves a weight by about the learning rate. Rounded to bfloat16, which keeps 8 bits of a
 number, most weights stay what they were (PULSE, https://arxiv.org/abs/2602.03839). The trainer
 compares each version with a copy of the one before, as bits, and sends positions and values of
-those that differ. Each worker of an engine has a copy, too: positions count in the tensors of the
-model's files, and vLLM shards, fuses and packs these. The delta is written into the copy, and vLLM
-loads the layers that changed from there. So each side needs memory for one more model, and to load
-takes as long as without deltas.
+those that differ. Positions count in the tensors of the model's files, which vLLM shards, fuses and
+packs: so each worker of an engine has a copy, too, and vLLM loads the layers that changed from it.
 
-Values are replaced, not added to, so nothing drifts. Each version has a checksum of all its
-tensors. A delta only fits a copy with the version and checksum of its base, and the result must
-have the trainer's. A worker whose copy is another one, or that has none because it has just been
-started or failed in an update, gets all tensors.
+Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the version and
+checksum of its base, and the result must have the trainer's before anything is loaded. A worker
+without such a copy, as after its start or an update that failed, gets all tensors.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,17 +39,14 @@ from turnwise.weights.transport import (
     lay_out,
 )
 
-logger = logging.getLogger(__name__)
-
 WHOLE_EVERY = 20
 """Number of versions of which one is sent whole. An engine that is started reads the last of these
-and the deltas since, which at 1 % of the values each, 4 bytes per value of bfloat16, are less than
-half as long. What no checksum finds lasts until then at the most."""
+and the deltas since: at 1 % of the values each, less than half as much again."""
+_WORTH = 0.25  # largest size of a delta, as a share of all tensors
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096  # 8-byte words in a row of the checksum
-_MASK = 2**63 - 1
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
@@ -74,17 +67,16 @@ class HeldWeights:
     def __init__(self, info: StateDictInfo) -> None:
         self.info = dict(info)
         self.version: int | None = None
-        """The version; None while the copy is incomplete, or not the one that an engine loaded."""
+        """The version; None unless the copy is complete, and what the engine has loaded."""
         self.checksum = 0
-        shapes = (
+        meta = (
             (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
             for name, (shape, kind) in self.info.items()
         )
-        entries, self.nbytes = lay_out(shapes, None)
+        entries, self.nbytes = lay_out(meta, None)
         self._entries = {entry.name: entry for entry in entries}
         row = _ROW * 8
         self._buffer = torch.zeros(-(-self.nbytes // row) * row, dtype=torch.uint8)
-        self._arrived: tuple[int, int] | None = None
 
     def tensors(self) -> Source:
         """Yield the tensors in order, as views of the copy."""
@@ -97,18 +89,18 @@ class HeldWeights:
             int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
             for sums in (words.sum(1), words.sum(0))
         )
-        return (rows * _MIXER + columns) & _MASK
+        return (rows * _MIXER + columns) & (2**63 - 1)
 
     def take(self, version: int, source: Source) -> tuple[bytes, float | None]:
         """Copy the next version from a source; return the delta from the one before, in the format
         of safetensors, and the share of values that changed.
 
-        The delta is empty, and the share None, if no version came before; the delta alone is, if it
-        would be longer than half of all tensors.
+        If no version came before, the share is None; then, and where a delta would be long, the
+        delta is empty.
         """
         first, self.version = self.version is None, None
         delta: dict[str, torch.Tensor] = {}
-        changed, values, nbytes = 0, 0, 0
+        changed, values, room = 0, 0, _WORTH * self.nbytes
         for name, entry in self._entries.items():
             new, held = check_next(entry, source), self._flat(entry)
             flat = new.to("cpu", held.dtype).contiguous().view(-1)
@@ -119,26 +111,20 @@ class HeldWeights:
                 if not (count := int(torch.count_nonzero(differs))):
                     continue
                 changed += count
-                if nbytes * 2 < self.nbytes:  # otherwise all tensors are sent, and memory is saved
+                if room > 0:
                     part = _encoded(name, flat, differs, count)
-                    nbytes += sum(tensor.nbytes for tensor in part.values())
+                    room -= sum(tensor.nbytes for tensor in part.values())
                     delta |= part
             held.copy_(flat)
         check_exhausted(source)
         self.version, self.checksum = version, self.sum()
-        if first:
-            return b"", None
-        text = b""
-        if nbytes * 2 < self.nbytes:
-            text = save(delta, {"version": str(version), "checksum": str(self.checksum)})
-        return (text if len(text) * 2 < self.nbytes else b""), changed / max(1, values)
+        text = save(delta, {"version": str(version)}) if room > 0 and not first else b""
+        return text, None if first else changed / max(1, values)
 
     def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
         """Return the deltas of an update that lead from this version to its own; none if it is the
         same; None if there is no way, and all tensors are needed."""
         here = (self.version, self.checksum)
-        if self.version is None or manifest.checksum is None:
-            return None
         if here == (manifest.version, manifest.checksum):
             return ()
         for index, delta in reversed(list(enumerate(manifest.deltas))):
@@ -146,42 +132,36 @@ class HeldWeights:
                 return manifest.deltas[index:]
         return None
 
-    def bring(
-        self, manifest: Manifest, parts: Iterable[NamedTensors]
-    ) -> list[tuple[str, torch.Tensor]] | None:
-        """Apply what arrives of an update; return the tensors of layers that it changes, or None if
-        the result has another checksum than the update's. `settle` ends the update."""
-        self.version = self._arrived = None
-        changed = set[str]()
-        for part in parts:
-            changed |= self._apply(dict(part))
-        if self.sum() != manifest.checksum:
-            return None
-        self._arrived = manifest.version, manifest.checksum
-        layers = {layer_of(name) for name in changed}
-        return [(name, tensor) for name, tensor in self.tensors() if layer_of(name) in layers]
+    def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+        """Apply what arrives of an update; yield, at once, the tensors of layers that it changes.
 
-    def settle(self) -> None:
-        """Keep what `bring` applied, as the version that the engine has loaded."""
-        if self._arrived is not None:
-            self.version, self.checksum = self._arrived
+        The receiver sets `version` once they are loaded. Raises `WeightUpdateError` when the result
+        has another checksum than the trainer's version.
+        """
+        self.version = None
+        changed = {layer_of(name) for part in parts for name in self._apply(dict(part))}
+        self.checksum = self.sum()
+        if self.checksum != manifest.checksum:
+            raise WeightUpdateError(
+                f"the tensors of version {manifest.version} arrived with another checksum than the "
+                "trainer's, and were not loaded"
+            )
+        if changed:
+            yield [named for named in self.tensors() if layer_of(named[0]) in changed]
 
-    def _apply(self, given: Mapping[str, torch.Tensor]) -> set[str]:
-        """Copy whole tensors and values at positions; return the names of their tensors."""
-        changed = set[str]()
+    def _apply(self, given: dict[str, torch.Tensor]) -> Iterator[str]:
+        """Copy whole tensors, and values at positions; yield the names of their tensors."""
         for key, tensor in given.items():
+            name = key.removesuffix(_VALUES)
             if key.endswith(_GAPS):
                 continue
-            name = key.removesuffix(_VALUES)
             if (entry := self._entries.get(name)) is None:
-                raise WeightUpdateError(f"{name} is in a delta, and not among the weights")
-            held = self._flat(entry)
+                raise WeightUpdateError(f"{name} is in an update, and not among the weights")
             if key == name:
-                held.copy_(tensor.reshape(-1))
+                self._flat(entry).copy_(tensor.reshape(-1))
             else:
-                held[given[name + _GAPS].to(torch.int64).cumsum(0)] = tensor
-            changed.add(name)
-        return changed
+                self._flat(entry)[given[name + _GAPS].to(torch.int64).cumsum(0)] = tensor
+            yield name
 
     def _flat(self, entry: TensorEntry) -> torch.Tensor:
         return entry.in_bytes(self._buffer).view(-1)
@@ -205,12 +185,16 @@ def decoded(delta: bytes) -> NamedTensors:
     return load(delta).items()
 
 
-def pieces_of(nbytes: int, buffer_bytes: int) -> tuple[Chunk, ...]:
-    """Divide a delta of some bytes into chunks of a stream, which fit into buffers for the whole
-    tensors: these have at least half of the limit, or, if they are one chunk, all bytes."""
-    size = max(1, buffer_bytes // 2)
-    sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
-    return tuple((TensorEntry(str(i), "uint8", (n,), 0, n),) for i, n in enumerate(sizes))
+def chunk_of(delta: Delta) -> Chunk:
+    """Return the chunk of a stream that contains a delta."""
+    return (TensorEntry("delta", "uint8", (delta.nbytes,), 0, delta.nbytes),)
+
+
+def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
+    """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
+    if options.held is None or options.held.info != manifest.info:
+        options.held = HeldWeights(manifest.info)
+    return options.held
 
 
 class DeltaSender(WeightSender):
@@ -219,42 +203,39 @@ class DeltaSender(WeightSender):
     def __init__(self, inner: WeightSender, options: SenderOptions) -> None:
         kind = dtype_name(options.dtype)
         info = {name: (tuple(tensor.shape), kind) for name, tensor in options.tensors}
-        self._held = HeldWeights(info)
-        self._inner = inner
-        self._whole: Manifest | None = None
-        """The last version that was published whole."""
-        self._deltas: tuple[Delta, ...] = ()
-        """The deltas since then."""
+        self._held, self._inner = HeldWeights(info), inner
+        self._whole: Manifest | None = None  # the last version that was published whole
+        self._deltas: tuple[Delta, ...] = ()  # those since then
         self._published: Manifest | None = None
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        held = self._held
+        held, whole = self._held, self._whole
         base, base_checksum = held.version, held.checksum
+        self._published = None
         with drained(tensors) as source:
             delta, changed = held.take(version, source)
         try:
-            if base is None or self._whole is None or not delta or self._due():
-                self._whole, self._deltas = self._inner.publish(version, held.tensors()), ()
+            due = len(self._deltas) + 1 >= WHOLE_EVERY
+            if base is None or whole is None or due or not delta:
+                self._whole = whole = self._inner.publish(version, held.tensors())
+                self._deltas = ()
             else:
-                path = self._inner.store(delta)
-                step = Delta(base, base_checksum, held.checksum, len(delta), path)
+                step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
                 self._deltas = (*self._deltas, step)
         except BaseException:
             held.version = None  # no engine can have this version
             raise
-        deltas = self._deltas[-1:] if self.streamed else self._deltas
+        streamed = isinstance(self._inner, StreamSender)
+        deltas = self._deltas[-1:] if streamed else self._deltas
         self._published = replace(
-            self._whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
+            whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
         )
         return self._published
 
-    def _due(self) -> bool:
-        return len(self._deltas) + 1 >= WHOLE_EVERY
-
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
         """Send the published version, from the copy: the tensors are not consumed."""
-        if self._published is None or self._held.version != self._published.version:
-            raise WeightUpdateError("no weights have been published that could be sent")
+        if self._published is None:
+            raise WeightUpdateError("no version has been published that could be sent")
         if isinstance(self._inner, StreamSender):
             self._inner.send_as(self._published, self._held.tensors(), devices)
 
@@ -263,13 +244,6 @@ class DeltaSender(WeightSender):
 
     def close(self) -> None:
         self._inner.close()
-
-
-def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
-    """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
-    if options.held is None or options.held.info != manifest.info:
-        options.held = HeldWeights(manifest.info)
-    return options.held
 
 
 class DeltaReceiver(Receiver):
@@ -296,15 +270,7 @@ class DeltaReceiver(Receiver):
         return self._manifest.version
 
     def chunks(self) -> Iterator[NamedTensors]:
-        manifest, held = self._manifest, self._held
-        for way in dict.fromkeys((held.way_to(manifest), None)):
-            changed = held.bring(manifest, self._parts(way))
-            if changed is not None:
-                if changed:
-                    yield changed
-                return
-            logger.warning(different_checksum(manifest.version))
-        raise WeightUpdateError(different_checksum(manifest.version))
+        return self._held.bring(self._manifest, self._parts(self._held.way_to(self._manifest)))
 
     def _parts(self, way: tuple[Delta, ...] | None) -> Iterator[NamedTensors]:
         if way is None:
@@ -314,11 +280,4 @@ class DeltaReceiver(Receiver):
 
     def end(self, error: str = "") -> None:
         if not error:
-            self._held.settle()
-
-
-def different_checksum(version: int) -> str:
-    return (
-        f"the tensors of version {version} arrived with another checksum than the trainer's; they "
-        "were not loaded"
-    )
+            self._held.version = self._manifest.version

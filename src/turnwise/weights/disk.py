@@ -72,21 +72,7 @@ class DiskTransport(Transport):
         return DeltaSender(sender, options) if options.delta else sender
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        """Check that the files of a version that are missing here are complete."""
-        if (deltas := options.way_to(manifest)) is None:
-            self._check_shards(manifest)
-            deltas = manifest.deltas
-        for delta in deltas:
-            path = Path(delta.path)
-            size = path.stat().st_size if path.exists() else 0
-            if size != delta.nbytes:
-                raise WeightUpdateError(
-                    f"{path} is {size} bytes here, not {delta.nbytes}: trainer and engine must see "
-                    "the same folder"
-                )
-
-    def _check_shards(self, manifest: Manifest) -> None:
-        """Check that the files of all tensors are complete and hold them."""
+        """Check that the files of a version are complete and hold its tensors."""
         wanted = {entry.name: entry for entry in manifest.tensors}
         where = f"{manifest.path} of version {manifest.version}"
         if not (shards := _shards(manifest)):
@@ -130,8 +116,7 @@ class DiskSender(WeightSender):
         if not os.fspath(folder):
             raise InputError("weights.transport: disk needs weights.folder")
         self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
-        self._newest = Path()  # folder of the last version
-        self._deltas = 0  # number of deltas in it
+        self._newest, self._deltas = Path(), 0  # folder of the last version; deltas in it
         shared = Path(folder).absolute()
         self._folder = shared / secrets.token_hex(4)
         try:
@@ -190,14 +175,13 @@ class DiskSender(WeightSender):
         return Manifest(version, self.transport, str(final), nbytes, entries)
 
     def store(self, delta: bytes) -> str:
-        """Write a delta beside the tensors of the last version."""
-        path = self._newest / f"delta-{self._deltas + 1:05}.safetensors"
+        self._deltas += 1
+        path = self._newest / f"delta-{self._deltas:05}.safetensors"
         try:
             temporary(path).write_bytes(delta)
             temporary(path).rename(path)
         except OSError as error:
             raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
-        self._deltas += 1
         return str(path)
 
     def close(self) -> None:

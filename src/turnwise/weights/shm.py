@@ -2,7 +2,7 @@
 
 While an engine still reads one buffer the next version goes into the other, so a buffer is never
 rewritten under a reader as long as at most one update is in progress. A delta is a file of its own,
-kept as long as the buffer from which it leads. The files have no name once
+kept as long as engines may need it. The files have no name once
 they are open: engines reach them through this process's descriptors, and nothing stays in /dev/shm
 however the process ends. Works between processes of one host and one user.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.delta import DeltaReceiver, DeltaSender
+from turnwise.weights.delta import WHOLE_EVERY, DeltaReceiver, DeltaSender
 from turnwise.weights.transport import (
     Delta,
     Manifest,
@@ -47,14 +47,6 @@ class ShmTransport(Transport):
         return DeltaSender(sender, options) if options.delta else sender
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        """Check that the buffers of a version that are missing here can be opened."""
-        if (deltas := options.way_to(manifest)) is None:
-            self._check_buffer(manifest)
-            deltas = manifest.deltas
-        for delta in deltas:
-            os.close(open_address(delta.path, f"a delta to version {manifest.version}"))
-
-    def _check_buffer(self, manifest: Manifest) -> None:
         what = f"the buffer of version {manifest.version}"
         for entry in manifest.tensors:
             if entry.offset + entry.nbytes > manifest.nbytes:
@@ -87,8 +79,7 @@ class ShmSender(WeightSender):
         self._files = [open_nameless(self._nbytes) for _ in range(2)]
         self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
-        self._deltas: list[list[int]] = []
-        """Files of the deltas from each of the two last versions."""
+        self._deltas: list[int] = []  # files, of the deltas from both buffers at the least
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Copy the tensors, one at a time, into the buffer that no engine reads."""
@@ -97,31 +88,24 @@ class ShmSender(WeightSender):
         with drained(tensors) as source:
             pack(self._entries, self._buffers[index], source)
             check_exhausted(source)
-        self._deltas.append([])
-        self._forget_deltas(2)
         address = address_of(self._files[index])
         return Manifest(version, self.transport, address, self._nbytes, self._entries)
 
     def store(self, delta: bytes) -> str:
         try:
-            file = open_nameless(len(delta), "deltas of weights")
+            self._deltas.append(open_nameless(len(delta)))
         except InputError as error:
             raise WeightUpdateError(str(error)) from error
-        self._deltas[-1].append(file)
-        with open(file, "wb", closefd=False) as out:
-            out.write(delta)
-        return address_of(file)
-
-    def _forget_deltas(self, kept: int) -> None:
-        while len(self._deltas) > kept:
-            for file in self._deltas.pop(0):
-                os.close(file)
+        with open(self._deltas[-1], "wb", closefd=False) as file:
+            file.write(delta)
+        if len(self._deltas) > 2 * WHOLE_EVERY:
+            os.close(self._deltas.pop(0))
+        return address_of(self._deltas[-1])
 
     def close(self) -> None:
-        self._forget_deltas(0)
-        for file in self._files:
+        for file in (*self._files, *self._deltas):
             os.close(file)
-        self._files, self._buffers = [], []
+        self._files, self._buffers, self._deltas = [], [], []
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -168,16 +152,15 @@ def map_whole(file: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, nbytes, flags), dtype=torch.uint8)
 
 
-def open_nameless(nbytes: int, what: str = "two weight buffers") -> int:
-    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user; `what`
-    names it in errors."""
+def open_nameless(nbytes: int) -> int:
+    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user."""
     try:
         free = os.statvfs(_FOLDER)
     except OSError as error:
         raise InputError(f"this machine has no shared memory at {_FOLDER}: {error}") from error
     available = free.f_bavail * free.f_frsize
     message = (
-        f"{_FOLDER} has {available / _MIB:.0f} MiB free, and {what} of "
+        f"{_FOLDER} has {available / _MIB:.0f} MiB free, and weight buffers of "
         f"{nbytes / _MIB:.0f} MiB each must fit: enlarge it (mount -o remount,size=..., or "
         "docker's --shm-size)"
     )

@@ -81,7 +81,6 @@ class Delta:
 
     base: int
     base_checksum: int
-    checksum: int
     nbytes: int
     path: str = ""
     """Location, as in `Manifest.path`; "" in a stream."""
@@ -283,10 +282,6 @@ class ReceiverOptions:
     held: "HeldWeights | None" = None
     """The last version that arrived, to which deltas are applied; None without `weights.delta`."""
 
-    def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
-        """Return the deltas of an update that are missing here; None if all tensors are."""
-        return None if self.held is None else self.held.way_to(manifest)
-
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
         """Return the tensors of an update's stream: `expected`, or those of its manifest."""
         if self.expected is None and not manifest.tensors:
@@ -321,10 +316,7 @@ class WeightSender:
             deque(tensors, maxlen=0)
 
     def store(self, delta: bytes) -> str:
-        """Keep a delta from the last version, for engines or for `send`; return its path.
-
-        Only senders of transports with `sends_deltas` are called.
-        """
+        """Keep a delta from the last version, if `sends_deltas`; return its path."""
         raise NotImplementedError
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
@@ -516,15 +508,6 @@ def find_transport(name: str) -> Transport:
     return transport
 
 
-def check_deltas(transport: Transport, name: str) -> None:
-    """Raise `InputError` if a transport cannot send deltas."""
-    if not transport.sends_deltas:
-        able = "shm, collective or disk"
-        raise InputError(
-            f"weights.delta: {name} sends whole tensors; set weights.transport to {able}"
-        )
-
-
 def make_sender(
     transport: str,
     tensors: NamedTensors,
@@ -546,8 +529,6 @@ def make_sender(
         tensors: The tensors of every update; DTensors have the shapes of the whole.
     """
     chosen = find_transport(transport)
-    if delta:
-        check_deltas(chosen, transport)
     device = device or _CPU
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
