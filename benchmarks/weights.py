@@ -162,12 +162,10 @@ def receiver_of(tensors: Named) -> Iterator[Connection]:
 
 
 def cells(measured: tuple[float, ...], copied: float) -> list[str]:
-    seconds, *numbers = measured
-    return [
-        f"{seconds * 1e3:.1f}",
-        f"{seconds / copied:.1f}",
-        *(f"{n / 2**20:.0f}" for n in numbers),
-    ]
+    """Return the columns of a row of the table, from the milliseconds on."""
+    seconds, trainer, receiver, sent = measured
+    memory = [f"{number / 2**20:.0f}" for number in (trainer, receiver)]
+    return [f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *memory, f"{sent / 2**20:.1f}"]
 
 
 def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float]]:

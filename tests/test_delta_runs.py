@@ -13,7 +13,7 @@ from turnwise.config import Config
 pytestmark = pytest.mark.slow
 
 __all__ = ["Lottery"]
-BFLOAT16 = (*REPEATABLE, "model.dtype=bfloat16", "training.learning_rate=0.00001")
+BFLOAT16 = (*REPEATABLE, "model.dtype=bfloat16", "training.learning_rate=0.000001")
 OWN = ("weight_update_bytes", "weights_changed")
 """Metrics of the updates themselves."""
 
@@ -49,7 +49,7 @@ def test_a_run_with_deltas_samples_and_learns_the_same_bit_for_bit(
         assert (run / kind).read_bytes() == (plain / kind).read_bytes()
     whole = metrics_of(plain)[-1]["weight_update_bytes"]
     rows = metrics_of(run)
-    assert 0 < max(row["weights_changed"] for row in rows) < 0.5
+    assert 0 < max(row["weights_changed"] for row in rows) < 0.25
     assert all(row["weight_update_bytes"] < whole for row in rows)
 
 

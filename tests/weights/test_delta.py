@@ -328,9 +328,9 @@ def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors(
     manifest = update(2)
     assert len(manifest.deltas) == 1
     assert manifest.sent_bytes < manifest.nbytes / 4
-    tensors = moved(tensors, places=300)  # longer than a buffer
+    tensors = moved(tensors, places=400)  # longer than a buffer
     manifest = update(3)
-    assert manifest.sent_bytes > 9000
+    assert 9000 < manifest.sent_bytes < manifest.nbytes / 2
     assert "asked for all tensors" not in caplog.text
     workers[1].options.held = None  # as after a restart
     tensors = moved(tensors)

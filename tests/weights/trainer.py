@@ -156,7 +156,8 @@ class Sparse(OneRank):
         with torch.no_grad():
             for name, parameter in self.model.model.named_parameters():
                 if part in name:
-                    parameter.add_((torch.rand_like(parameter) < share) * 0.3)
+                    chosen = torch.rand_like(parameter) < share
+                    parameter.add_(chosen * torch.randn_like(parameter), alpha=0.3)
 
 
 def open_collective(

@@ -42,7 +42,7 @@ from turnwise.weights.transport import (
 WHOLE_EVERY = 20
 """Number of versions of which one is sent whole. An engine that is started reads the last of these
 and the deltas since: at 1 % of the values each, less than half as much again."""
-_WORTH = 0.25  # largest size of a delta, as a share of all tensors
+_WORTH = 0.5  # largest size of a delta, as a share of all tensors
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
