@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ class Engine:
         manifest = Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())))
         transport.validate(manifest, self.options)
         receiver = transport.receive(manifest, self.options, 60)
+        while receiver.poll() is None:
+            time.sleep(0.001)
         loaded = {name: t.clone() for chunk in receiver.chunks() for name, t in chunk}
         receiver.end(error)
         if not error:

@@ -12,6 +12,7 @@ without such a copy, as after its start or an update that failed, gets all tenso
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -225,8 +226,7 @@ class DeltaSender(WeightSender):
         except BaseException:
             held.version = None  # no engine can have this version
             raise
-        streamed = isinstance(self._inner, StreamSender)
-        deltas = self._deltas[-1:] if streamed else self._deltas
+        deltas = self._deltas[-1:] if isinstance(self._inner, StreamSender) else self._deltas
         self._published = replace(
             whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
         )
@@ -247,12 +247,8 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of some version and deltas since.
-
-    Args:
-        whole: Reads all tensors at a manifest's `path`.
-        read: Reads one delta.
-    """
+    """Receives an update that is stored as all tensors of a version, read by `whole`, and deltas
+    since, each read by `read`. It reads in a thread: requests go on until all is there."""
 
     reports = False
 
@@ -265,12 +261,17 @@ class DeltaReceiver(Receiver):
     ) -> None:
         self._manifest, self._whole, self._read = manifest, whole, read
         self._held = held_for(manifest, options)
+        bringing = self._held.bring(manifest, self._parts(self._held.way_to(manifest)))
+        self._reading = ThreadPoolExecutor(1).submit(list, bringing)
 
     def poll(self) -> int | None:
+        if not self._reading.done():
+            return None
+        self._reading.result()  # an error is one before requests are paused
         return self._manifest.version
 
     def chunks(self) -> Iterator[NamedTensors]:
-        return self._held.bring(self._manifest, self._parts(self._held.way_to(self._manifest)))
+        yield from self._reading.result()
 
     def _parts(self, way: tuple[Delta, ...] | None) -> Iterator[NamedTensors]:
         if way is None:
@@ -279,5 +280,6 @@ class DeltaReceiver(Receiver):
         yield from (decoded(self._read(delta)) for delta in way)
 
     def end(self, error: str = "") -> None:
+        wait([self._reading])  # nobody else may use the copy before
         if not error:
             self._held.version = self._manifest.version
