@@ -11,7 +11,8 @@ prompts as callers, each of a request's length at its middle, and one sampled to
 
 The time of an update itself, until the engine serves again, is also measured on an idle engine with
 100 M parameters, against a plain copy of as many: compared with `benchmarks.weights` it includes
-vLLM's repacking of the weights, the check that the engine has them, and the calls.
+vLLM's repacking of the weights, the check that the engine has them, and the calls. The same with
+`weights.delta`, where one value in a hundred changes.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report, spread
-from benchmarks.weights import SIZES, make_tensors, plain_copy
+from benchmarks.weights import CHANGED, SIZES, make_tensors, plain_copy
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
@@ -44,19 +45,24 @@ WINDOW = 1.0
 
 
 class Trainer:
-    """A trainer in this process whose weights change a little at every version."""
+    """A trainer in this process whose weights change a little at every version.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        delta: Whether it sends only what changed, one value in `CHANGED`.
+    """
+
+    def __init__(self, path: Path, delta: bool = False) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self._named = list(model.named_parameters())
-        self._sender = make_sender("shm", self._named, torch.float32, timeout=30)
+        self._sender = make_sender("shm", self._named, torch.float32, timeout=30, delta=delta)
+        self._every = CHANGED if delta else 1
         self.version = 0
 
     async def publish(self) -> Manifest:
         self.version += 1
         with torch.no_grad():
             for _, parameter in self._named:
-                parameter.mul_(1.0 + 1e-6)
+                parameter.view(-1)[self.version % self._every :: self._every].mul_(1.0 + 1e-6)
         return self._sender.publish(self.version, iter(self._named))
 
     async def send(self, devices: Sequence[str]) -> None: ...
@@ -171,9 +177,9 @@ async def idle_updates(manager: AsyncLLMServerManager, sync: WeightSync, count: 
     return took[1:]
 
 
-async def large_updates(config: Config, count: int) -> list[float]:
+async def large_updates(config: Config, count: int, delta: bool = False) -> list[float]:
     """Measure updates of a larger model on an idle engine, in milliseconds."""
-    sync = WeightSync(Trainer(Path(config.model.path)), 60.0, 60.0)
+    sync = WeightSync(Trainer(Path(config.model.path), delta), 60.0, 60.0)
     async with make_manager(config, 0).running() as manager:
         return await idle_updates(manager, sync, count)
 
@@ -186,10 +192,11 @@ def main() -> None:
         start_ray(None)
         rounds, pairs = (1, 1) if options.quick else (3, 3)
         measured = asyncio.run(measure(config, rounds, pairs))
-        alone, copied = list[float](), list[float]()
+        alone, changed, copied = list[float](), list[float](), list[float]()
         if not options.quick:
             large = configuration(make_model("100 M", Path(folder)))
             alone = asyncio.run(large_updates(large, 5))
+            changed = asyncio.run(large_updates(large, 5, delta=True))
             tensors = make_tensors(SIZES["100 M"], torch.float32)
             copied = [plain_copy(tensors, 2) * 1e3 for _ in alone]
         ray.shutdown()
@@ -207,12 +214,16 @@ def main() -> None:
         ),
     ]  # fmt: skip
     if alone:
-        claims.append(
+        claims += [
             Claim(
                 "update of 100 M parameters by shm, repacking included", "ms", alone,
                 "a plain copy", copied, quotients(alone, copied), at_most=3.0,
-            )
-        )  # fmt: skip
+            ),
+            Claim(
+                "the same with weights.delta, 1 % changed", "ms", changed,
+                "the whole update", alone, quotients(changed, alone),
+            ),
+        ]  # fmt: skip
     report(claims, options)
 
 

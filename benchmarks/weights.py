@@ -5,6 +5,10 @@ its own memory, as an engine does before it repacks; vLLM's own work is not meas
 transport's time is also given as a multiple of a plain copy of the same bytes in the same run
 (torch's copy_, warm, in one process). Extra memory is the rise of a process's resident set above
 its size before the update; pages of shared memory count in both.
+
+Rows with "delta" are of `weights.delta`, next to whole updates of the same tensors in bfloat16:
+before each update one value in a hundred changes, and the receiver copies all tensors, because each
+has changed.
 """
 
 import multiprocessing
@@ -14,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,9 @@ from turnwise.weights.transport import (
 GOALS = {"shm": 3.0, "ipc": 1.5, "collective": 4.0, "disk": 3.5}
 """Largest times of an update of 100 M parameters, in plain copies."""
 TRANSPORTS = tuple(GOALS)
+DELTAS = ("shm", "collective", "disk")
+"""Transports that send deltas."""
+CHANGED = 100  # of so many values one changes between two updates
 SIZES = {"3 M": 3_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
 WIDTH = 2048
 SECONDS = 600.0
@@ -95,19 +103,27 @@ def peak() -> int:
 def update(
     sender: WeightSender, version: int, tensors: Named, child: Connection
 ) -> tuple[float, ...]:
-    """Run one update; returns its seconds, and the extra bytes in the trainer and the receiver."""
+    """Run one update; returns its seconds, the extra bytes in the trainer and the receiver, and the
+    bytes that were sent."""
+    for _, tensor in tensors:
+        part = tensor[version % CHANGED :: CHANGED]
+        part.copy_(torch.rand(part.shape))
     before, started = start_of_peak(), time.perf_counter()
-    child.send(sender.publish(version, iter(tensors)))
+    manifest = sender.publish(version, iter(tensors))
+    child.send(manifest)
     sender.send(version, iter(tensors), [socket.gethostname()])
     theirs = child.recv()
-    return time.perf_counter() - started, peak() - before, theirs
+    return time.perf_counter() - started, peak() - before, theirs, manifest.sent_bytes
 
 
-def measure(transport: str, tensors: Named, child: Connection, repeats: int) -> tuple[float, ...]:
-    """Return median seconds, and both sides' largest memory; the first update is not counted."""
+def measure(
+    transport: str, tensors: Named, child: Connection, repeats: int, delta: bool = False
+) -> tuple[float, ...]:
+    """Return median seconds, both sides' largest memory, and the bytes that were sent; the first
+    update is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         dtype = tensors[0][1].dtype
-        sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS)
+        sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS, delta=delta)
         if transport == "collective":
             ip, port = free_address()
             child.send((ip, port))
@@ -115,8 +131,8 @@ def measure(transport: str, tensors: Named, child: Connection, repeats: int) -> 
             child.recv()
         rounds = [update(sender, i, tensors, child) for i in range(repeats + 1)][1:]
         sender.close()
-    seconds, ours, theirs = zip(*rounds, strict=True)
-    return statistics.median(seconds), max(ours), max(theirs)
+    seconds, ours, theirs, sent = zip(*rounds, strict=True)
+    return statistics.median(seconds), max(ours), max(theirs), max(sent)
 
 
 def plain_copy(tensors: Named, repeats: int) -> float:
@@ -131,6 +147,27 @@ def plain_copy(tensors: Named, repeats: int) -> float:
     return statistics.median(times)
 
 
+@contextmanager
+def receiver_of(tensors: Named) -> Iterator[Connection]:
+    """Start a process that receives these tensors."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    shapes = [(name, tensor.numel()) for name, tensor in tensors]
+    arguments = (theirs, shapes, tensors[0][1].dtype)
+    process: Any = context.Process(target=receive, args=arguments, daemon=True)
+    process.start()
+    yield ours
+    ours.send(None)
+    process.join()
+
+
+def cells(measured: tuple[float, ...], copied: float) -> list[str]:
+    """Return the columns of a row of the table, from the milliseconds on."""
+    seconds, trainer, receiver, sent = measured
+    memory = [f"{number / 2**20:.0f}" for number in (trainer, receiver)]
+    return [f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *memory, f"{sent / 2**20:.1f}"]
+
+
 def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float]]:
     """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies.
 
@@ -139,23 +176,30 @@ def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float
     """
     dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
     tensors = make_tensors(SIZES[size], dtype)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    shapes = [(name, tensor.numel()) for name, tensor in tensors]
-    process: Any = context.Process(target=receive, args=(theirs, shapes, dtype), daemon=True)
-    process.start()
-    copied = plain_copy(tensors, repeats)
-    kind = str(dtype).removeprefix("torch.")
-    table.add_row(size, kind, "plain copy", f"{copied * 1e3:.1f}", "1.0", "", "")
     taken = {}
-    for transport in TRANSPORTS:
-        seconds, trainer, receiver = measure(transport, tensors, ours, repeats)
-        megabytes = (f"{trainer / 2**20:.0f}", f"{receiver / 2**20:.0f}")
-        row = (f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *megabytes)
-        table.add_row("", "", transport, *row)
-        taken[transport] = seconds, copied
-    ours.send(None)
-    process.join()
+    with receiver_of(tensors) as child:
+        copied = plain_copy(tensors, repeats)
+        kind = str(dtype).removeprefix("torch.")
+        table.add_row(size, kind, "plain copy", f"{copied * 1e3:.1f}", "1.0", "", "", "")
+        for transport in TRANSPORTS:
+            measured = measure(transport, tensors, child, repeats)
+            table.add_row("", "", transport, *cells(measured, copied))
+            taken[transport] = measured[0], copied
+    return taken
+
+
+def measure_deltas(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float]]:
+    """Add a size's rows of deltas; return seconds of a delta and of a whole update."""
+    tensors = make_tensors(SIZES[size], torch.bfloat16)
+    taken = {}
+    with receiver_of(tensors) as child:
+        copied = plain_copy(tensors, repeats)
+        for transport in DELTAS:
+            whole = measure(transport, tensors, child, repeats)
+            delta = measure(transport, tensors, child, repeats, delta=True)
+            table.add_row("", "bfloat16", transport, *cells(whole, copied))
+            table.add_row("", "", f"{transport}, delta", *cells(delta, copied))
+            taken[transport] = delta[0], whole[0]
     return taken
 
 
@@ -166,16 +210,14 @@ def main() -> None:
     made.add_argument("--sizes", nargs="*", choices=SIZES, default=["100 M"])
     options = made.parse_args()
     torch.set_num_threads(1)
-    table = Table("parameters", "type", "transport", "ms", "x copy", "MiB trainer", "MiB receiver")
+    table = Table(
+        "parameters", "type", "transport", "ms", "x copy", "MiB trainer", "MiB receiver", "MiB sent"
+    )
     sizes = ["3 M"] if options.quick else options.sizes
     rounds = 1 if options.quick else 5
-    taken = {
-        size: [
-            measure_size(size, 2 if options.quick else options.repeats, table)
-            for _ in range(rounds)
-        ]
-        for size in sizes
-    }
+    repeats = 2 if options.quick else options.repeats
+    taken = {size: [measure_size(size, repeats, table) for _ in range(rounds)] for size in sizes}
+    deltas = {size: [measure_deltas(size, repeats, table) for _ in range(rounds)] for size in sizes}
     Console().print(table)
     report(
         [
@@ -190,6 +232,18 @@ def main() -> None:
             )
             for size in sizes
             for transport in TRANSPORTS
+        ]
+        + [
+            Claim(
+                f"delta of 1 % of {size} parameters, {transport}",
+                "ms",
+                [seconds[transport][0] * 1e3 for seconds in deltas[size]],
+                "the whole update",
+                [seconds[transport][1] * 1e3 for seconds in deltas[size]],
+                [seconds[transport][0] / seconds[transport][1] for seconds in deltas[size]],
+            )
+            for size in sizes
+            for transport in DELTAS
         ],
         options,
     )

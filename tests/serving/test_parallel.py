@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.rollouts.test_loops import END, call
 from tests.serving.test_fleet import reference_logprobs, serve
-from tests.weights.trainer import OneRank
+from tests.weights.trainer import OneRank, Sparse
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.protocol import FORCED
@@ -109,6 +109,34 @@ async def test_every_transport_brings_every_shard_its_part(
         await sync.publish()
         await manager.update_weights(sync)
         await serve(manager, trainer, version)
+    trainer.sender.close()
+
+
+@pytest.mark.slow  # without a death: weights/test_delta.py
+@pytest.mark.parametrize("transport", ["collective", "disk"])
+async def test_deltas_reach_every_shard_and_an_engine_that_was_restarted(
+    fleet: Fleet, model_path: str, tmp_path: Path, transport: str
+) -> None:
+    _, manager = fleet
+    trainer = Sparse(model_path, transport, tmp_path, delta=True)
+    sync = WeightSync(trainer, timeout=120, patience=120)
+    first = 100 + 10 * TRANSPORTS.index(transport)
+
+    async def update(version: int) -> None:
+        trainer.train(version)
+        assert bool((await sync.publish()).deltas) == (version > first)
+        await manager.update_weights(sync)
+        await serve(manager, trainer, version)
+
+    await update(first)
+    await update(first + 1)
+    known, victim = len(manager.failures), manager.engines[0]
+    (await shards(victim))[1].send_signal(signal.SIGKILL)
+    async with asyncio.timeout(300):
+        while len(manager.failures) == known or len(manager.engines) < 2:
+            await asyncio.sleep(0.1)
+    await serve(manager, trainer, first + 1)
+    await update(first + 2)
     trainer.sender.close()
 
 

@@ -42,14 +42,13 @@ class Rank:
         self.rank = rank
         self.sender: Any = None
 
-    def open(self, transport: str, folder: str) -> None:
+    def open(self, transport: str, folder: str, delta: bool = False) -> None:
         """Begin to use a transport, instead of the one before."""
         if self.sender is not None:
             self.sender.close()
         tensors = self.model.named_parameters()
-        self.sender = make_sender(
-            transport, tensors, rank=self.rank, folder=folder, buffer_bytes=2**20, timeout=240
-        )
+        options: dict[str, Any] = {"buffer_bytes": 2**20, "timeout": 240, "delta": delta}
+        self.sender = make_sender(transport, tensors, rank=self.rank, folder=folder, **options)
 
     def tensors(self, fail_at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -120,10 +120,14 @@ class Model:
 class OneRank:
     """A model and its sender in this process, as `WeightSync` sees a trainer."""
 
-    def __init__(self, path: str, transport: str = "shm", folder: Path | str = "") -> None:
+    def __init__(
+        self, path: str, transport: str = "shm", folder: Path | str = "", delta: bool = False
+    ) -> None:
         self.model = Model(path)
         self.version = 0
-        self.sender = make_sender(transport, self.model.tensors, folder=folder, timeout=240)
+        self.sender = make_sender(
+            transport, self.model.tensors, folder=folder, timeout=240, delta=delta
+        )
 
     def train(self, version: int) -> None:
         self.version = version
@@ -140,6 +144,20 @@ class OneRank:
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
         await asyncio.to_thread(self.sender.join, ip, port, engine_workers, timeout)
+
+
+class Sparse(OneRank):
+    """A trainer that changes few values in a step."""
+
+    def train(self, version: int, part: str = "") -> None:
+        """Change values of the tensors with this part in their names."""
+        self.version = version
+        share = 0.2 if part else 0.02
+        with torch.no_grad():
+            for name, parameter in self.model.model.named_parameters():
+                if part in name:
+                    chosen = torch.rand_like(parameter) < share
+                    parameter.add_(chosen * torch.randn_like(parameter), alpha=0.3)
 
 
 def open_collective(

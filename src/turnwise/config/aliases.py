@@ -162,6 +162,7 @@ ALIASES = {
         "training.steps": "epochs max_steps num_episode num_epochs num_ppo_episode num_steps "
         "num_train_epochs total_steps",
         "training.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
+        "weights.delta": "delta_compression delta_weight_sync update_weight_mode",
     }.items()
     for name in names.split()
 }

@@ -281,6 +281,10 @@ def _training_mistakes(config: Config) -> Iterator[str]:
         )
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
+    if config.weights.delta and training.colocated and ranks == 1:
+        yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
+    if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":
+        yield "weights.delta: all values of an adapter change in each update: set it to false"
 
 
 def _teacher_mistakes(config: Config) -> Iterator[str]:

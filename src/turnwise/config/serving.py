@@ -206,6 +206,10 @@ class WeightsConfig(Section):
     folder: str | None = None
     """Folder for transport disk, in which each run has a subfolder of its own until it ends; null
     uses `weights` in the run folder."""
+    delta: bool = False
+    """Send only the values that changed since the last update (transport shm, collective or disk);
+    trainer and engines each keep a copy of the weights in the host's memory. For model.dtype
+    bfloat16 and slow networks: in float32 all values change, and on one host no time is saved."""
     in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
     """Treatment of turns in flight during an update: finish them first (drain); abort them and
     continue them under the new weights (abort); or pause them, and then recompute their cache

@@ -194,6 +194,11 @@ class StepMetrics:
     """Weight version of the engines: the number of optimizer steps."""
     weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None
     """Seconds to transfer the new weights to the engines and check them."""
+    weight_update_bytes: Annotated[int | None, Series("turnwise_update_bytes")] = None
+    """Bytes of the update: all tensors, or with weights.delta only what an engine needs that has
+    the version before."""
+    weights_changed: float | None = None
+    """Share of the weights' values, as sent, that the step changed; None without weights.delta."""
     canary_diff_mean: float | None = None
     """Mean log-prob difference between engine and trainer on the canary prompt, of the worst
     engine."""

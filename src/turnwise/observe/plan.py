@@ -141,9 +141,12 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         return Load(device, least, expected, worst, limit)
 
     if not machine.gpus:
-        beside = config.serving.most_workers * config.engine.devices * engine.peak
-        if config.weights.transport == "shm":
-            beside += 2 * model_size(config).parameters * dtype_of(config).itemsize
+        workers = config.serving.most_workers * config.engine.devices
+        copies = 2 if config.weights.transport == "shm" else 0
+        if config.weights.delta:  # of the trainer, and of each engine's workers
+            copies += 1 + workers
+        beside = workers * engine.peak
+        beside += copies * model_size(config).parameters * dtype_of(config).itemsize
         loads = [load("memory of the machine", training.ranks, beside)]
     elif training.colocated:
         ranks = round(1 / share)

@@ -318,6 +318,8 @@ class TrainingStep:
             "engines": len(updated),
             "weight_version": published.version,
             "weight_update_seconds": time.perf_counter() - started,
+            "weight_update_bytes": published.sent_bytes,
+            "weights_changed": published.changed,
             "canary_diff_mean": max((one.mean for one in updated), default=0.0),
             "canary_diff_max": max((one.largest for one in updated), default=0.0),
         }

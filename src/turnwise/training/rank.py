@@ -117,6 +117,7 @@ class TrainerRank:
             rank=rank,
             folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
+            delta=config.weights.delta,
         )
         kinds = {"params": self._models.weights, "optimizer": self._moments}
         self._offload = Offload(kinds, run.absolute())

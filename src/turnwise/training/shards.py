@@ -33,6 +33,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from turnwise.core.process import environment_variable
 from turnwise.internals.transformers import compute_missing, conversions_of, mark_loaded
+from turnwise.weights.delta import layer_of
 from turnwise.weights.transport import NamedTensors
 
 Slices = dict[str, "_Slice"]
@@ -170,9 +171,7 @@ def full_tensors(
 
     def unit(named: tuple[str, torch.Tensor]) -> str:
         """Return the parameter's name, up to the number of its layer if tensors merge several."""
-        parts = named[0].split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-        return ".".join(parts[: number + 1]) if merged else named[0]
+        return layer_of(named[0]) if merged else named[0]
 
     for _, group in groupby(model.named_parameters(), key=unit):
         tensors = {name: gathered(parameter) for name, parameter in group}

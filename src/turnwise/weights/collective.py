@@ -6,7 +6,9 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
+    form/<rank>     engine        of an update with a delta: "whole" if it needs all tensors, or ""
     answer/<rank>   engine        "" or the reason for refusing
+    form            trainer       "whole" if one needs them, or "delta"
     go              trainer       "" (broadcasts follow) or the reason why not
     verdict         trainer       "" (the broadcasts were complete) or the reason why not
     done/<rank>     engine        "" (the version is served) or the reason why not
@@ -14,6 +16,7 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,10 +24,13 @@ import torch.distributed as dist
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
+from turnwise.weights.delta import DeltaSender, HeldWeights, chunk_of, decoded, held_for
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
+    Chunk,
     Manifest,
+    NamedTensors,
     ReceiverOptions,
     SenderOptions,
     Source,
@@ -32,12 +38,16 @@ from turnwise.weights.transport import (
     StreamReceiver,
     StreamSender,
     Transport,
+    WeightSender,
     check_exhausted,
     chunk_bytes,
     pack,
 )
 
+logger = logging.getLogger(__name__)
+
 _ACCEPT_SHARE = 0.25
+_WHOLE, _DELTA = "whole", "delta"
 
 
 class CollectiveTransport(Transport):
@@ -45,14 +55,16 @@ class CollectiveTransport(Transport):
 
     streamed = True
     needs_group = True
+    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> "CollectiveSender":
+    def make_sender(self, options: SenderOptions) -> WeightSender:
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        return CollectiveSender(options)
+        sender = CollectiveSender(options)
+        return DeltaSender(sender, options) if options.delta else sender
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
@@ -60,7 +72,9 @@ class CollectiveTransport(Transport):
         if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
         expected = options.expected_of(manifest)
-        return CollectiveReceiver(options.group, expected, options.device, seconds)
+        receiver = CollectiveReceiver(options.group, expected, options.device, seconds)
+        receiver.options = options
+        return receiver
 
 
 class CollectiveSender(StreamSender):
@@ -70,6 +84,11 @@ class CollectiveSender(StreamSender):
     _rounds = 0
     _buffers: tuple[torch.Tensor, ...] = ()
     _group: ProcessGroup | None = None
+    _delta = torch.empty(0, dtype=torch.uint8)
+
+    def store(self, delta: bytes) -> str:
+        self._delta = torch.frombuffer(bytearray(delta), dtype=torch.uint8)
+        return ""
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """Create the group, with the engines' workers as ranks from 1; replaces an earlier group.
@@ -98,8 +117,18 @@ class CollectiveSender(StreamSender):
             # and delays the others.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
+            chunks = self._chunks
+            if manifest.deltas:
+                answers = [group.get(f"form/{rank}") for rank in group.engine_ranks]
+                if (number, _WHOLE) in answers:
+                    logger.info("an engine asked for all tensors of version %d", version)
+                    group.put("form", number, _WHOLE)
+                else:
+                    group.put("form", number, _DELTA)
+                    chunks = (chunk_of(manifest.deltas[-1]),)
+                    source = iter([("delta", self._delta)])
             group.put("go", number, "")
-            self._broadcast(group, version, source)
+            self._broadcast(group, version, chunks, source)
             group.put("verdict", number, "")
             group.wait_engines("done", number, f"load version {version}", self._timeout)
         except BaseException as error:
@@ -109,18 +138,23 @@ class CollectiveSender(StreamSender):
                 group.put(key, number, text)
             raise
 
-    def _broadcast(self, group: ProcessGroup, version: int, source: Source) -> None:
+    def _broadcast(
+        self, group: ProcessGroup, version: int, chunks: Sequence[Chunk], source: Source
+    ) -> None:
         """Broadcast all chunks, even when the source fails: the ranks must stay in step."""
         failure: Exception | None = None
         works: list[dist.Work] = []
 
         def wait(index: int) -> None:
-            what = f"chunk {index + 1} of {len(self._chunks)} of version {version}"
+            what = f"chunk {index + 1} of {len(chunks)} of version {version}"
             why = f"the engines of the process group at {group.where} did not receive {what}"
             group.wait(works[index], why, self._timeout)
 
-        for index, chunk in enumerate(self._chunks):
-            buffer = self._buffers[index % 2]
+        buffers = self._buffers
+        if chunks is not self._chunks:
+            buffers = _two_buffers(max(map(chunk_bytes, chunks)), self._device)
+        for index, chunk in enumerate(chunks):
+            buffer = buffers[index % 2]
             if index > 1:
                 wait(index - 2)
             try:
@@ -140,6 +174,10 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
+    options: ReceiverOptions
+    _held: HeldWeights | None = None
+    _in_delta = False  # whether what arrives is a delta, and no whole tensors
+
     def __init__(
         self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
     ) -> None:
@@ -157,13 +195,18 @@ class CollectiveReceiver(StreamReceiver):
             number, text = group.get("offer")
             if number > group.last_round and text:
                 self._round = group.last_round = number
-                self._accept(Manifest.from_dict(json.loads(text)))
+                manifest = Manifest.from_dict(json.loads(text))
+                self._accept(manifest)
+                self._ask_for_form(manifest)
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
             number, text = group.get("go")
             if number == self._round:
                 if text:
                     raise WeightUpdateError(f"the trainer cancelled the update: {text}")
+                self._in_delta = group.get("form") == (number, _DELTA)
+                if self._in_delta:
+                    self._chunks = (chunk_of(self.manifest.deltas[-1]),)
                 self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
                 self._begin()
         if self._work is not None:
@@ -176,15 +219,31 @@ class CollectiveReceiver(StreamReceiver):
             raise deadline_error(self._seconds, f"the trainer at {group.where} did not {what}")
         return None
 
-    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _ask_for_form(self, manifest: Manifest) -> None:
+        """Prepare the copy, if the update has a checksum; report whether it needs all tensors."""
+        if manifest.checksum is not None:
+            self._held, self.reuses_buffers = held_for(manifest, self.options), False
+            form = _WHOLE if self._held.way_to(manifest) is None else ""
+            self._group.put(f"form/{self._group.rank}", self._round, form)
+
+    def chunks(self) -> Iterator[NamedTensors]:
+        if self._held is None or self.manifest is None:
+            return self._arriving()
+        return self._held.bring(self.manifest, self._arriving())
+
+    def _arriving(self) -> Iterator[NamedTensors]:
         for index, chunk in enumerate(self._chunks):
             self._next()
-            yield from self._unpacked(chunk, self._buffers[index % 2])
+            for tensors in self._unpacked(chunk, self._buffers[index % 2]):
+                delta = tensors[0][1].cpu().numpy() if self._in_delta else None
+                yield tensors if delta is None else decoded(delta.tobytes())
         what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
             raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
 
     def end(self, error: str = "") -> None:
+        if self._held is not None and not error:
+            self._held.version = self._version
         if not self._round or self._group.broken:
             return
         if self._work is None:

@@ -3,7 +3,8 @@
 Each sender has a subfolder of its own, so that runs can share the folder: it is locked while its
 process lives, and removed at the end, or by a later run on the same machine. A version is a folder
 of shards of bounded size, in the model's order. It is written under a temporary name and then
-renamed, so a visible version is complete; the last two are kept.
+renamed, so a visible version is complete; the last two are kept. Deltas are files in the folder of
+the version from which they lead.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.delta import DeltaReceiver, DeltaSender
 from turnwise.weights.transport import (
     Chunk,
     Manifest,
@@ -63,9 +65,11 @@ class DiskTransport(Transport):
     """Files in a folder that trainer and engines see."""
 
     lasting = True
+    sends_deltas = True
 
     def make_sender(self, options: SenderOptions) -> WeightSender:
-        return DiskSender(options.tensors, options.dtype, options.folder)
+        sender = DiskSender(options.tensors, options.dtype, options.folder)
+        return DeltaSender(sender, options) if options.delta else sender
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check that the files of a version are complete and hold its tensors."""
@@ -92,7 +96,9 @@ class DiskTransport(Transport):
             raise WeightUpdateError(f"{next(iter(wanted))} is missing from {where}")
 
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
-        return StoredReceiver(manifest.version, load(manifest))
+        if manifest.checksum is None:
+            return StoredReceiver(manifest.version, load(manifest))
+        return DeltaReceiver(manifest, options, load, lambda delta: Path(delta.path).read_bytes())
 
 
 class DiskSender(WeightSender):
@@ -110,6 +116,7 @@ class DiskSender(WeightSender):
         if not os.fspath(folder):
             raise InputError("weights.transport: disk needs weights.folder")
         self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
+        self._newest, self._deltas = Path(), 0  # folder of the last version; deltas in it
         shared = Path(folder).absolute()
         self._folder = shared / secrets.token_hex(4)
         try:
@@ -162,9 +169,20 @@ class DiskSender(WeightSender):
         versions.sort(key=lambda path: (path == final, path.stat().st_mtime_ns))
         for path in versions[:-_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
+        self._newest, self._deltas = final, 0
         entries = tuple(entry for shard in self._shards for entry in shard)
         nbytes = sum(map(chunk_bytes, self._shards))
         return Manifest(version, self.transport, str(final), nbytes, entries)
+
+    def store(self, delta: bytes) -> str:
+        self._deltas += 1
+        path = self._newest / f"delta-{self._deltas:05}.safetensors"
+        try:
+            temporary(path).write_bytes(delta)
+            temporary(path).rename(path)
+        except OSError as error:
+            raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
+        return str(path)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

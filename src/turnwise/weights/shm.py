@@ -1,7 +1,8 @@
 """The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
 While an engine still reads one buffer the next version goes into the other, so a buffer is never
-rewritten under a reader as long as at most one update is in progress. The files have no name once
+rewritten under a reader as long as at most one update is in progress. A delta is a file of its own,
+kept as long as engines may need it. The files have no name once
 they are open: engines reach them through this process's descriptors, and nothing stays in /dev/shm
 however the process ends. Works between processes of one host and one user.
 """
@@ -14,7 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.delta import WHOLE_EVERY, DeltaReceiver, DeltaSender
 from turnwise.weights.transport import (
+    Delta,
     Manifest,
     NamedTensors,
     Receiver,
@@ -37,9 +40,11 @@ class ShmTransport(Transport):
     """Shared memory of one host."""
 
     lasting = True
+    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> "ShmSender":
-        return ShmSender(options.tensors, options.dtype)
+    def make_sender(self, options: SenderOptions) -> WeightSender:
+        sender = ShmSender(options.tensors, options.dtype)
+        return DeltaSender(sender, options) if options.delta else sender
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         what = f"the buffer of version {manifest.version}"
@@ -53,7 +58,15 @@ class ShmTransport(Transport):
             raise WeightUpdateError(f"{what} is {size} bytes, not {manifest.nbytes}")
 
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
-        return StoredReceiver(manifest.version, load(manifest))
+        if manifest.checksum is None:
+            return StoredReceiver(manifest.version, load(manifest))
+
+        def read(delta: Delta) -> bytes:
+            what = f"a delta to version {manifest.version}"
+            with open(open_address(delta.path, what), "rb") as file:
+                return file.read()
+
+        return DeltaReceiver(manifest, options, load, read)
 
 
 class ShmSender(WeightSender):
@@ -66,6 +79,7 @@ class ShmSender(WeightSender):
         self._files = [open_nameless(self._nbytes) for _ in range(2)]
         self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
+        self._deltas: list[int] = []  # files, of the deltas from both buffers at the least
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Copy the tensors, one at a time, into the buffer that no engine reads."""
@@ -77,10 +91,21 @@ class ShmSender(WeightSender):
         address = address_of(self._files[index])
         return Manifest(version, self.transport, address, self._nbytes, self._entries)
 
+    def store(self, delta: bytes) -> str:
+        try:
+            self._deltas.append(open_nameless(len(delta)))
+        except InputError as error:
+            raise WeightUpdateError(str(error)) from error
+        with open(self._deltas[-1], "wb", closefd=False) as file:
+            file.write(delta)
+        if len(self._deltas) > 2 * WHOLE_EVERY:
+            os.close(self._deltas.pop(0))
+        return address_of(self._deltas[-1])
+
     def close(self) -> None:
-        for file in self._files:
+        for file in (*self._files, *self._deltas):
             os.close(file)
-        self._files, self._buffers = [], []
+        self._files, self._buffers, self._deltas = [], [], []
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,7 +160,7 @@ def open_nameless(nbytes: int) -> int:
         raise InputError(f"this machine has no shared memory at {_FOLDER}: {error}") from error
     available = free.f_bavail * free.f_frsize
     message = (
-        f"{_FOLDER} has {available / _MIB:.0f} MiB free, and two weight buffers of "
+        f"{_FOLDER} has {available / _MIB:.0f} MiB free, and weight buffers of "
         f"{nbytes / _MIB:.0f} MiB each must fit: enlarge it (mount -o remount,size=..., or "
         "docker's --shm-size)"
     )

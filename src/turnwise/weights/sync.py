@@ -182,14 +182,15 @@ class WeightSync:
         self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
         """Update engines that were just checked. If one's death breaks a stream for all, the others
-        get it once more without it."""
+        get it once more without it; so do engines that failed with a delta, all tensors then."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
         failed = [engine for engine, result in results.items() if not isinstance(result, Updated)]
-        if failed and find_transport(published.transport).streamed:
+        if failed and (published.deltas or find_transport(published.transport).streamed):
             healthy, _ = await self._check(failed, published)
-            if 0 < len(healthy) < len(failed) and (left := end - clock()) > 0:
+            most = len(failed) - (not published.deltas)
+            if 0 < len(healthy) <= most and (left := end - clock()) > 0:
                 results |= await self._attempt(published, healthy, in_flight, left)
         return results
 
@@ -322,7 +323,9 @@ async def check_canary(
 
 def check_transport(config: Config) -> None:
     """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
-    transport = find_transport(config.weights.transport)
+    transport = find_transport(name := config.weights.transport)
+    if config.weights.delta and not transport.sends_deltas:
+        raise InputError(f"weights.delta: {name} sends all tensors: use shm, collective or disk")
     # The configuration knows this of our own names only.
     if (mistake := stream_mistake(config)) and transport.streamed:
         raise InputError(mistake)

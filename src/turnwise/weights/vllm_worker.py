@@ -166,6 +166,8 @@ class WorkerExtension:
             self._validate(update)
         self._validated = None  # one check is good for one update
         vllm.forget_update(self)
+        if update.checksum is None:  # the copy would no longer be what the model contains
+            self._options.held = None
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
         engine.receiver = transport.receive(update, self._options, seconds)

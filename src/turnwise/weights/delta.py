@@ -1,0 +1,285 @@
+"""Deltas: of a version of the weights, only what changed since the one before (`weights.delta`).
+
+A step moves a weight by about the learning rate. Rounded to bfloat16, which keeps 8 bits of a
+number, most weights stay what they were (PULSE, https://arxiv.org/abs/2602.03839). The trainer
+compares each version with a copy of the one before, as bits, and sends positions and values of
+those that differ. Positions count in the tensors of the model's files, which vLLM shards, fuses and
+packs: so each worker of an engine has a copy, too, and vLLM loads the layers that changed from it.
+
+Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the version and
+checksum of its base, and the result must have the trainer's before anything is loaded. A worker
+without such a copy, as after its start or an update that failed, gets all tensors.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+
+from turnwise.core.json_types import dtype_name
+from turnwise.errors import WeightUpdateError
+from turnwise.weights.transport import (
+    Chunk,
+    Delta,
+    Manifest,
+    NamedTensors,
+    Receiver,
+    ReceiverOptions,
+    SenderOptions,
+    Source,
+    StateDictInfo,
+    StreamSender,
+    TensorEntry,
+    WeightSender,
+    check_exhausted,
+    check_next,
+    drained,
+    lay_out,
+)
+
+WHOLE_EVERY = 20
+"""Number of versions of which one is sent whole. An engine that is started reads the last of these
+and the deltas since: at 1 % of the values each, less than half as much again."""
+_WORTH = 0.5  # largest size of a delta, as a share of all tensors
+_GAPS, _VALUES = ":gaps", ":values"
+"""Ends of a delta's names: the distance of each position from the one before it, and the values."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 4096  # 8-byte words in a row of the checksum
+_MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
+
+
+def layer_of(name: str) -> str:
+    """Return a tensor's name up to the number of its layer; without one, the whole name."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+class HeldWeights:
+    """A copy of one version of the weights, in the host's memory.
+
+    Args:
+        info: Shape and type of each tensor, by name, in order.
+    """
+
+    def __init__(self, info: StateDictInfo) -> None:
+        self.info = dict(info)
+        self.version: int | None = None
+        """The version; None unless the copy is complete, and what the engine has loaded."""
+        self.checksum = 0
+        meta = (
+            (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
+            for name, (shape, kind) in self.info.items()
+        )
+        entries, self.nbytes = lay_out(meta, None)
+        self._entries = {entry.name: entry for entry in entries}
+        row = _ROW * 8
+        self._buffer = torch.zeros(-(-self.nbytes // row) * row, dtype=torch.uint8)
+
+    def tensors(self) -> Source:
+        """Yield the tensors in order, as views of the copy."""
+        return ((name, entry.in_bytes(self._buffer)) for name, entry in self._entries.items())
+
+    def sum(self) -> int:
+        """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
+        words = self._buffer.view(torch.int64).view(-1, _ROW)
+        rows, columns = (
+            int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
+            for sums in (words.sum(1), words.sum(0))
+        )
+        return (rows * _MIXER + columns) & (2**63 - 1)
+
+    def take(self, version: int, source: Source) -> tuple[bytes, float | None]:
+        """Copy the next version from a source; return the delta from the one before, in the format
+        of safetensors, and the share of values that changed.
+
+        If no version came before, the share is None; then, and where a delta would be long, the
+        delta is empty.
+        """
+        first, self.version = self.version is None, None
+        delta: dict[str, torch.Tensor] = {}
+        changed, values, room = 0, 0, _WORTH * self.nbytes
+        for name, entry in self._entries.items():
+            new, held = check_next(entry, source), self._flat(entry)
+            flat = new.to("cpu", held.dtype).contiguous().view(-1)
+            values += flat.numel()
+            if not first:
+                bits = _BITS[held.itemsize]
+                differs = flat.view(bits) != held.view(bits)
+                if not (count := int(torch.count_nonzero(differs))):
+                    continue
+                changed += count
+                if room > 0:
+                    part = _encoded(name, flat, differs, count)
+                    room -= sum(tensor.nbytes for tensor in part.values())
+                    delta |= part
+            held.copy_(flat)
+        check_exhausted(source)
+        self.version, self.checksum = version, self.sum()
+        text = save(delta, {"version": str(version)}) if room > 0 and not first else b""
+        return text, None if first else changed / max(1, values)
+
+    def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
+        """Return the deltas of an update that lead from this version to its own; none if it is the
+        same; None if there is no way, and all tensors are needed."""
+        here = (self.version, self.checksum)
+        if here == (manifest.version, manifest.checksum):
+            return ()
+        for index, delta in reversed(list(enumerate(manifest.deltas))):
+            if here == (delta.base, delta.base_checksum):
+                return manifest.deltas[index:]
+        return None
+
+    def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+        """Apply what arrives of an update; yield, at once, the tensors of layers that it changes.
+
+        The receiver sets `version` once they are loaded. Raises `WeightUpdateError` when the result
+        has another checksum than the trainer's version.
+        """
+        self.version = None
+        changed = {layer_of(name) for part in parts for name in self._apply(dict(part))}
+        self.checksum = self.sum()
+        if self.checksum != manifest.checksum:
+            raise WeightUpdateError(
+                f"the tensors of version {manifest.version} arrived with another checksum than the "
+                "trainer's, and were not loaded"
+            )
+        if changed:
+            yield [named for named in self.tensors() if layer_of(named[0]) in changed]
+
+    def _apply(self, given: dict[str, torch.Tensor]) -> Iterator[str]:
+        """Copy whole tensors, and values at positions; yield the names of their tensors."""
+        for key, tensor in given.items():
+            name = key.removesuffix(_VALUES)
+            if key.endswith(_GAPS):
+                continue
+            if (entry := self._entries.get(name)) is None:
+                raise WeightUpdateError(f"{name} is in an update, and not among the weights")
+            if key == name:
+                self._flat(entry).copy_(tensor.reshape(-1))
+            else:
+                self._flat(entry)[given[name + _GAPS].to(torch.int64).cumsum(0)] = tensor
+            yield name
+
+    def _flat(self, entry: TensorEntry) -> torch.Tensor:
+        return entry.in_bytes(self._buffer).view(-1)
+
+
+def _encoded(
+    name: str, flat: torch.Tensor, differs: torch.Tensor, count: int
+) -> dict[str, torch.Tensor]:
+    """Return the values that differ, and their positions; or the whole tensor if it is shorter."""
+    if count * (2 + flat.itemsize) >= flat.nbytes:
+        return {name: flat.clone()}
+    places = torch.from_numpy(np.flatnonzero(differs.numpy()))  # twice as fast as torch's
+    gaps = torch.diff(places, prepend=places.new_zeros(1))
+    largest = int(gaps.max())
+    kind = torch.uint16 if largest < 2**16 else torch.int32 if largest < 2**31 else torch.int64
+    return {name + _GAPS: gaps.to(kind), name + _VALUES: flat[places]}
+
+
+def decoded(delta: bytes) -> NamedTensors:
+    """Return the tensors of a delta as it was stored."""
+    return load(delta).items()
+
+
+def chunk_of(delta: Delta) -> Chunk:
+    """Return the chunk of a stream that contains a delta."""
+    return (TensorEntry("delta", "uint8", (delta.nbytes,), 0, delta.nbytes),)
+
+
+def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
+    """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
+    if options.held is None or options.held.info != manifest.info:
+        options.held = HeldWeights(manifest.info)
+    return options.held
+
+
+class DeltaSender(WeightSender):
+    """Publishes versions by another sender: whole, or as deltas from the version before."""
+
+    def __init__(self, inner: WeightSender, options: SenderOptions) -> None:
+        kind = dtype_name(options.dtype)
+        info = {name: (tuple(tensor.shape), kind) for name, tensor in options.tensors}
+        self._held, self._inner = HeldWeights(info), inner
+        self._whole: Manifest | None = None  # the last version that was published whole
+        self._deltas: tuple[Delta, ...] = ()  # those since then
+        self._published: Manifest | None = None
+
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        held, whole = self._held, self._whole
+        base, base_checksum = held.version, held.checksum
+        self._published = None
+        with drained(tensors) as source:
+            delta, changed = held.take(version, source)
+        try:
+            due = len(self._deltas) + 1 >= WHOLE_EVERY
+            if base is None or whole is None or due or not delta:
+                self._whole = whole = self._inner.publish(version, held.tensors())
+                self._deltas = ()
+            else:
+                step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
+                self._deltas = (*self._deltas, step)
+        except BaseException:
+            held.version = None  # no engine can have this version
+            raise
+        deltas = self._deltas[-1:] if isinstance(self._inner, StreamSender) else self._deltas
+        self._published = replace(
+            whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
+        )
+        return self._published
+
+    def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
+        """Send the published version, from the copy: the tensors are not consumed."""
+        if self._published is None:
+            raise WeightUpdateError("no version has been published that could be sent")
+        if isinstance(self._inner, StreamSender):
+            self._inner.send_as(self._published, self._held.tensors(), devices)
+
+    def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
+        self._inner.join(ip, port, engine_workers, timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class DeltaReceiver(Receiver):
+    """Receives an update that is stored as all tensors of a version, read by `whole`, and deltas
+    since, each read by `read`. It reads in a thread: requests go on until all is there."""
+
+    reports = False
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: ReceiverOptions,
+        whole: Callable[[Manifest], NamedTensors],
+        read: Callable[[Delta], bytes],
+    ) -> None:
+        self._manifest, self._whole, self._read = manifest, whole, read
+        self._held = held_for(manifest, options)
+        bringing = self._held.bring(manifest, self._parts(self._held.way_to(manifest)))
+        self._reading = ThreadPoolExecutor(1).submit(list, bringing)
+
+    def poll(self) -> int | None:
+        if not self._reading.done():
+            return None
+        self._reading.result()  # an error is one before requests are paused
+        return self._manifest.version
+
+    def chunks(self) -> Iterator[NamedTensors]:
+        yield from self._reading.result()
+
+    def _parts(self, way: tuple[Delta, ...] | None) -> Iterator[NamedTensors]:
+        if way is None:
+            yield from ([named] for named in self._whole(self._manifest))
+            way = self._manifest.deltas
+        yield from (decoded(self._read(delta)) for delta in way)
+
+    def end(self, error: str = "") -> None:
+        wait([self._reading])  # nobody else may use the copy before
+        if not error:
+            self._held.version = self._manifest.version
