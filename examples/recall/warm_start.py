@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from examples.calculator.conversations import Example, encode_texts
+from examples.calculator.imitation import WarmStart, imitate
 from examples.calculator.model import build_model
 from examples.calculator.tokenizer import train_tokenizer
-from examples.calculator.warm_start import WarmStart, imitate
 from turnwise.rollouts.context_window import REQUEST, SUMMARY
 
 from .environment import DIGITS, NEXT, PAGES, PROBLEM, page, pages_of

@@ -128,10 +128,12 @@ def conversation(
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
         text.append(f"{_indented(said(message))}\n", "not bold")
-    for each in trajectory.judgements:
+    for judged in trajectory.judgements:
         text.append("judge      ", "not bold yellow")
-        text.append(_indented(f"{each['judge']} {each['score']:.3g}: {each['why']}") + "\n", "dim")
-        if (asked := (requests or {}).get(each["request"])) is not None:
+        text.append(
+            _indented(f"{judged['judge']} {judged['score']:.3g}: {judged['why']}") + "\n", "dim"
+        )
+        if (asked := (requests or {}).get(judged["request"])) is not None:
             prompt = [f"asked, {m['role']}:\n{m['content']}" for m in asked["messages"]]
             shown = _indented("\n".join([*prompt, f"answered:\n{asked['answer']}"]))
             text.append(f"{_INDENT}{shown}\n", "dim")

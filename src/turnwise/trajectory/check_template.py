@@ -124,14 +124,14 @@ def _try(
 ) -> CaseResult:
     try:
         opening = template.render_text(before, tools=tools)
-        sampled: str | None = str(turn["content"])
+        sampled = str(turn["content"])
         if not cut_off:  # the model samples the turn up to the token that ends it
             ended = template.render_text([*before, turn], tools=tools, add_generation_prompt=False)
-            sampled = sampled_text(template, opening, ended, turn, tools)
-            if sampled is None:  # the template writes a finished turn differently
-                said = str(turn["content"]).rpartition(THOUGHT_END)[2].strip()
-                start = ended.rfind(said or "weather")
-                sampled = up_to_end(template, ended[start:], tools)
+            found = sampled_text(template, opening, ended, turn, tools)
+            if found is None:  # the template writes a finished turn differently
+                said = sampled.rpartition(THOUGHT_END)[2].strip()
+                found = up_to_end(template, ended[ended.rfind(said or "weather") :], tools)
+            sampled = found
         whole = template.render_text([*before, turn, *after], tools=tools)
     except Exception as error:  # a template may raise anything
         return CaseResult(case, "refuses", f"{type(error).__name__}: {error}")
