@@ -45,5 +45,5 @@ class PagePolicy(VLLMModule):
             "all_tokens": [
                 output.prompt_token_ids + list(done.token_ids) for output, done in answers
             ],
-            "rewards": [float(len(done.token_ids) % 2) for _, done in answers],
+            "rewards": [float(sum(done.token_ids) % 2) for _, done in answers],
         }

@@ -96,7 +96,10 @@ async def test_the_policys_class_makes_the_groups_of_the_run_in_batches(begin: B
         assert [t.problem_id for t in group.trajectories] == [problem.id] * 2
         for trajectory in group.trajectories:
             assert trajectory.prompt_token_ids(0) == problem.row["input_ids"]
-            assert trajectory.reward == trajectory.sampled_tokens % 2
+            assert (
+                trajectory.reward
+                == sum(map(sum, (t.completion_token_ids for t in trajectory.turns))) % 2
+            )
     evaluate = runtime.grouping(config.eval.sampling)
     (group,) = await asyncio.gather(*(evaluate(problem, "eval") for problem in heldout))
     assert (group.problem_id, policy.batches) == ("policy-eval:1", [3, 1])

@@ -192,9 +192,14 @@ async def test_a_function_inside_an_answer_runs_once_whatever_the_number_of_shar
 
 @pytest.mark.slow  # deaths of engines: test_fleet.py, test_deaths.py
 async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
-    fleet: Fleet, tokenizer: Any
+    fleet: Fleet, model_path: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     config, manager = fleet
+    trainer = OneRank(model_path, "disk", tmp_path)  # the engine that restarts reads its files
+    sync = WeightSync(trainer, timeout=60, patience=60)
+    trainer.train(100)
+    await sync.publish()
+    await manager.update_weights(sync)
     runner, known = Runner(config, tokenizer), len(manager.failures)
     victim = manager.engines[0]
     before = await shards(victim)

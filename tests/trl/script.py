@@ -145,7 +145,7 @@ trainer = trl.GRPOTrainer(
 before = {name: value.clone() for name, value in trainer.model.named_parameters()}
 output = trainer.train(resume_from_checkpoint=steps is not None)
 trainer.save_model(str(folder / "saved"))
-calls, evaluation = list(CALLS), {}
+calls, evaluation, last = list(CALLS), {}, trainer.state.log_history[-1]
 if kind == "tools":
     evaluation = trainer.evaluate()
     evaluation |= trainer.evaluate({of: rows.select([n]) for n, of in enumerate(("one", "two"))})
@@ -157,7 +157,7 @@ result = {
     ),
     "parameters": len(before),
     "reward_func_names": trainer.reward_func_names,
-    "last": trainer.state.log_history[-1],
+    "last": last,
     "evaluation": evaluation,
     "calls": calls,
 }

@@ -214,6 +214,16 @@ def test_log_history_has_the_names_of_trl() -> None:
     assert "tools/call_frequency" not in trained
 
 
+def test_a_step_without_a_signal_is_logged_with_a_loss_too() -> None:
+    config = config_of(learning_rate=1e-3)
+    steps = [StepMetrics(step=1), StepMetrics(step=2, loss=0.5, grad_norm=2.0, learning_rate=1e-4)]
+    steps.append(StepMetrics(step=3))
+    history = log_history([step.to_json() for step in steps], config, rows=8)
+    names = "loss", "grad_norm", "learning_rate"
+    logged = [tuple(record[name] for name in names) for record in history]
+    assert logged == [(0.0, 0.0, 1e-3), (0.5, 2.0, 1e-4), (0.0, 0.0, 1e-4)]
+
+
 def test_calls_of_tools_have_trls_frequencies() -> None:
     with_tools = make_config(
         config_of().model_dump(),

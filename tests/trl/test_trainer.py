@@ -58,7 +58,7 @@ def test_arguments_become_our_configuration(tmp_path: Path) -> None:
     assert (made.settings["output_dir"], made.settings["name"]) == (str(tmp_path), "maze")
     assert made.settings["model.max_length"] == 4096
     assert made.state.max_steps == 24
-    assert "rollout.loop" not in made.settings
+    assert made.settings["rollout.loop"] == "tool_calling"
 
 
 def test_the_script_of_the_page_becomes_a_configuration(

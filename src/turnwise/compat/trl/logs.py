@@ -32,6 +32,8 @@ def log_history(records: Sequence[JsonObject], config: Config, rows: int) -> lis
         rows: Rows of the training data.
     """
     history: list[JsonObject] = []
+    # In TRL, a step whose rewards are all equal has a loss, too.
+    silent = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": config.training.learning_rate}
     for record in records:
         step = record["step"]
         place: JsonObject = {
@@ -39,7 +41,8 @@ def log_history(records: Sequence[JsonObject], config: Config, rows: int) -> lis
             "epoch": step * config.rollout.prompts_per_step / rows,
         }
         if step:
-            history.append({**trl_names(record, config), **place})
+            silent["learning_rate"] = record.get("learning_rate") or silent["learning_rate"]
+            history.append({**silent, **trl_names(record, config), **place})
         if heldout := record.get("heldout"):
             sets = {f"{of}_": each for of, each in (record.get("heldout_sets") or {}).items()}
             measured = {

@@ -152,7 +152,7 @@ class GRPOTrainer:
             "name": folder.name,
             "environment": inputs.environment_path(environment_factory),
             "rollout.rewards": rewards.parts,
-            **_loop_of(rows, with_tools),
+            "rollout.loop": values.get("rollout.loop") or _loop_of(rows, with_tools),
             **inputs.saved_policy(model, processing_class, folder),
         }
         path, trust = str(values["model.path"]), bool(values["model.trust_remote_code"])
@@ -468,13 +468,14 @@ def _refuse_unsupported(*given: object) -> None:
         )
 
 
-def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> dict[str, object]:
-    """Return the agent loop for prompts that are texts, which no chat template renders."""
+def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> str:
+    """Return the agent loop: without tools, an answer that looks like a call is an answer, and no
+    chat template renders prompts that are texts."""
     if not isinstance(rows[0].get("prompt"), str):
-        return {}
+        return "tool_calling" if with_tools else "single_turn"
     if with_tools:
         raise InputError("prompt must be a list of messages where there are tools")
-    return {"rollout.loop": f"{TextLoop.__module__}:{TextLoop.__name__}"}
+    return f"{TextLoop.__module__}:{TextLoop.__name__}"
 
 
 def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
