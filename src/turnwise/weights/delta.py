@@ -22,7 +22,6 @@ from safetensors.torch import load, save
 from turnwise.core.json_types import dtype_name
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.transport import (
-    Chunk,
     Delta,
     Manifest,
     NamedTensors,
@@ -41,20 +40,17 @@ from turnwise.weights.transport import (
 )
 
 WHOLE_EVERY = 20
-"""Number of versions of which one is sent whole. An engine that is started reads the last of these
-and the deltas since: at 1 % of the values each, less than half as much again."""
-_WORTH = 0.5  # largest size of a delta, as a share of all tensors
+"""Of this many versions, at least one is sent whole."""
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096  # 8-byte words in a row of the checksum
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
 def layer_of(name: str) -> str:
-    """Return a tensor's name up to the number of its layer; without one, the whole name."""
+    """Return a tensor's name up to the number of its layer; "" without one."""
     parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
 
 
@@ -92,22 +88,22 @@ class HeldWeights:
         )
         return (rows * _MIXER + columns) & (2**63 - 1)
 
-    def take(self, version: int, source: Source) -> tuple[bytes, float | None]:
+    def take(self, version: int, source: Source, room: float) -> tuple[bytes, float | None]:
         """Copy the next version from a source; return the delta from the one before, in the format
         of safetensors, and the share of values that changed.
 
-        If no version came before, the share is None; then, and where a delta would be long, the
-        delta is empty.
+        If no version came before, the share is None; then, and if it is longer than `room` bytes,
+        the delta is empty.
         """
         first, self.version = self.version is None, None
         delta: dict[str, torch.Tensor] = {}
-        changed, values, room = 0, 0, _WORTH * self.nbytes
+        changed, values = 0, 0
         for name, entry in self._entries.items():
             new, held = check_next(entry, source), self._flat(entry)
             flat = new.to("cpu", held.dtype).contiguous().view(-1)
             values += flat.numel()
             if not first:
-                bits = _BITS[held.itemsize]
+                bits = getattr(torch, f"int{8 * held.itemsize}")
                 differs = flat.view(bits) != held.view(bits)
                 if not (count := int(torch.count_nonzero(differs))):
                     continue
@@ -181,63 +177,53 @@ def _encoded(
     return {name + _GAPS: gaps.to(kind), name + _VALUES: flat[places]}
 
 
-def decoded(delta: bytes) -> NamedTensors:
-    """Return the tensors of a delta as it was stored."""
-    return load(delta).items()
-
-
-def chunk_of(delta: Delta) -> Chunk:
-    """Return the chunk of a stream that contains a delta."""
-    return (TensorEntry("delta", "uint8", (delta.nbytes,), 0, delta.nbytes),)
-
-
 def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
     """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
-    if options.held is None or options.held.info != manifest.info:
-        options.held = HeldWeights(manifest.info)
-    return options.held
+    held = options.held
+    if not isinstance(held, HeldWeights) or held.info != manifest.info:
+        options.held = held = HeldWeights(manifest.info)
+    return held
 
 
 class DeltaSender(WeightSender):
-    """Publishes versions by another sender: whole, or as deltas from the version before."""
+    """Publishes versions by another sender: whole, or as deltas from the version before.
+
+    The deltas since a whole version are never longer than it: an engine that starts reads it and
+    them. So each may be half as long as is left.
+    """
 
     def __init__(self, inner: WeightSender, options: SenderOptions) -> None:
         kind = dtype_name(options.dtype)
         info = {name: (tuple(tensor.shape), kind) for name, tensor in options.tensors}
         self._held, self._inner = HeldWeights(info), inner
-        self._whole: Manifest | None = None  # the last version that was published whole
-        self._deltas: tuple[Delta, ...] = ()  # those since then
-        self._published: Manifest | None = None
+        self._published: Manifest | None = None  # None if engines may not have the copy's version
+        self._untried: tuple[Delta, ...] = ()  # the last delta, until a stream sends it
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        held, whole = self._held, self._whole
-        base, base_checksum = held.version, held.checksum
-        self._published = None
+        held, last, self._published = self._held, self._published, None
+        base, base_checksum, room = held.version, held.checksum, 0.0
+        if last is not None and len(last.deltas) + 1 < WHOLE_EVERY:
+            room = (held.nbytes - sum(delta.nbytes for delta in last.deltas)) / 2
         with drained(tensors) as source:
-            delta, changed = held.take(version, source)
-        try:
-            due = len(self._deltas) + 1 >= WHOLE_EVERY
-            if base is None or whole is None or due or not delta:
-                self._whole = whole = self._inner.publish(version, held.tensors())
-                self._deltas = ()
-            else:
-                step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
-                self._deltas = (*self._deltas, step)
-        except BaseException:
-            held.version = None  # no engine can have this version
-            raise
-        deltas = self._deltas[-1:] if isinstance(self._inner, StreamSender) else self._deltas
-        self._published = replace(
-            whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
-        )
+            delta, changed = held.take(version, source, room)
+        if last is None or base is None or not delta:
+            new = self._inner.publish(version, held.tensors())
+        else:
+            step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
+            new = replace(last, version=version, deltas=(*last.deltas, step))
+        self._published = replace(new, checksum=held.checksum, changed=changed)
+        self._untried = new.deltas[-1:]
         return self._published
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the published version, from the copy: the tensors are not consumed."""
+        """Send the published version, from the copy: the tensors are not consumed. If an engine has
+        refused the last delta, or failed with it, all tensors follow."""
         if self._published is None:
             raise WeightUpdateError("no version has been published that could be sent")
         if isinstance(self._inner, StreamSender):
-            self._inner.send_as(self._published, self._held.tensors(), devices)
+            sent = replace(self._published, deltas=self._untried)
+            self._untried = ()
+            self._inner.send_as(sent, self._held.tensors(), devices)
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         self._inner.join(ip, port, engine_workers, timeout)
@@ -247,8 +233,8 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of a version, read by `whole`, and deltas
-    since, each read by `read`. It reads in a thread: requests go on until all is there."""
+    """Receives an update that is stored as all tensors of a version and deltas since, each of which
+    `read` reads. It reads in a thread: requests go on until all is there."""
 
     reports = False
 
@@ -256,30 +242,30 @@ class DeltaReceiver(Receiver):
         self,
         manifest: Manifest,
         options: ReceiverOptions,
-        whole: Callable[[Manifest], NamedTensors],
-        read: Callable[[Delta], bytes],
+        whole: Source,
+        read: Callable[[str], bytes],
     ) -> None:
-        self._manifest, self._whole, self._read = manifest, whole, read
-        self._held = held_for(manifest, options)
-        bringing = self._held.bring(manifest, self._parts(self._held.way_to(manifest)))
-        self._reading = ThreadPoolExecutor(1).submit(list, bringing)
+        self._version, self._held = manifest.version, held_for(manifest, options)
+        way = self._held.way_to(manifest)
+
+        def parts() -> Iterator[NamedTensors]:
+            if way is None:
+                yield from ([named] for named in whole)
+            for delta in manifest.deltas if way is None else way:
+                yield load(read(delta.path)).items()
+
+        self._reading = ThreadPoolExecutor(1).submit(list, self._held.bring(manifest, parts()))
 
     def poll(self) -> int | None:
         if not self._reading.done():
             return None
         self._reading.result()  # an error is one before requests are paused
-        return self._manifest.version
+        return self._version
 
     def chunks(self) -> Iterator[NamedTensors]:
         yield from self._reading.result()
 
-    def _parts(self, way: tuple[Delta, ...] | None) -> Iterator[NamedTensors]:
-        if way is None:
-            yield from ([named] for named in self._whole(self._manifest))
-            way = self._manifest.deltas
-        yield from (decoded(self._read(delta)) for delta in way)
-
     def end(self, error: str = "") -> None:
         wait([self._reading])  # nobody else may use the copy before
         if not error:
-            self._held.version = self._manifest.version
+            self._held.version = self._version

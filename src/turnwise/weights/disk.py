@@ -98,7 +98,7 @@ class DiskTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-        return DeltaReceiver(manifest, options, load, lambda delta: Path(delta.path).read_bytes())
+        return DeltaReceiver(manifest, options, load(manifest), lambda p: Path(p).read_bytes())
 
 
 class DiskSender(WeightSender):
@@ -178,8 +178,7 @@ class DiskSender(WeightSender):
         self._deltas += 1
         path = self._newest / f"delta-{self._deltas:05}.safetensors"
         try:
-            temporary(path).write_bytes(delta)
-            temporary(path).rename(path)
+            path.write_bytes(delta)
         except OSError as error:
             raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
         return str(path)

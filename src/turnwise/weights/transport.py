@@ -24,7 +24,6 @@ from turnwise.core.optional import load_object
 from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
 
 if TYPE_CHECKING:
-    from turnwise.weights.delta import HeldWeights
     from turnwise.weights.process_group import ProcessGroup
 
 TRANSPORTS = {
@@ -111,8 +110,8 @@ class Manifest:
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()
-    """Deltas that lead to this version: in a stream, from the version before; in files, one after
-    the other from the tensors at `path`. Without any, all tensors travel."""
+    """Deltas that lead to this version, one after the other from the last that was whole, which is
+    at `path`; a stream sends the last one. Without any, all tensors travel."""
     changed: float | None = None
     """Share of the values that differ from the version before; None if it was not measured."""
 
@@ -279,8 +278,8 @@ class ReceiverOptions:
     """The tensors that every update must contain; None allows any, each once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
-    held: "HeldWeights | None" = None
-    """The last version that arrived, to which deltas are applied; None without `weights.delta`."""
+    held: object = None
+    """The last version that arrived (`HeldWeights`); None without `weights.delta`."""
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
         """Return the tensors of an update's stream: `expected`, or those of its manifest."""
