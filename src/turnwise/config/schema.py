@@ -281,6 +281,9 @@ def _training_mistakes(config: Config) -> Iterator[str]:
         )
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
+    name = config.weights.transport
+    if config.weights.delta and name not in ("shm", "collective", "disk"):
+        yield f"weights.delta: {name} sends all tensors: use shm, collective or disk"
     if config.weights.delta and training.colocated and ranks == 1:
         yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
     if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":

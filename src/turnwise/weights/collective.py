@@ -22,7 +22,7 @@ from safetensors.torch import load
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.delta import DeltaSender, HeldWeights, held_for
+from turnwise.weights.delta import HeldWeights, held_for
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
@@ -37,7 +37,6 @@ from turnwise.weights.transport import (
     StreamSender,
     TensorEntry,
     Transport,
-    WeightSender,
     check_exhausted,
     chunk_bytes,
     pack,
@@ -51,16 +50,14 @@ class CollectiveTransport(Transport):
 
     streamed = True
     needs_group = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
+    def make_sender(self, options: SenderOptions) -> "CollectiveSender":
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        sender = CollectiveSender(options)
-        return DeltaSender(sender, options) if options.delta else sender
+        return CollectiveSender(options)
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
@@ -225,8 +222,8 @@ class CollectiveReceiver(StreamReceiver):
             raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
 
     def end(self, error: str = "") -> None:
-        if self._held is not None and not error:
-            self._held.version = self._version
+        if self._held is not None and self.manifest is not None and not error:
+            self._held.checksum = self.manifest.checksum
         if not self._round or self._group.broken:
             return
         if self._work is None:

@@ -6,9 +6,9 @@ compares each version with a copy of the one before, as bits, and sends position
 those that differ. Positions count in the tensors of the model's files, which vLLM shards, fuses and
 packs: so each worker of an engine has a copy, too, and vLLM loads the layers that changed from it.
 
-Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the version and
-checksum of its base, and the result must have the trainer's before anything is loaded. A worker
-without such a copy, as after its start or an update that failed, gets all tensors.
+Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the checksum of
+its base, and the result must have the trainer's before anything is loaded. A worker without such a
+copy, as after its start or an update that failed, gets all tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from turnwise.core.json_types import dtype_name
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.transport import (
     Delta,
@@ -27,7 +26,6 @@ from turnwise.weights.transport import (
     NamedTensors,
     Receiver,
     ReceiverOptions,
-    SenderOptions,
     Source,
     StateDictInfo,
     StreamSender,
@@ -63,9 +61,8 @@ class HeldWeights:
 
     def __init__(self, info: StateDictInfo) -> None:
         self.info = dict(info)
-        self.version: int | None = None
-        """The version; None unless the copy is complete, and what the engine has loaded."""
-        self.checksum = 0
+        self.checksum: int | None = None
+        """Names the version; None unless the copy is complete, and what the engine has loaded."""
         meta = (
             (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
             for name, (shape, kind) in self.info.items()
@@ -88,14 +85,14 @@ class HeldWeights:
         )
         return (rows * _MIXER + columns) & (2**63 - 1)
 
-    def take(self, version: int, source: Source, room: float) -> tuple[bytes, float | None]:
+    def take(self, source: Source, room: float) -> tuple[bytes, float | None]:
         """Copy the next version from a source; return the delta from the one before, in the format
         of safetensors, and the share of values that changed.
 
         If no version came before, the share is None; then, and if it is longer than `room` bytes,
         the delta is empty.
         """
-        first, self.version = self.version is None, None
+        first, self.checksum = self.checksum is None, None
         delta: dict[str, torch.Tensor] = {}
         changed, values = 0, 0
         for name, entry in self._entries.items():
@@ -114,31 +111,29 @@ class HeldWeights:
                     delta |= part
             held.copy_(flat)
         check_exhausted(source)
-        self.version, self.checksum = version, self.sum()
-        text = save(delta, {"version": str(version)}) if room > 0 and not first else b""
+        self.checksum = self.sum()
+        text = save(delta) if room > 0 and not first else b""
         return text, None if first else changed / max(1, values)
 
     def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
         """Return the deltas of an update that lead from this version to its own; none if it is the
         same; None if there is no way, and all tensors are needed."""
-        here = (self.version, self.checksum)
-        if here == (manifest.version, manifest.checksum):
+        if self.checksum == manifest.checksum:
             return ()
         for index, delta in reversed(list(enumerate(manifest.deltas))):
-            if here == (delta.base, delta.base_checksum):
+            if self.checksum == delta.base:
                 return manifest.deltas[index:]
         return None
 
     def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
         """Apply what arrives of an update; yield, at once, the tensors of layers that it changes.
 
-        The receiver sets `version` once they are loaded. Raises `WeightUpdateError` when the result
-        has another checksum than the trainer's version.
+        The receiver sets `checksum` once they are loaded. Raises `WeightUpdateError` if the result
+        has another one than the trainer's version.
         """
-        self.version = None
+        self.checksum = None
         changed = {layer_of(name) for part in parts for name in self._apply(dict(part))}
-        self.checksum = self.sum()
-        if self.checksum != manifest.checksum:
+        if self.sum() != manifest.checksum:
             raise WeightUpdateError(
                 f"the tensors of version {manifest.version} arrived with another checksum than the "
                 "trainer's, and were not loaded"
@@ -185,6 +180,13 @@ def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
     return held
 
 
+def with_deltas(sender: WeightSender) -> WeightSender:
+    """Return the sender of a rank that sends deltas by another one's transport, which is `shm`,
+    `collective` or `disk`."""
+    sender.streamed = False  # all ranks gather tensors to publish them, and none to send them
+    return sender if type(sender) is WeightSender else DeltaSender(sender)
+
+
 class DeltaSender(WeightSender):
     """Publishes versions by another sender: whole, or as deltas from the version before.
 
@@ -192,24 +194,22 @@ class DeltaSender(WeightSender):
     them. So each may be half as long as is left.
     """
 
-    def __init__(self, inner: WeightSender, options: SenderOptions) -> None:
-        kind = dtype_name(options.dtype)
-        info = {name: (tuple(tensor.shape), kind) for name, tensor in options.tensors}
-        self._held, self._inner = HeldWeights(info), inner
+    def __init__(self, inner: WeightSender) -> None:
+        self._held, self._inner = HeldWeights(inner.state_dict_info), inner
         self._published: Manifest | None = None  # None if engines may not have the copy's version
         self._untried: tuple[Delta, ...] = ()  # the last delta, until a stream sends it
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         held, last, self._published = self._held, self._published, None
-        base, base_checksum, room = held.version, held.checksum, 0.0
+        base, room = held.checksum, 0.0
         if last is not None and len(last.deltas) + 1 < WHOLE_EVERY:
             room = (held.nbytes - sum(delta.nbytes for delta in last.deltas)) / 2
         with drained(tensors) as source:
-            delta, changed = held.take(version, source, room)
+            delta, changed = held.take(source, room)
         if last is None or base is None or not delta:
             new = self._inner.publish(version, held.tensors())
         else:
-            step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
+            step = Delta(base, len(delta), self._inner.store(delta))
             new = replace(last, version=version, deltas=(*last.deltas, step))
         self._published = replace(new, checksum=held.checksum, changed=changed)
         self._untried = new.deltas[-1:]
@@ -245,7 +245,7 @@ class DeltaReceiver(Receiver):
         whole: Source,
         read: Callable[[str], bytes],
     ) -> None:
-        self._version, self._held = manifest.version, held_for(manifest, options)
+        self._manifest, self._held = manifest, held_for(manifest, options)
         way = self._held.way_to(manifest)
 
         def parts() -> Iterator[NamedTensors]:
@@ -260,7 +260,7 @@ class DeltaReceiver(Receiver):
         if not self._reading.done():
             return None
         self._reading.result()  # an error is one before requests are paused
-        return self._version
+        return self._manifest.version
 
     def chunks(self) -> Iterator[NamedTensors]:
         yield from self._reading.result()
@@ -268,4 +268,4 @@ class DeltaReceiver(Receiver):
     def end(self, error: str = "") -> None:
         wait([self._reading])  # nobody else may use the copy before
         if not error:
-            self._held.version = self._version
+            self._held.checksum = self._manifest.checksum

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.delta import DeltaReceiver, DeltaSender
+from turnwise.weights.delta import DeltaReceiver
 from turnwise.weights.transport import (
     Chunk,
     Manifest,
@@ -65,11 +65,9 @@ class DiskTransport(Transport):
     """Files in a folder that trainer and engines see."""
 
     lasting = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
-        sender = DiskSender(options.tensors, options.dtype, options.folder)
-        return DeltaSender(sender, options) if options.delta else sender
+    def make_sender(self, options: SenderOptions) -> "DiskSender":
+        return DiskSender(options.tensors, options.dtype, options.folder)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check that the files of a version are complete and hold its tensors."""

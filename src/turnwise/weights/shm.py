@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.delta import DeltaReceiver, DeltaSender
+from turnwise.weights.delta import DeltaReceiver
 from turnwise.weights.transport import (
     Manifest,
     NamedTensors,
@@ -40,11 +40,9 @@ class ShmTransport(Transport):
     """Shared memory of one host."""
 
     lasting = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
-        sender = ShmSender(options.tensors, options.dtype)
-        return DeltaSender(sender, options) if options.delta else sender
+    def make_sender(self, options: SenderOptions) -> "ShmSender":
+        return ShmSender(options.tensors, options.dtype)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         what = f"the buffer of version {manifest.version}"

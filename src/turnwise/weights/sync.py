@@ -328,9 +328,7 @@ async def check_canary(
 
 def check_transport(config: Config) -> None:
     """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
-    transport = find_transport(name := config.weights.transport)
-    if config.weights.delta and not transport.sends_deltas:
-        raise InputError(f"weights.delta: {name} sends all tensors: use shm, collective or disk")
+    transport = find_transport(config.weights.transport)
     # The configuration knows this of our own names only.
     if (mistake := stream_mistake(config)) and transport.streamed:
         raise InputError(mistake)

@@ -79,7 +79,7 @@ class Delta:
     """The location of what changed from one version of the weights, its base, to a later one."""
 
     base: int
-    base_checksum: int
+    """The checksum of that version."""
     nbytes: int
     path: str = ""
     """Location, as in `Manifest.path`; "" in a stream."""
@@ -263,8 +263,6 @@ class SenderOptions:
     address: str | None = None
     """Address at which `ipc` listens: "" is the device's own, where a worker looks that has no
     manifest; None is one for this sender alone, or on GPUs the device's."""
-    delta: bool = False
-    """Whether only what changed is sent (`weights.delta`)."""
 
 
 @dataclass(slots=True)
@@ -315,7 +313,7 @@ class WeightSender:
             deque(tensors, maxlen=0)
 
     def store(self, delta: bytes) -> str:
-        """Keep a delta from the last version, if `sends_deltas`; return its path."""
+        """Keep a delta from the last version; return its path."""
         raise NotImplementedError
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
@@ -398,8 +396,6 @@ class Transport(Protocol):
     """Whether engines can still read a version after the trainer has changed its weights."""
     needs_group: bool = False
     """Whether trainer and engines must be in one process group."""
-    sends_deltas: bool = False
-    """Whether it can send only what changed (`SenderOptions.delta`)."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
         """Return whether a rank of the trainer sends; the others only help to gather tensors."""
@@ -518,7 +514,6 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
     address: str | None = None,
-    delta: bool = False,
 ) -> WeightSender:
     """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
@@ -532,11 +527,10 @@ def make_sender(
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
-    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address, delta)
+    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
     sends = chosen.sends_from(rank, device)
     sender = chosen.make_sender(options) if sends else WeightSender()
-    # With deltas, all ranks gather tensors to publish them, and none to send them.
-    sender.transport, sender.streamed = transport, chosen.streamed and not delta
+    sender.transport, sender.streamed = transport, chosen.streamed
     sender.state_dict_info = {name: (tuple(t.shape), dtype_name(dtype)) for name, t in shapes}
     return sender
 
