@@ -111,7 +111,7 @@ class CollectiveLink:
 
     def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         assert self._group is not None
-        return CollectiveReceiver(self._group, ReceiverOptions(CPU, 0), expected, seconds)
+        return CollectiveReceiver(ReceiverOptions(CPU, 0, group=self._group), expected, seconds)
 
     async def update(self, engine: WorkerHandle, seconds: float) -> None:
         await engine._call("receive_weights", "collective", "", seconds)

@@ -54,7 +54,7 @@ class World:
 
     def receivers(self, seconds: float = PATIENCE) -> list[CollectiveReceiver]:
         return [
-            CollectiveReceiver(group, ReceiverOptions(CPU, 0), self.expected, seconds)
+            CollectiveReceiver(ReceiverOptions(CPU, 0, group=group), self.expected, seconds)
             for group in self.groups
         ]
 

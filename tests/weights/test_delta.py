@@ -327,7 +327,7 @@ class Worker:
     def update(self, tensors: Named) -> None:
         assert self.options.group is not None
         info = state_dict_info(tensors, BF16)
-        receiver = CollectiveReceiver(self.options.group, self.options, info, 60)
+        receiver = CollectiveReceiver(self.options, info, 60)
         _, received = receive(receiver)
         self.model |= dict(received)
 

@@ -64,7 +64,7 @@ class CollectiveTransport(Transport):
     ) -> "CollectiveReceiver":
         if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
-        return CollectiveReceiver(options.group, options, options.expected_of(manifest), seconds)
+        return CollectiveReceiver(options, options.expected_of(manifest), seconds)
 
 
 class CollectiveSender(StreamSender):
@@ -95,7 +95,7 @@ class CollectiveSender(StreamSender):
         self._rounds = 0
         self._buffers = _two_buffers(self._buffer_bytes, self._device)
 
-    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
+    def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         if (group := self._group) is None:
             raise WeightUpdateError("the trainer is in no process group: call join first")
         group.check_usable()
@@ -158,16 +158,11 @@ class CollectiveSender(StreamSender):
 class CollectiveReceiver(StreamReceiver):
     _held: HeldWeights | None = None
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        options: ReceiverOptions,
-        expected: StateDictInfo,
-        seconds: float,
-    ) -> None:
+    def __init__(self, options: ReceiverOptions, expected: StateDictInfo, seconds: float) -> None:
         super().__init__(expected, options.device, seconds)
-        group.check_usable()
-        self._group, self._options = group, options
+        assert options.group is not None
+        options.group.check_usable()
+        self._group, self._options = options.group, options
         self._round = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._work: dist.Work | None = None

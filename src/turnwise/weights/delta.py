@@ -131,8 +131,17 @@ class HeldWeights:
         The receiver sets `checksum` once they are loaded. Raises `WeightUpdateError` if the result
         has another one than the trainer's version.
         """
-        self.checksum = None
-        changed = {layer_of(name) for part in parts for name in self._apply(dict(part))}
+        self.checksum, changed = None, set[str]()
+        for part in map(dict, parts):
+            for key, tensor in part.items():
+                name = key.removesuffix(_VALUES)
+                if key.endswith(_GAPS):
+                    continue
+                if (entry := self._entries.get(name)) is None:
+                    raise WeightUpdateError(f"{name} is in an update, and not among the weights")
+                places = part[name + _GAPS].long().cumsum(0) if key != name else slice(None)
+                self._flat(entry)[places] = tensor.reshape(-1)
+                changed.add(layer_of(name))
         if self.sum() != manifest.checksum:
             raise WeightUpdateError(
                 f"the tensors of version {manifest.version} arrived with another checksum than the "
@@ -140,20 +149,6 @@ class HeldWeights:
             )
         if changed:
             yield [named for named in self.tensors() if layer_of(named[0]) in changed]
-
-    def _apply(self, given: dict[str, torch.Tensor]) -> Iterator[str]:
-        """Copy whole tensors, and values at positions; yield the names of their tensors."""
-        for key, tensor in given.items():
-            name = key.removesuffix(_VALUES)
-            if key.endswith(_GAPS):
-                continue
-            if (entry := self._entries.get(name)) is None:
-                raise WeightUpdateError(f"{name} is in an update, and not among the weights")
-            if key == name:
-                self._flat(entry).copy_(tensor.reshape(-1))
-            else:
-                self._flat(entry)[given[name + _GAPS].to(torch.int64).cumsum(0)] = tensor
-            yield name
 
     def _flat(self, entry: TensorEntry) -> torch.Tensor:
         return entry.in_bytes(self._buffer).view(-1)
@@ -233,8 +228,8 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of a version and deltas since, each of which
-    `read` reads. It reads in a thread: requests go on until all is there."""
+    """Receives an update that is stored as all tensors of a version and deltas since, for which
+    `find` returns paths or descriptors. It reads in a thread: requests go on until all is there."""
 
     reports = False
 
@@ -243,7 +238,7 @@ class DeltaReceiver(Receiver):
         manifest: Manifest,
         options: ReceiverOptions,
         whole: Source,
-        read: Callable[[str], bytes],
+        find: Callable[[str], str | int] = str,
     ) -> None:
         self._manifest, self._held = manifest, held_for(manifest, options)
         way = self._held.way_to(manifest)
@@ -252,7 +247,8 @@ class DeltaReceiver(Receiver):
             if way is None:
                 yield from ([named] for named in whole)
             for delta in manifest.deltas if way is None else way:
-                yield load(read(delta.path)).items()
+                with open(find(delta.path), "rb") as file:
+                    yield load(file.read()).items()
 
         self._reading = ThreadPoolExecutor(1).submit(list, self._held.bring(manifest, parts()))
 

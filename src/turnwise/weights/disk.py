@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, WeightUpdateError
+from turnwise.errors import InputError, WeightUpdateError, translate_unwritable
 from turnwise.weights.delta import DeltaReceiver
 from turnwise.weights.transport import (
     Chunk,
@@ -96,7 +96,7 @@ class DiskTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-        return DeltaReceiver(manifest, options, load(manifest), lambda p: Path(p).read_bytes())
+        return DeltaReceiver(manifest, options, load(manifest))
 
 
 class DiskSender(WeightSender):
@@ -175,10 +175,8 @@ class DiskSender(WeightSender):
     def store(self, delta: bytes) -> str:
         self._deltas += 1
         path = self._newest / f"delta-{self._deltas:05}.safetensors"
-        try:
+        with translate_unwritable(path):
             path.write_bytes(delta)
-        except OSError as error:
-            raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
         return str(path)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
 import torch
@@ -58,7 +59,8 @@ class ShmTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-        return DeltaReceiver(manifest, options, load(manifest), _read)
+        find = partial(open_address, what=f"a delta to version {manifest.version}")
+        return DeltaReceiver(manifest, options, load(manifest), find)
 
 
 class ShmSender(WeightSender):
@@ -106,11 +108,6 @@ def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     finally:
         os.close(file)
     return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
-
-
-def _read(address: str) -> bytes:
-    with open(open_address(address, "a delta"), "rb") as file:
-        return file.read()
 
 
 def address_of(file: int) -> str:

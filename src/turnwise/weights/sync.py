@@ -193,8 +193,8 @@ class WeightSync:
         deltas = published.checksum is not None
         if failed and (deltas or find_transport(published.transport).streamed):
             healthy, _ = await self._check(failed, published)
-            fewer = len(healthy) < len(failed)
-            if healthy and (deltas or fewer) and (left := end - clock()) > 0:
+            again = healthy and (deltas or len(healthy) < len(failed))
+            if again and (left := end - clock()) > 0:
                 logger.info("%s get an update once more: %s", len(healthy), [*failed.values()])
                 results |= await self._attempt(published, healthy, in_flight, left)
         return results

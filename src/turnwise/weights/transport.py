@@ -442,14 +442,11 @@ class StreamSender(WeightSender):
         return Manifest(version, self.transport, self._path, *self._layout)
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        self.send_as(self.publish(version, ()), tensors, devices)
-
-    def send_as(self, manifest: Manifest, tensors: NamedTensors, devices: Sequence[str]) -> None:
         with drained(tensors) as source:
-            self._send(manifest, source, devices)
+            self.send_as(self.publish(version, ()), source, devices)
 
     @abstractmethod
-    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
+    def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
 
 
 class StreamReceiver(Receiver):
