@@ -107,13 +107,11 @@ class CollectiveSender(StreamSender):
             # and delays the others.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
-            chunks = self._chunks
             if manifest.deltas:
-                chunks = _parts(len(self._delta), self._buffer_bytes)
                 parts = torch.split(self._delta, self._buffer_bytes)
                 source = (("delta", part) for part in parts)
             group.put("go", number, "")
-            self._broadcast(group, version, chunks, source)
+            self._broadcast(group, version, _chunks_of(manifest), source)
             group.put("verdict", number, "")
             group.wait_engines("done", number, f"load version {version}", self._timeout)
         except BaseException as error:
@@ -176,6 +174,7 @@ class CollectiveReceiver(StreamReceiver):
                 self._round = group.last_round = number
                 manifest = Manifest.from_dict(json.loads(text))
                 self._accept(manifest)
+                self._chunks = _chunks_of(manifest)
                 if manifest.checksum is not None:
                     self._held, self.reuses_buffers = held_for(manifest, self._options), False
                     if manifest.deltas and self._held.way_to(manifest) is None:
@@ -186,10 +185,7 @@ class CollectiveReceiver(StreamReceiver):
             if number == self._round:
                 if text:
                     raise WeightUpdateError(f"the trainer cancelled the update: {text}")
-                nbytes = max(map(chunk_bytes, self._chunks))
-                self._buffers = _two_buffers(nbytes, self._device)
-                if self.manifest.deltas:
-                    self._chunks = _parts(self.manifest.deltas[-1].nbytes, nbytes)
+                self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
                 self._begin()
         if self._work is not None:
             if self._work.is_completed():
@@ -251,8 +247,11 @@ class CollectiveReceiver(StreamReceiver):
         self._group.wait(self._work, what, self._seconds_left, self._round)
 
 
-def _parts(nbytes: int, most: int) -> tuple[Chunk, ...]:
-    """Divide the bytes of a delta into chunks of at most this many."""
+def _chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
+    """Return the chunks to broadcast: all tensors, or a delta's bytes in parts as long as those."""
+    if not manifest.deltas:
+        return manifest.chunks
+    most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
     sizes = (min(most, nbytes - start) for start in range(0, nbytes, most))
     return tuple((TensorEntry("delta", "uint8", (size,), 0, size),) for size in sizes)
 

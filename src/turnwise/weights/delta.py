@@ -41,7 +41,7 @@ WHOLE_EVERY = 20
 """Of this many versions, at least one is sent whole."""
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
-_ROW = 4096  # 8-byte words in a row of the checksum
+_ROW = 2**15  # bytes in a row of the checksum
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
@@ -53,11 +53,7 @@ def layer_of(name: str) -> str:
 
 
 class HeldWeights:
-    """A copy of one version of the weights, in the host's memory.
-
-    Args:
-        info: Shape and type of each tensor, by name, in order.
-    """
+    """A copy of one version of the tensors of `info`, in the host's memory."""
 
     def __init__(self, info: StateDictInfo) -> None:
         self.info = dict(info)
@@ -69,8 +65,7 @@ class HeldWeights:
         )
         entries, self.nbytes = lay_out(meta, None)
         self._entries = {entry.name: entry for entry in entries}
-        row = _ROW * 8
-        self._buffer = torch.zeros(-(-self.nbytes // row) * row, dtype=torch.uint8)
+        self._buffer = torch.zeros(-(-self.nbytes // _ROW) * _ROW, dtype=torch.uint8)
 
     def tensors(self) -> Source:
         """Yield the tensors in order, as views of the copy."""
@@ -78,7 +73,7 @@ class HeldWeights:
 
     def sum(self) -> int:
         """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
-        words = self._buffer.view(torch.int64).view(-1, _ROW)
+        words = self._buffer.view(-1, _ROW).view(torch.int64)
         rows, columns = (
             int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
             for sums in (words.sum(1), words.sum(0))
@@ -139,7 +134,9 @@ class HeldWeights:
                     continue
                 if (entry := self._entries.get(name)) is None:
                     raise WeightUpdateError(f"{name} is in an update, and not among the weights")
-                places = part[name + _GAPS].long().cumsum(0) if key != name else slice(None)
+                places: torch.Tensor | slice = slice(None)
+                if key != name:
+                    places = part[name + _GAPS].long().cumsum(0)
                 self._flat(entry)[places] = tensor.reshape(-1)
                 changed.add(layer_of(name))
         if self.sum() != manifest.checksum:
@@ -176,8 +173,7 @@ def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
 
 
 def with_deltas(sender: WeightSender) -> WeightSender:
-    """Return the sender of a rank that sends deltas by another one's transport, which is `shm`,
-    `collective` or `disk`."""
+    """Return what sends deltas by a rank's sender, of `shm`, `collective` or `disk`."""
     sender.streamed = False  # all ranks gather tensors to publish them, and none to send them
     return sender if type(sender) is WeightSender else DeltaSender(sender)
 

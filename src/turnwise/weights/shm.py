@@ -11,8 +11,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from functools import partial
-from itertools import chain
 
 import torch
 
@@ -59,8 +57,7 @@ class ShmTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-        find = partial(open_address, what=f"a delta to version {manifest.version}")
-        return DeltaReceiver(manifest, options, load(manifest), find)
+        return DeltaReceiver(manifest, options, load(manifest), open_address)
 
 
 class ShmSender(WeightSender):
@@ -95,9 +92,9 @@ class ShmSender(WeightSender):
         return address_of(number)
 
     def close(self) -> None:
-        for file in chain(self._files, *self._deltas):
+        for file in (*self._files, *self._deltas[0], *self._deltas[1]):
             os.close(file)
-        self._files, self._buffers, self._deltas = [], [], []
+        self._files, self._buffers, self._deltas = [], [], [[], []]
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +112,7 @@ def address_of(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}#{_identity(file)}"
 
 
-def open_address(address: str, what: str) -> int:
+def open_address(address: str, what: str = "a delta") -> int:
     """Open a file of another process, which `address_of` named there; `what` names it in errors."""
     path, _, identity = address.partition("#")
     try:
