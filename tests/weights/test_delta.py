@@ -379,6 +379,16 @@ def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors() -> None:
         assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)
     tensors = moved(tensors, "model.norm")
     assert update(5).deltas
+    held = workers[0].options.held
+    assert isinstance(held, HeldWeights)
+    held._buffer[77] ^= 1  # a bit of a value that no delta touches
+    tensors, before = moved(tensors, "model.norm"), dict(workers[0].model)
+    assert sender.publish(6, iter(tensors)).deltas
+    send(6, "another checksum")
+    assert all(workers[0].model[name] is tensor for name, tensor in before.items())  # as before
+    send(6)
+    for worker in workers:
+        assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)
     sender.close()
 
 
