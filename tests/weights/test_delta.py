@@ -419,7 +419,7 @@ class Wanting(SimulatedEngine):
         return await super().update_weights(manifest, *args)
 
 
-@pytest.mark.parametrize("deltas", [(Delta(1, 100),), ()], ids=["delta", "whole"])
+@pytest.mark.parametrize("deltas", [(Delta(1, 100, ""),), ()], ids=["delta", "whole"])
 async def test_an_engine_that_failed_with_a_delta_is_asked_once_more(
     deltas: tuple[Delta, ...],
 ) -> None:

@@ -181,8 +181,8 @@ def with_deltas(sender: WeightSender) -> WeightSender:
 class DeltaSender(WeightSender):
     """Publishes versions by another sender: whole, or as deltas from the version before.
 
-    The deltas since a whole version are never longer than it: an engine that starts reads it and
-    them. So each may be half as long as is left.
+    An engine that starts reads the last whole version and the deltas since, which are never longer
+    than that: each may be half as long as is left.
     """
 
     def __init__(self, inner: WeightSender) -> None:

@@ -76,13 +76,12 @@ Chunk = tuple[TensorEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The location of what changed from one version of the weights, its base, to a later one."""
+    """What changed from one version of the weights, whose checksum is `base`, to a later one. Its
+    `path` is as in `Manifest`; "" in a stream."""
 
     base: int
-    """The checksum of that version."""
     nbytes: int
-    path: str = ""
-    """Location, as in `Manifest.path`; "" in a stream."""
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
