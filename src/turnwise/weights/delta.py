@@ -181,8 +181,8 @@ def with_deltas(sender: WeightSender) -> WeightSender:
 class DeltaSender(WeightSender):
     """Publishes versions by another sender: whole, or as deltas from the version before.
 
-    An engine that starts reads the last whole version and the deltas since, which are never longer
-    than that: each may be half as long as is left.
+    An engine that starts reads the last whole version and the deltas since, which are together no
+    longer than that, and each at most half as long.
     """
 
     def __init__(self, inner: WeightSender) -> None:
@@ -194,7 +194,8 @@ class DeltaSender(WeightSender):
         held, last, self._published = self._held, self._published, None
         base, room = held.checksum, 0.0
         if last is not None and len(last.deltas) + 1 < WHOLE_EVERY:
-            room = (held.nbytes - sum(delta.nbytes for delta in last.deltas)) / 2
+            left = held.nbytes - sum(delta.nbytes for delta in last.deltas)
+            room = min(held.nbytes / 2, left)
         with drained(tensors) as source:
             delta, changed = held.take(source, room)
         if last is None or base is None or not delta:
