@@ -192,12 +192,11 @@ class DeltaSender(WeightSender):
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         held, last, self._published = self._held, self._published, None
-        base, room = held.checksum, 0.0
+        base, room = held.checksum, 0
         if last is not None and len(last.deltas) + 1 < WHOLE_EVERY:
-            left = held.nbytes - sum(delta.nbytes for delta in last.deltas)
-            room = min(held.nbytes / 2, left)
+            room = held.nbytes - sum(delta.nbytes for delta in last.deltas)
         with drained(tensors) as source:
-            delta, changed = held.take(source, room)
+            delta, changed = held.take(source, min(room, held.nbytes / 2))
         if last is None or base is None or not delta:
             new = self._inner.publish(version, held.tensors())
         else:
