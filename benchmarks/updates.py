@@ -37,6 +37,7 @@ from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.delta import with_deltas
 from turnwise.weights.sync import UpdateResults, WeightSync
 from turnwise.weights.transport import Manifest, make_sender
 
@@ -54,7 +55,8 @@ class Trainer:
     def __init__(self, path: Path, delta: bool = False) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self._named = list(model.named_parameters())
-        self._sender = make_sender("shm", self._named, torch.float32, timeout=30, delta=delta)
+        sender = make_sender("shm", self._named, torch.float32, timeout=30)
+        self._sender = with_deltas(sender) if delta else sender
         self._every = CHANGED if delta else 1
         self.version = 0
 

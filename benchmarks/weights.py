@@ -29,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.report import Claim, parser, report
 from turnwise.core.json_types import dtype_name
+from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (
     Manifest,
@@ -123,7 +124,8 @@ def measure(
     update is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         dtype = tensors[0][1].dtype
-        sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS, delta=delta)
+        sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS)
+        sender = with_deltas(sender) if delta else sender
         if transport == "collective":
             ip, port = free_address()
             child.send((ip, port))

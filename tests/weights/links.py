@@ -20,6 +20,7 @@ from turnwise.weights.ipc import IpcReceiver, IpcSender
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StateDictInfo,
     StreamReceiver,
@@ -110,7 +111,7 @@ class CollectiveLink:
 
     def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         assert self._group is not None
-        return CollectiveReceiver(self._group, expected, CPU, seconds)
+        return CollectiveReceiver(ReceiverOptions(CPU, 0, group=self._group), expected, seconds)
 
     async def update(self, engine: WorkerHandle, seconds: float) -> None:
         await engine._call("receive_weights", "collective", "", seconds)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from turnwise.core.actor import get_with_deadline
+from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address
 from turnwise.weights.transport import Manifest, canary_prompt, make_sender
 
@@ -47,8 +48,9 @@ class Rank:
         if self.sender is not None:
             self.sender.close()
         tensors = self.model.named_parameters()
-        options: dict[str, Any] = {"buffer_bytes": 2**20, "timeout": 240, "delta": delta}
-        self.sender = make_sender(transport, tensors, rank=self.rank, folder=folder, **options)
+        options: dict[str, Any] = {"buffer_bytes": 2**20, "timeout": 240}
+        sender = make_sender(transport, tensors, rank=self.rank, folder=folder, **options)
+        self.sender = with_deltas(sender) if delta else sender
 
     def tensors(self, fail_at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -28,6 +28,7 @@ from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import process_group
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.process_group import ProcessGroup, check_own_gpus, join_store, open_store
+from turnwise.weights.transport import ReceiverOptions
 
 HERE = "127.0.0.1"
 PATIENCE = 240.0
@@ -52,7 +53,10 @@ class World:
         self.expected = state_dict_info(tensors)
 
     def receivers(self, seconds: float = PATIENCE) -> list[CollectiveReceiver]:
-        return [CollectiveReceiver(group, self.expected, CPU, seconds) for group in self.groups]
+        return [
+            CollectiveReceiver(ReceiverOptions(CPU, 0, group=group), self.expected, seconds)
+            for group in self.groups
+        ]
 
 
 def test_all_engines_get_the_tensors_and_no_default_group_is_made(

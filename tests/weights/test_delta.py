@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.rank import TrainerRank
 from turnwise.weights.collective import CollectiveReceiver
-from turnwise.weights.delta import WHOLE_EVERY, HeldWeights
+from turnwise.weights.delta import WHOLE_EVERY, HeldWeights, with_deltas
 from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.sync import Updated, WeightSync, check_canary, check_transport
+from turnwise.weights.sync import Updated, WeightSync, check_canary
 from turnwise.weights.transport import (
     Delta,
     Manifest,
@@ -85,7 +86,7 @@ class Engine:
 
 @pytest.fixture(params=STORED)
 def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    made = make_sender(request.param, layers(), BF16, folder=tmp_path, delta=True)
+    made = with_deltas(make_sender(request.param, layers(), BF16, folder=tmp_path))
     yield made
     made.close()
 
@@ -115,7 +116,7 @@ def test_only_layers_that_changed_are_loaded_and_each_as_a_whole(sender: Any) ->
     assert loaded == [name for name, _ in tensors if name.startswith("model.layers.1.")]
     engine.assert_has(tensors)
     tensors = moved(tensors, "model.norm")
-    assert engine.update(sender.publish(3, tensors)) == ["model.norm.weight"]
+    engine.update(sender.publish(3, tensors))
     unchanged = sender.publish(4, tensors)
     assert unchanged.changed == 0
     assert engine.update(unchanged) == []
@@ -151,7 +152,7 @@ def test_a_copy_that_is_not_the_trainers_is_noticed_and_replaced_by_the_next_att
     engine, tensors = Engine(), layers()
     engine.update(sender.publish(1, tensors))
     held = engine.options.held
-    assert held is not None
+    assert isinstance(held, HeldWeights)
     held._buffer[77] ^= 1  # a bit of a value that no delta touches
     tensors = moved(tensors, "model.norm")
     manifest = sender.publish(2, tensors)
@@ -175,6 +176,41 @@ def test_one_version_in_twenty_is_whole_and_older_deltas_are_removed(
     kept = [load_file(path) for path in tmp_path.rglob("delta-*.safetensors")]
     assert len(kept) in (0, WHOLE_EVERY)  # of shm; of the version before the last, and this one's
     assert all({name[:17] for name in one} == {"model.norm.weight"} for one in kept)
+
+
+def test_tensors_outside_the_layers_are_loaded_together(sender: Any) -> None:
+    """vLLM fills up what a module lacks of them, such as a bias, with whatever memory contains."""
+    engine, tensors = Engine(), layers()
+    engine.update(sender.publish(1, tensors))
+    tensors = moved(tensors, "model.norm")
+    assert engine.update(sender.publish(2, tensors)) == ["model.embed.weight", "model.norm.weight"]
+    engine.assert_has(tensors)
+
+
+def test_the_deltas_since_a_whole_version_are_never_longer_than_it(sender: Any) -> None:
+    """What an engine that starts has to read, and what shared memory has to hold."""
+    tensors, manifests = layers(), []
+    for version in range(12):
+        tensors = moved(tensors, places=250)
+        manifests.append(sender.publish(version, tensors))
+    assert {len(one.deltas) for one in manifests} == {0, 1, 2, 3}
+    for one in manifests:
+        assert sum(delta.nbytes for delta in one.deltas) < one.nbytes
+    late = Engine()
+    late.update(manifests[-1])
+    late.assert_has(tensors)
+
+
+def test_a_failed_write_never_reaches_the_buffer_that_engines_read() -> None:
+    """Of shared memory: an engine that starts later reads the last version that was offered."""
+    made = make_sender("shm", layers(), BF16)
+    offered, late = made.publish(1, layers()), Engine()
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match="got nothing instead of"):
+            made.publish(2, moved(layers())[:-1])
+    late.update(offered)
+    late.assert_has(layers())
+    made.close()
 
 
 def test_what_changed_too_much_is_sent_whole(sender: Any) -> None:
@@ -222,7 +258,7 @@ def test_a_failed_publication_is_followed_by_all_tensors(sender: Any) -> None:
 def test_an_update_without_deltas_makes_the_copy_worthless(tmp_path: Path) -> None:
     """As one by `refit_sender`: a worker forgets its copy when it opens such an update."""
     held = HeldWeights(state_dict_info(layers(), BF16))
-    held.version = 1
+    held.checksum = held.sum()
     plain = make_sender("shm", layers(), BF16)
     assert held.way_to(plain.publish(1, layers())) is None
     plain.close()
@@ -235,31 +271,31 @@ def test_a_delta_is_exact_to_the_bit(dtype: torch.dtype) -> None:
     info = state_dict_info(tensors, dtype)
     ours, theirs = HeldWeights(info), HeldWeights(info)
 
-    def take(version: int) -> bytes:
-        delta, _ = ours.take(version, iter(tensors))
+    def take() -> bytes:
+        delta, _ = ours.take(iter(tensors), ours.nbytes)
         return delta
 
     def manifest(version: int) -> Manifest:
         return Manifest(version, "shm", "", 0, (), checksum=ours.checksum)
 
-    assert take(1) == b""
+    assert take() == b""
     assert list(theirs.bring(manifest(1), [list(ours.tensors())]))
     tensors[-2][1][[0, 69_999]] = 1.0  # further apart than 16 bits can tell
     tensors[-1][1][:4] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45])
     tensors[-4][1].fill_(2.0)  # a scalar
-    delta = load(take(2))
+    delta = load(take())
     assert sorted({name.partition(":")[0] for name in delta}) == ["scalar", "special", "wide"]
     (changed,) = theirs.bring(manifest(2), [delta.items()])
-    assert {name for name, _ in changed} == {"scalar", "special", "wide"}
+    assert [name for name, _ in changed] == list(info)  # they are in no layer
     assert torch.equal(ours._buffer, theirs._buffer)
-    assert theirs.version is None  # until the engine has loaded it
-    assert theirs.checksum == ours.checksum
+    assert theirs.checksum is None  # until the engine has loaded it
+    assert theirs.sum() == ours.checksum
 
 
 def test_a_checksum_notices_each_bit_and_each_exchange() -> None:
     held = HeldWeights({"weight": ((300, 300), "float32")})
     values = torch.randn(300, 300)
-    held.take(1, iter([("weight", values)]))
+    held.take(iter([("weight", values)]), 0)
     before = held.sum()
     for place in (0, 5, 4096 * 8, 4096 * 8 + 3, 300 * 300 * 4 - 1):
         held._buffer[place] ^= 1
@@ -291,19 +327,15 @@ class Worker:
     def update(self, tensors: Named) -> None:
         assert self.options.group is not None
         info = state_dict_info(tensors, BF16)
-        receiver = CollectiveReceiver(self.options.group, info, CPU, 60)
-        receiver.options = self.options
+        receiver = CollectiveReceiver(self.options, info, 60)
         _, received = receive(receiver)
         self.model |= dict(received)
 
 
-def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors() -> None:
     """By `collective`: `weights.delta`."""
-    caplog.set_level("INFO")
     tensors, port = layers(), free_port()
-    sender = make_sender("collective", tensors, BF16, buffer_bytes=9000, delta=True)
+    sender = with_deltas(make_sender("collective", tensors, BF16, buffer_bytes=9000))
     workers = [Worker(rank, port, 3) for rank in (1, 2)]
 
     def side_by_side(*calls: Callable[[], object]) -> None:
@@ -316,12 +348,16 @@ def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors(
         lambda: sender.join("127.0.0.1", port, 2, JOIN_SECONDS), *(w.join for w in workers)
     )
 
+    def send(version: int, expect: str = "") -> None:
+        with pytest.raises(WeightUpdateError, match=expect) if expect else nullcontext():
+            side_by_side(
+                lambda: sender.send(version, iter(()), ["cpu"] * 2),
+                *(lambda w=w: w.update(tensors) for w in workers),
+            )
+
     def update(version: int) -> Manifest:
         manifest = sender.publish(version, iter(tensors))
-        side_by_side(
-            lambda: sender.send(version, iter(()), ["cpu"] * 2),
-            *(lambda w=w: w.update(tensors) for w in workers),
-        )
+        send(version)
         for worker in workers:
             assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)
         return manifest
@@ -334,14 +370,25 @@ def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors(
     tensors = moved(tensors, places=400)  # longer than a buffer
     manifest = update(3)
     assert 9000 < manifest.sent_bytes < manifest.nbytes / 2
-    assert "asked for all tensors" not in caplog.text
     workers[1].options.held = None  # as after a restart
     tensors = moved(tensors)
-    assert len(update(4).deltas) == 1
-    assert "an engine asked for all tensors of version 4" in caplog.text
+    assert sender.publish(4, iter(tensors)).deltas
+    send(4, "it has not the version before")
+    send(4)  # `WeightSync` asks once more
+    for worker in workers:
+        assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)
     tensors = moved(tensors, "model.norm")
-    update(5)
-    assert caplog.text.count("asked for all tensors") == 1
+    assert update(5).deltas
+    held = workers[0].options.held
+    assert isinstance(held, HeldWeights)
+    held._buffer[77] ^= 1  # a bit of a value that no delta touches
+    tensors, before = moved(tensors, "model.norm"), dict(workers[0].model)
+    assert sender.publish(6, iter(tensors)).deltas
+    send(6, "another checksum")
+    assert all(workers[0].model[name] is tensor for name, tensor in before.items())  # as before
+    send(6)
+    for worker in workers:
+        assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)
     sender.close()
 
 
@@ -350,7 +397,7 @@ def test_what_cannot_be_sent_by_deltas_is_a_sentence() -> None:
     for name in ("ipc", "tests.weights.carrier:CarrierTransport"):
         weights = {"transport": name, "delta": True}
         with pytest.raises(InputError, match=rf"weights\.delta: {name} sends all tensors: use"):
-            check_transport(parse_config({**plain, "weights": weights}))
+            parse_config({**plain, "weights": weights})
     for more, why in (
         ({"training": {"colocated": True}}, "reads the trainer's own tensors"),
         ({"model": {"path": "none", "lora": {"rank": 4}}}, "all values of an adapter change"),
@@ -372,13 +419,14 @@ class Wanting(SimulatedEngine):
         return await super().update_weights(manifest, *args)
 
 
-@pytest.mark.parametrize("deltas", [(Delta(0, 1, 100),), ()], ids=["delta", "whole"])
+@pytest.mark.parametrize("deltas", [(Delta(1, 100, ""),), ()], ids=["delta", "whole"])
 async def test_an_engine_that_failed_with_a_delta_is_asked_once_more(
     deltas: tuple[Delta, ...],
 ) -> None:
     class Trainer:
         async def publish(self) -> Manifest:
-            return Manifest(1, "shm", "", 0, (), checksum=2, deltas=deltas)
+            checksum = 2 if deltas else None
+            return Manifest(1, "shm", "", 0, (), checksum=checksum, deltas=deltas)
 
     engine: Any = Wanting()
     sync = WeightSync(Trainer(), timeout=60, patience=60)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.shards import full_tensors
 from turnwise.weights.collective import CollectiveSender
+from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address
 from turnwise.weights.transport import (
     Manifest,
@@ -125,9 +126,8 @@ class OneRank:
     ) -> None:
         self.model = Model(path)
         self.version = 0
-        self.sender = make_sender(
-            transport, self.model.tensors, folder=folder, timeout=240, delta=delta
-        )
+        sender = make_sender(transport, self.model.tensors, folder=folder, timeout=240)
+        self.sender = with_deltas(sender) if delta else sender
 
     def train(self, version: int) -> None:
         self.version = version

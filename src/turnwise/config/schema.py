@@ -170,6 +170,7 @@ class Config(Section):
             )
         yield from _engine_mistakes(self)
         yield from _training_mistakes(self)
+        yield from _weights_mistakes(self)
         yield from _teacher_mistakes(self)
 
 
@@ -279,11 +280,17 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             f"training.colocated needs one rank per engine device: serving.workers {workers} * "
             f"engine.tensor_parallel_size {size} is not training.ranks {ranks}"
         )
-    if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
+
+
+def _weights_mistakes(config: Config) -> Iterator[str]:
+    transport, training = config.weights.transport, config.training
+    if transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
-    if config.weights.delta and training.colocated and ranks == 1:
+    if config.weights.delta and transport not in ("shm", "collective", "disk"):
+        yield f"weights.delta: {transport} sends all tensors: use shm, collective or disk"
+    if config.weights.delta and training.colocated and training.ranks == 1:
         yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
-    if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":
+    if config.weights.delta and config.model.lora.rank and config.weights.lora == "adapter":
         yield "weights.delta: all values of an adapter change in each update: set it to false"
 
 

@@ -195,8 +195,7 @@ class StepMetrics:
     weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None
     """Seconds to transfer the new weights to the engines and check them."""
     weight_update_bytes: Annotated[int | None, Series("turnwise_update_bytes")] = None
-    """Bytes of the update: all tensors, or with weights.delta only what an engine needs that has
-    the version before."""
+    """Bytes of the update for an engine that has the version before (see weights.delta)."""
     weights_changed: float | None = None
     """Share of the weights' values, as sent, that the step changed; None without weights.delta."""
     canary_diff_mean: float | None = None

@@ -143,8 +143,8 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     if not machine.gpus:
         workers = config.serving.most_workers * config.engine.devices
         copies = 2 if config.weights.transport == "shm" else 0
-        if config.weights.delta:  # of the trainer, and of each engine's workers
-            copies += 1 + workers
+        if config.weights.delta:  # of the trainer and each engine's workers; deltas in memory
+            copies += 1 + workers + copies
         beside = workers * engine.peak
         beside += copies * model_size(config).parameters * dtype_of(config).itemsize
         loads = [load("memory of the machine", training.ranks, beside)]

@@ -48,6 +48,7 @@ from turnwise.training.optimizer import TrainableModule, plain_tensors
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
+from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
 
@@ -109,7 +110,7 @@ class TrainerRank:
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
-        self._sender = make_sender(
+        sender = make_sender(
             "in_process" if training.colocated and ranks == 1 else config.weights.transport,
             self._sent(),
             self._scorer.dtype,
@@ -117,8 +118,8 @@ class TrainerRank:
             rank=rank,
             folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
-            delta=config.weights.delta,
         )
+        self._sender = with_deltas(sender) if config.weights.delta else sender
         kinds = {"params": self._models.weights, "optimizer": self._moments}
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)

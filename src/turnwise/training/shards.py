@@ -171,7 +171,7 @@ def full_tensors(
 
     def unit(named: tuple[str, torch.Tensor]) -> str:
         """Return the parameter's name, up to the number of its layer if tensors merge several."""
-        return layer_of(named[0]) if merged else named[0]
+        return (layer_of(named[0]) if merged else "") or named[0]
 
     for _, group in groupby(model.named_parameters(), key=unit):
         tensors = {name: gathered(parameter) for name, parameter in group}

@@ -6,9 +6,7 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
-    form/<rank>     engine        of an update with a delta: "whole" if it needs all tensors, or ""
     answer/<rank>   engine        "" or the reason for refusing
-    form            trainer       "whole" if one needs them, or "delta"
     go              trainer       "" (broadcasts follow) or the reason why not
     verdict         trainer       "" (the broadcasts were complete) or the reason why not
     done/<rank>     engine        "" (the version is served) or the reason why not
@@ -16,15 +14,15 @@ for all of them before the first broadcast. The trainer's other ranks only gathe
 """
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights.delta import DeltaSender, HeldWeights, chunk_of, decoded, held_for
+from turnwise.weights.delta import HeldWeights, held_for
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     ANSWER_SHARE,
@@ -37,17 +35,14 @@ from turnwise.weights.transport import (
     StateDictInfo,
     StreamReceiver,
     StreamSender,
+    TensorEntry,
     Transport,
-    WeightSender,
     check_exhausted,
     chunk_bytes,
     pack,
 )
 
-logger = logging.getLogger(__name__)
-
 _ACCEPT_SHARE = 0.25
-_WHOLE, _DELTA = "whole", "delta"
 
 
 class CollectiveTransport(Transport):
@@ -55,26 +50,21 @@ class CollectiveTransport(Transport):
 
     streamed = True
     needs_group = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
+    def make_sender(self, options: SenderOptions) -> "CollectiveSender":
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        sender = CollectiveSender(options)
-        return DeltaSender(sender, options) if options.delta else sender
+        return CollectiveSender(options)
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
     ) -> "CollectiveReceiver":
         if options.group is None:
             raise WeightUpdateError("call init_collective before the first update")
-        expected = options.expected_of(manifest)
-        receiver = CollectiveReceiver(options.group, expected, options.device, seconds)
-        receiver.options = options
-        return receiver
+        return CollectiveReceiver(options, options.expected_of(manifest), seconds)
 
 
 class CollectiveSender(StreamSender):
@@ -105,7 +95,7 @@ class CollectiveSender(StreamSender):
         self._rounds = 0
         self._buffers = _two_buffers(self._buffer_bytes, self._device)
 
-    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
+    def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         if (group := self._group) is None:
             raise WeightUpdateError("the trainer is in no process group: call join first")
         group.check_usable()
@@ -117,18 +107,11 @@ class CollectiveSender(StreamSender):
             # and delays the others.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
-            chunks = self._chunks
             if manifest.deltas:
-                answers = [group.get(f"form/{rank}") for rank in group.engine_ranks]
-                if (number, _WHOLE) in answers:
-                    logger.info("an engine asked for all tensors of version %d", version)
-                    group.put("form", number, _WHOLE)
-                else:
-                    group.put("form", number, _DELTA)
-                    chunks = (chunk_of(manifest.deltas[-1]),)
-                    source = iter([("delta", self._delta)])
+                parts = torch.split(self._delta, self._buffer_bytes)
+                source = (("delta", part) for part in parts)
             group.put("go", number, "")
-            self._broadcast(group, version, chunks, source)
+            self._broadcast(group, version, _chunks_of(manifest), source)
             group.put("verdict", number, "")
             group.wait_engines("done", number, f"load version {version}", self._timeout)
         except BaseException as error:
@@ -150,11 +133,8 @@ class CollectiveSender(StreamSender):
             why = f"the engines of the process group at {group.where} did not receive {what}"
             group.wait(works[index], why, self._timeout)
 
-        buffers = self._buffers
-        if chunks is not self._chunks:
-            buffers = _two_buffers(max(map(chunk_bytes, chunks)), self._device)
         for index, chunk in enumerate(chunks):
-            buffer = buffers[index % 2]
+            buffer = self._buffers[index % 2]
             if index > 1:
                 wait(index - 2)
             try:
@@ -174,16 +154,13 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    options: ReceiverOptions
     _held: HeldWeights | None = None
-    _in_delta = False  # whether what arrives is a delta, and no whole tensors
 
-    def __init__(
-        self, group: ProcessGroup, expected: StateDictInfo, device: torch.device, seconds: float
-    ) -> None:
-        super().__init__(expected, device, seconds)
-        group.check_usable()
-        self._group = group
+    def __init__(self, options: ReceiverOptions, expected: StateDictInfo, seconds: float) -> None:
+        super().__init__(expected, options.device, seconds)
+        assert options.group is not None
+        options.group.check_usable()
+        self._group, self._options = options.group, options
         self._round = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._work: dist.Work | None = None
@@ -197,16 +174,17 @@ class CollectiveReceiver(StreamReceiver):
                 self._round = group.last_round = number
                 manifest = Manifest.from_dict(json.loads(text))
                 self._accept(manifest)
-                self._ask_for_form(manifest)
+                self._chunks = _chunks_of(manifest)
+                if manifest.checksum is not None:
+                    self._held, self.reuses_buffers = held_for(manifest, self._options), False
+                    if manifest.deltas and self._held.way_to(manifest) is None:
+                        raise WeightUpdateError("it has not the version before")
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
             number, text = group.get("go")
             if number == self._round:
                 if text:
                     raise WeightUpdateError(f"the trainer cancelled the update: {text}")
-                self._in_delta = group.get("form") == (number, _DELTA)
-                if self._in_delta:
-                    self._chunks = (chunk_of(self.manifest.deltas[-1]),)
                 self._buffers = _two_buffers(max(map(chunk_bytes, self._chunks)), self._device)
                 self._begin()
         if self._work is not None:
@@ -219,31 +197,24 @@ class CollectiveReceiver(StreamReceiver):
             raise deadline_error(self._seconds, f"the trainer at {group.where} did not {what}")
         return None
 
-    def _ask_for_form(self, manifest: Manifest) -> None:
-        """Prepare the copy, if the update has a checksum; report whether it needs all tensors."""
-        if manifest.checksum is not None:
-            self._held, self.reuses_buffers = held_for(manifest, self.options), False
-            form = _WHOLE if self._held.way_to(manifest) is None else ""
-            self._group.put(f"form/{self._group.rank}", self._round, form)
-
     def chunks(self) -> Iterator[NamedTensors]:
+        arriving = self._arriving()
         if self._held is None or self.manifest is None:
-            return self._arriving()
-        return self._held.bring(self.manifest, self._arriving())
+            return arriving
+        parts = _decoded(arriving) if self.manifest.deltas else arriving
+        return self._held.bring(self.manifest, parts)
 
     def _arriving(self) -> Iterator[NamedTensors]:
         for index, chunk in enumerate(self._chunks):
             self._next()
-            for tensors in self._unpacked(chunk, self._buffers[index % 2]):
-                delta = tensors[0][1].cpu().numpy() if self._in_delta else None
-                yield tensors if delta is None else decoded(delta.tobytes())
+            yield from self._unpacked(chunk, self._buffers[index % 2])
         what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
             raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
 
     def end(self, error: str = "") -> None:
-        if self._held is not None and not error:
-            self._held.version = self._version
+        if self._held is not None and self.manifest is not None and not error:
+            self._held.checksum = self.manifest.checksum
         if not self._round or self._group.broken:
             return
         if self._work is None:
@@ -274,6 +245,20 @@ class CollectiveReceiver(StreamReceiver):
         assert self._work is not None
         what = f"the trainer at {self._group.where} did not send {self._chunk_name(self._index)}"
         self._group.wait(self._work, what, self._seconds_left, self._round)
+
+
+def _chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
+    """Return the chunks to broadcast: all tensors, or a delta's bytes in parts as long as those."""
+    if not manifest.deltas:
+        return manifest.chunks
+    most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
+    sizes = (min(most, nbytes - start) for start in range(0, nbytes, most))
+    return tuple((TensorEntry("delta", "uint8", (size,), 0, size),) for size in sizes)
+
+
+def _decoded(arriving: Iterator[NamedTensors]) -> Iterator[NamedTensors]:
+    parts = [tensor.cpu().numpy().tobytes() for part in arriving for _, tensor in part]
+    yield load(b"".join(parts)).items()
 
 
 def _two_buffers(nbytes: int, device: torch.device) -> tuple[torch.Tensor, ...]:

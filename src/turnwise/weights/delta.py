@@ -6,9 +6,9 @@ compares each version with a copy of the one before, as bits, and sends position
 those that differ. Positions count in the tensors of the model's files, which vLLM shards, fuses and
 packs: so each worker of an engine has a copy, too, and vLLM loads the layers that changed from it.
 
-Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the version and
-checksum of its base, and the result must have the trainer's before anything is loaded. A worker
-without such a copy, as after its start or an update that failed, gets all tensors.
+Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the checksum of
+its base, and the result must have the trainer's before anything is loaded. A worker without such a
+copy, as after its start or an update that failed, gets all tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,16 +19,13 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from turnwise.core.json_types import dtype_name
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.transport import (
-    Chunk,
     Delta,
     Manifest,
     NamedTensors,
     Receiver,
     ReceiverOptions,
-    SenderOptions,
     Source,
     StateDictInfo,
     StreamSender,
@@ -41,43 +38,34 @@ from turnwise.weights.transport import (
 )
 
 WHOLE_EVERY = 20
-"""Number of versions of which one is sent whole. An engine that is started reads the last of these
-and the deltas since: at 1 % of the values each, less than half as much again."""
-_WORTH = 0.5  # largest size of a delta, as a share of all tensors
+"""Of this many versions, at least one is sent whole."""
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 4096  # 8-byte words in a row of the checksum
+_ROW = 2**15  # bytes in a row of the checksum
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
 def layer_of(name: str) -> str:
-    """Return a tensor's name up to the number of its layer; without one, the whole name."""
+    """Return a tensor's name up to the number of its layer; "" without one."""
     parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
 
 
 class HeldWeights:
-    """A copy of one version of the weights, in the host's memory.
-
-    Args:
-        info: Shape and type of each tensor, by name, in order.
-    """
+    """A copy of one version of the tensors of `info`, in the host's memory."""
 
     def __init__(self, info: StateDictInfo) -> None:
         self.info = dict(info)
-        self.version: int | None = None
-        """The version; None unless the copy is complete, and what the engine has loaded."""
-        self.checksum = 0
+        self.checksum: int | None = None
+        """Names the version; None unless the copy is complete, and what the engine has loaded."""
         meta = (
             (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
             for name, (shape, kind) in self.info.items()
         )
         entries, self.nbytes = lay_out(meta, None)
         self._entries = {entry.name: entry for entry in entries}
-        row = _ROW * 8
-        self._buffer = torch.zeros(-(-self.nbytes // row) * row, dtype=torch.uint8)
+        self._buffer = torch.zeros(-(-self.nbytes // _ROW) * _ROW, dtype=torch.uint8)
 
     def tensors(self) -> Source:
         """Yield the tensors in order, as views of the copy."""
@@ -85,29 +73,29 @@ class HeldWeights:
 
     def sum(self) -> int:
         """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
-        words = self._buffer.view(torch.int64).view(-1, _ROW)
+        words = self._buffer.view(-1, _ROW).view(torch.int64)
         rows, columns = (
             int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
             for sums in (words.sum(1), words.sum(0))
         )
         return (rows * _MIXER + columns) & (2**63 - 1)
 
-    def take(self, version: int, source: Source) -> tuple[bytes, float | None]:
+    def take(self, source: Source, room: float) -> tuple[bytes, float | None]:
         """Copy the next version from a source; return the delta from the one before, in the format
         of safetensors, and the share of values that changed.
 
-        If no version came before, the share is None; then, and where a delta would be long, the
-        delta is empty.
+        If no version came before, the share is None; then, and if it is longer than `room` bytes,
+        the delta is empty.
         """
-        first, self.version = self.version is None, None
+        first, self.checksum = self.checksum is None, None
         delta: dict[str, torch.Tensor] = {}
-        changed, values, room = 0, 0, _WORTH * self.nbytes
+        changed, values = 0, 0
         for name, entry in self._entries.items():
             new, held = check_next(entry, source), self._flat(entry)
             flat = new.to("cpu", held.dtype).contiguous().view(-1)
             values += flat.numel()
             if not first:
-                bits = _BITS[held.itemsize]
+                bits = getattr(torch, f"int{8 * held.itemsize}")
                 differs = flat.view(bits) != held.view(bits)
                 if not (count := int(torch.count_nonzero(differs))):
                     continue
@@ -118,51 +106,46 @@ class HeldWeights:
                     delta |= part
             held.copy_(flat)
         check_exhausted(source)
-        self.version, self.checksum = version, self.sum()
-        text = save(delta, {"version": str(version)}) if room > 0 and not first else b""
+        self.checksum = self.sum()
+        text = save(delta) if room > 0 and not first else b""
         return text, None if first else changed / max(1, values)
 
     def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
         """Return the deltas of an update that lead from this version to its own; none if it is the
         same; None if there is no way, and all tensors are needed."""
-        here = (self.version, self.checksum)
-        if here == (manifest.version, manifest.checksum):
+        if self.checksum == manifest.checksum:
             return ()
         for index, delta in reversed(list(enumerate(manifest.deltas))):
-            if here == (delta.base, delta.base_checksum):
+            if self.checksum == delta.base:
                 return manifest.deltas[index:]
         return None
 
     def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
         """Apply what arrives of an update; yield, at once, the tensors of layers that it changes.
 
-        The receiver sets `version` once they are loaded. Raises `WeightUpdateError` when the result
-        has another checksum than the trainer's version.
+        The receiver sets `checksum` once they are loaded. Raises `WeightUpdateError` if the result
+        has another one than the trainer's version.
         """
-        self.version = None
-        changed = {layer_of(name) for part in parts for name in self._apply(dict(part))}
-        self.checksum = self.sum()
-        if self.checksum != manifest.checksum:
+        self.checksum, changed = None, set[str]()
+        for part in map(dict, parts):
+            for key, tensor in part.items():
+                name = key.removesuffix(_VALUES)
+                if key.endswith(_GAPS):
+                    continue
+                if (entry := self._entries.get(name)) is None:
+                    raise WeightUpdateError(f"{name} is in an update, and not among the weights")
+                places: torch.Tensor | slice = slice(None)
+                if key != name:
+                    places = part[name + _GAPS].long().cumsum(0)
+                self._flat(entry)[places] = tensor.reshape(-1)
+                changed.add(layer_of(name))
+        if self.sum() != manifest.checksum:
             raise WeightUpdateError(
                 f"the tensors of version {manifest.version} arrived with another checksum than the "
                 "trainer's, and were not loaded"
             )
         if changed:
             yield [named for named in self.tensors() if layer_of(named[0]) in changed]
-
-    def _apply(self, given: dict[str, torch.Tensor]) -> Iterator[str]:
-        """Copy whole tensors, and values at positions; yield the names of their tensors."""
-        for key, tensor in given.items():
-            name = key.removesuffix(_VALUES)
-            if key.endswith(_GAPS):
-                continue
-            if (entry := self._entries.get(name)) is None:
-                raise WeightUpdateError(f"{name} is in an update, and not among the weights")
-            if key == name:
-                self._flat(entry).copy_(tensor.reshape(-1))
-            else:
-                self._flat(entry)[given[name + _GAPS].to(torch.int64).cumsum(0)] = tensor
-            yield name
 
     def _flat(self, entry: TensorEntry) -> torch.Tensor:
         return entry.in_bytes(self._buffer).view(-1)
@@ -181,63 +164,57 @@ def _encoded(
     return {name + _GAPS: gaps.to(kind), name + _VALUES: flat[places]}
 
 
-def decoded(delta: bytes) -> NamedTensors:
-    """Return the tensors of a delta as it was stored."""
-    return load(delta).items()
-
-
-def chunk_of(delta: Delta) -> Chunk:
-    """Return the chunk of a stream that contains a delta."""
-    return (TensorEntry("delta", "uint8", (delta.nbytes,), 0, delta.nbytes),)
-
-
 def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
     """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
-    if options.held is None or options.held.info != manifest.info:
-        options.held = HeldWeights(manifest.info)
-    return options.held
+    held = options.held
+    if not isinstance(held, HeldWeights) or held.info != manifest.info:
+        options.held = held = HeldWeights(manifest.info)
+    return held
+
+
+def with_deltas(sender: WeightSender) -> WeightSender:
+    """Return what sends deltas by a rank's sender, of `shm`, `collective` or `disk`."""
+    sender.streamed = False  # all ranks gather tensors to publish them, and none to send them
+    return sender if type(sender) is WeightSender else DeltaSender(sender)
 
 
 class DeltaSender(WeightSender):
-    """Publishes versions by another sender: whole, or as deltas from the version before."""
+    """Publishes versions by another sender: whole, or as deltas from the version before.
 
-    def __init__(self, inner: WeightSender, options: SenderOptions) -> None:
-        kind = dtype_name(options.dtype)
-        info = {name: (tuple(tensor.shape), kind) for name, tensor in options.tensors}
-        self._held, self._inner = HeldWeights(info), inner
-        self._whole: Manifest | None = None  # the last version that was published whole
-        self._deltas: tuple[Delta, ...] = ()  # those since then
-        self._published: Manifest | None = None
+    An engine that starts reads the last whole version and the deltas since, which are together no
+    longer than that, and each at most half as long.
+    """
+
+    def __init__(self, inner: WeightSender) -> None:
+        self._held, self._inner = HeldWeights(inner.state_dict_info), inner
+        self._published: Manifest | None = None  # None if engines may not have the copy's version
+        self._untried: tuple[Delta, ...] = ()  # the last delta, until a stream sends it
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        held, whole = self._held, self._whole
-        base, base_checksum = held.version, held.checksum
-        self._published = None
+        held, last, self._published = self._held, self._published, None
+        base, room = held.checksum, 0
+        if last is not None and len(last.deltas) + 1 < WHOLE_EVERY:
+            room = held.nbytes - sum(delta.nbytes for delta in last.deltas)
         with drained(tensors) as source:
-            delta, changed = held.take(version, source)
-        try:
-            due = len(self._deltas) + 1 >= WHOLE_EVERY
-            if base is None or whole is None or due or not delta:
-                self._whole = whole = self._inner.publish(version, held.tensors())
-                self._deltas = ()
-            else:
-                step = Delta(base, base_checksum, len(delta), self._inner.store(delta))
-                self._deltas = (*self._deltas, step)
-        except BaseException:
-            held.version = None  # no engine can have this version
-            raise
-        deltas = self._deltas[-1:] if isinstance(self._inner, StreamSender) else self._deltas
-        self._published = replace(
-            whole, version=version, checksum=held.checksum, deltas=deltas, changed=changed
-        )
+            delta, changed = held.take(source, min(room, held.nbytes / 2))
+        if last is None or base is None or not delta:
+            new = self._inner.publish(version, held.tensors())
+        else:
+            step = Delta(base, len(delta), self._inner.store(delta))
+            new = replace(last, version=version, deltas=(*last.deltas, step))
+        self._published = replace(new, checksum=held.checksum, changed=changed)
+        self._untried = new.deltas[-1:]
         return self._published
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the published version, from the copy: the tensors are not consumed."""
+        """Send the published version, from the copy: the tensors are not consumed. If an engine has
+        refused the last delta, or failed with it, all tensors follow."""
         if self._published is None:
             raise WeightUpdateError("no version has been published that could be sent")
         if isinstance(self._inner, StreamSender):
-            self._inner.send_as(self._published, self._held.tensors(), devices)
+            sent = replace(self._published, deltas=self._untried)
+            self._untried = ()
+            self._inner.send_as(sent, self._held.tensors(), devices)
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         self._inner.join(ip, port, engine_workers, timeout)
@@ -247,8 +224,8 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of a version, read by `whole`, and deltas
-    since, each read by `read`. It reads in a thread: requests go on until all is there."""
+    """Receives an update that is stored as all tensors of a version and deltas since, for which
+    `find` returns paths or descriptors. It reads in a thread: requests go on until all is there."""
 
     reports = False
 
@@ -256,13 +233,20 @@ class DeltaReceiver(Receiver):
         self,
         manifest: Manifest,
         options: ReceiverOptions,
-        whole: Callable[[Manifest], NamedTensors],
-        read: Callable[[Delta], bytes],
+        whole: Source,
+        find: Callable[[str], str | int] = str,
     ) -> None:
-        self._manifest, self._whole, self._read = manifest, whole, read
-        self._held = held_for(manifest, options)
-        bringing = self._held.bring(manifest, self._parts(self._held.way_to(manifest)))
-        self._reading = ThreadPoolExecutor(1).submit(list, bringing)
+        self._manifest, self._held = manifest, held_for(manifest, options)
+        way = self._held.way_to(manifest)
+
+        def parts() -> Iterator[NamedTensors]:
+            if way is None:
+                yield from ([named] for named in whole)
+            for delta in manifest.deltas if way is None else way:
+                with open(find(delta.path), "rb") as file:
+                    yield load(file.read()).items()
+
+        self._reading = ThreadPoolExecutor(1).submit(list, self._held.bring(manifest, parts()))
 
     def poll(self) -> int | None:
         if not self._reading.done():
@@ -273,13 +257,7 @@ class DeltaReceiver(Receiver):
     def chunks(self) -> Iterator[NamedTensors]:
         yield from self._reading.result()
 
-    def _parts(self, way: tuple[Delta, ...] | None) -> Iterator[NamedTensors]:
-        if way is None:
-            yield from ([named] for named in self._whole(self._manifest))
-            way = self._manifest.deltas
-        yield from (decoded(self._read(delta)) for delta in way)
-
     def end(self, error: str = "") -> None:
         wait([self._reading])  # nobody else may use the copy before
         if not error:
-            self._held.version = self._manifest.version
+            self._held.checksum = self._manifest.checksum

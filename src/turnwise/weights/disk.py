@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.delta import DeltaReceiver, DeltaSender
+from turnwise.errors import InputError, WeightUpdateError, translate_unwritable
+from turnwise.weights.delta import DeltaReceiver
 from turnwise.weights.transport import (
     Chunk,
     Manifest,
@@ -65,11 +65,9 @@ class DiskTransport(Transport):
     """Files in a folder that trainer and engines see."""
 
     lasting = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
-        sender = DiskSender(options.tensors, options.dtype, options.folder)
-        return DeltaSender(sender, options) if options.delta else sender
+    def make_sender(self, options: SenderOptions) -> "DiskSender":
+        return DiskSender(options.tensors, options.dtype, options.folder)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check that the files of a version are complete and hold its tensors."""
@@ -98,7 +96,7 @@ class DiskTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-        return DeltaReceiver(manifest, options, load, lambda delta: Path(delta.path).read_bytes())
+        return DeltaReceiver(manifest, options, load(manifest))
 
 
 class DiskSender(WeightSender):
@@ -177,11 +175,8 @@ class DiskSender(WeightSender):
     def store(self, delta: bytes) -> str:
         self._deltas += 1
         path = self._newest / f"delta-{self._deltas:05}.safetensors"
-        try:
-            temporary(path).write_bytes(delta)
-            temporary(path).rename(path)
-        except OSError as error:
-            raise WeightUpdateError(f"{path} cannot be written: {error.strerror}") from error
+        with translate_unwritable(path):
+            path.write_bytes(delta)
         return str(path)
 
     def close(self) -> None:

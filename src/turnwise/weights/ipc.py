@@ -122,7 +122,7 @@ class IpcSender(StreamSender):
                 raise InputError(f"{self.address} cannot be bound: {error}") from error
             raise
 
-    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
+    def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         """Serve the workers on this device side by side; one worker if no devices are given.
 
         When a worker fails, the others are still served before its error is raised.

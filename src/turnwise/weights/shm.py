@@ -1,10 +1,10 @@
 """The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
 While an engine still reads one buffer the next version goes into the other, so a buffer is never
-rewritten under a reader as long as at most one update is in progress. A delta is a file of its own,
-kept as long as engines may need it. The files have no name once
-they are open: engines reach them through this process's descriptors, and nothing stays in /dev/shm
-however the process ends. Works between processes of one host and one user.
+rewritten under a reader as long as at most one update is in progress. Deltas are files of their
+own, kept as long as the buffer from which they lead. The files have no name once they are open:
+engines reach them through this process's descriptors, and nothing stays in /dev/shm however the
+process ends. Works between processes of one host and one user.
 """
 
 import mmap
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.delta import WHOLE_EVERY, DeltaReceiver, DeltaSender
+from turnwise.weights.delta import DeltaReceiver
 from turnwise.weights.transport import (
-    Delta,
     Manifest,
     NamedTensors,
     Receiver,
@@ -40,11 +39,9 @@ class ShmTransport(Transport):
     """Shared memory of one host."""
 
     lasting = True
-    sends_deltas = True
 
-    def make_sender(self, options: SenderOptions) -> WeightSender:
-        sender = ShmSender(options.tensors, options.dtype)
-        return DeltaSender(sender, options) if options.delta else sender
+    def make_sender(self, options: SenderOptions) -> "ShmSender":
+        return ShmSender(options.tensors, options.dtype)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         what = f"the buffer of version {manifest.version}"
@@ -60,13 +57,7 @@ class ShmTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         if manifest.checksum is None:
             return StoredReceiver(manifest.version, load(manifest))
-
-        def read(delta: Delta) -> bytes:
-            what = f"a delta to version {manifest.version}"
-            with open(open_address(delta.path, what), "rb") as file:
-                return file.read()
-
-        return DeltaReceiver(manifest, options, load, read)
+        return DeltaReceiver(manifest, options, load(manifest), open_address)
 
 
 class ShmSender(WeightSender):
@@ -79,33 +70,31 @@ class ShmSender(WeightSender):
         self._files = [open_nameless(self._nbytes) for _ in range(2)]
         self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
-        self._deltas: list[int] = []  # files, of the deltas from both buffers at the least
+        self._deltas: list[list[int]] = [[], []]  # files, by the buffer from which they lead
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Copy the tensors, one at a time, into the buffer that no engine reads."""
         index = self._writes % 2
-        self._writes += 1
+        while self._deltas[index]:
+            os.close(self._deltas[index].pop())
         with drained(tensors) as source:
             pack(self._entries, self._buffers[index], source)
             check_exhausted(source)
+        self._writes += 1  # had it failed, the same buffer would be next
         address = address_of(self._files[index])
         return Manifest(version, self.transport, address, self._nbytes, self._entries)
 
     def store(self, delta: bytes) -> str:
-        try:
-            self._deltas.append(open_nameless(len(delta)))
-        except InputError as error:
-            raise WeightUpdateError(str(error)) from error
-        with open(self._deltas[-1], "wb", closefd=False) as file:
+        number = open_nameless(len(delta))
+        self._deltas[(self._writes - 1) % 2].append(number)
+        with open(number, "wb", closefd=False) as file:
             file.write(delta)
-        if len(self._deltas) > 2 * WHOLE_EVERY:
-            os.close(self._deltas.pop(0))
-        return address_of(self._deltas[-1])
+        return address_of(number)
 
     def close(self) -> None:
-        for file in (*self._files, *self._deltas):
+        for file in (*self._files, *self._deltas[0], *self._deltas[1]):
             os.close(file)
-        self._files, self._buffers, self._deltas = [], [], []
+        self._files, self._buffers, self._deltas = [], [], [[], []]
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +112,7 @@ def address_of(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}#{_identity(file)}"
 
 
-def open_address(address: str, what: str) -> int:
+def open_address(address: str, what: str = "a delta") -> int:
     """Open a file of another process, which `address_of` named there; `what` names it in errors."""
     path, _, identity = address.partition("#")
     try:

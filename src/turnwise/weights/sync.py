@@ -7,6 +7,7 @@ arrived intact but were packed, tied or cached wrongly inside the engine.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
@@ -18,6 +19,8 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
@@ -182,15 +185,17 @@ class WeightSync:
         self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
         """Update engines that were just checked. If one's death breaks a stream for all, the others
-        get it once more without it; so do engines that failed with a delta, all tensors then."""
+        get it once more without it; so do, with deltas, all that failed: they get all tensors."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
-        failed = [engine for engine, result in results.items() if not isinstance(result, Updated)]
-        if failed and (published.deltas or find_transport(published.transport).streamed):
+        failed = {e: result for e, result in results.items() if not isinstance(result, Updated)}
+        deltas = published.checksum is not None
+        if failed and (deltas or find_transport(published.transport).streamed):
             healthy, _ = await self._check(failed, published)
-            most = len(failed) - (not published.deltas)
-            if 0 < len(healthy) <= most and (left := end - clock()) > 0:
+            again = healthy and (deltas or len(healthy) < len(failed))
+            if again and (left := end - clock()) > 0:
+                logger.info("%s get an update once more: %s", len(healthy), [*failed.values()])
                 results |= await self._attempt(published, healthy, in_flight, left)
         return results
 
@@ -323,9 +328,7 @@ async def check_canary(
 
 def check_transport(config: Config) -> None:
     """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
-    transport = find_transport(name := config.weights.transport)
-    if config.weights.delta and not transport.sends_deltas:
-        raise InputError(f"weights.delta: {name} sends all tensors: use shm, collective or disk")
+    transport = find_transport(config.weights.transport)
     # The configuration knows this of our own names only.
     if (mistake := stream_mistake(config)) and transport.streamed:
         raise InputError(mistake)

@@ -24,7 +24,6 @@ from turnwise.core.optional import load_object
 from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
 
 if TYPE_CHECKING:
-    from turnwise.weights.delta import HeldWeights
     from turnwise.weights.process_group import ProcessGroup
 
 TRANSPORTS = {
@@ -77,13 +76,12 @@ Chunk = tuple[TensorEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The location of what changed from one version of the weights, its base, to a later one."""
+    """What changed from one version of the weights, whose checksum is `base`, to a later one. Its
+    `path` is as in `Manifest`; "" in a stream."""
 
     base: int
-    base_checksum: int
     nbytes: int
-    path: str = ""
-    """Location, as in `Manifest.path`; "" in a stream."""
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,8 @@ class Manifest:
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()
-    """Deltas that lead to this version: in a stream, from the version before; in files, one after
-    the other from the tensors at `path`. Without any, all tensors travel."""
+    """Deltas that lead to this version, one after the other from the last that was whole, which is
+    at `path`; a stream sends the last one. Without any, all tensors travel."""
     changed: float | None = None
     """Share of the values that differ from the version before; None if it was not measured."""
 
@@ -264,8 +262,6 @@ class SenderOptions:
     address: str | None = None
     """Address at which `ipc` listens: "" is the device's own, where a worker looks that has no
     manifest; None is one for this sender alone, or on GPUs the device's."""
-    delta: bool = False
-    """Whether only what changed is sent (`weights.delta`)."""
 
 
 @dataclass(slots=True)
@@ -279,8 +275,8 @@ class ReceiverOptions:
     """The tensors that every update must contain; None allows any, each once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
-    held: "HeldWeights | None" = None
-    """The last version that arrived, to which deltas are applied; None without `weights.delta`."""
+    held: object = None
+    """The last version that arrived (`HeldWeights`); None without `weights.delta`."""
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
         """Return the tensors of an update's stream: `expected`, or those of its manifest."""
@@ -316,7 +312,7 @@ class WeightSender:
             deque(tensors, maxlen=0)
 
     def store(self, delta: bytes) -> str:
-        """Keep a delta from the last version, if `sends_deltas`; return its path."""
+        """Keep a delta from the last version; return its path."""
         raise NotImplementedError
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
@@ -399,8 +395,6 @@ class Transport(Protocol):
     """Whether engines can still read a version after the trainer has changed its weights."""
     needs_group: bool = False
     """Whether trainer and engines must be in one process group."""
-    sends_deltas: bool = False
-    """Whether it can send only what changed (`SenderOptions.delta`)."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
         """Return whether a rank of the trainer sends; the others only help to gather tensors."""
@@ -447,14 +441,11 @@ class StreamSender(WeightSender):
         return Manifest(version, self.transport, self._path, *self._layout)
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        self.send_as(self.publish(version, ()), tensors, devices)
-
-    def send_as(self, manifest: Manifest, tensors: NamedTensors, devices: Sequence[str]) -> None:
         with drained(tensors) as source:
-            self._send(manifest, source, devices)
+            self.send_as(self.publish(version, ()), source, devices)
 
     @abstractmethod
-    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
+    def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
 
 
 class StreamReceiver(Receiver):
@@ -519,7 +510,6 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
     address: str | None = None,
-    delta: bool = False,
 ) -> WeightSender:
     """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
@@ -533,11 +523,10 @@ def make_sender(
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
-    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address, delta)
+    options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
     sends = chosen.sends_from(rank, device)
     sender = chosen.make_sender(options) if sends else WeightSender()
-    # With deltas, all ranks gather tensors to publish them, and none to send them.
-    sender.transport, sender.streamed = transport, chosen.streamed and not delta
+    sender.transport, sender.streamed = transport, chosen.streamed
     sender.state_dict_info = {name: (tuple(t.shape), dtype_name(dtype)) for name, t in shapes}
     return sender
 
