@@ -56,7 +56,7 @@ async def test_an_engines_answer_is_read_and_its_tokens_are_counted(
         "max_tokens": 100,
         "vllm_xargs": {"script": template.encode(f"{said}<|im_end|>")},
     }
-    trajectory, counts = await judged(rewards_of(served.base_url, request=request, max_chars=200))
+    trajectory, counts = await judged(rewards_of(served.base_url, request=request))
     assert trajectory.reward == 0.75
     assert trajectory.judgements[0]["why"] == "Nearly."
     assert counts["requests"] == 1
@@ -98,11 +98,10 @@ async def test_a_published_model_judges_by_a_json_schema(
         assert len(verdicts) + counts["failed"] == 4
         assert counts["completion_tokens"] > 0
         assert len((tmp_path / JUDGEMENTS).read_text().splitlines()) == len(verdicts)
-        for compare in ("group", "pairs"):
-            rewards = rewards_of(url, files, compare=compare, **keys)
-            group, counts = await compared(rewards, "It is 42.", "It is 41.")
-            assert counts["failed"] or all(each.judgements for each in group)
-            assert all(0 <= (each.reward or 0.0) <= 1 for each in group)
+        rewards = rewards_of(url, files, compare=True, **keys)
+        group, counts = await compared(rewards, "It is 42.", "It is 41.")
+        assert counts["failed"] or all(each.judgements for each in group)
+        assert all(0 <= (each.reward or 0.0) <= 1 for each in group)
     finally:
         await server.stop()
         await judge_engine.shutdown()

@@ -174,17 +174,13 @@ class JudgeConfig(Section):
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
     """Worst and best score in the judge's own numbers, such as [1, 10]; the reward is from 0 to
     1."""
-    compare: Literal["group", "pairs"] | None = None
-    """Comparisons within a group: one request that scores all its trajectories (group), or one for
-    each two, where the reward is the share of those won (pairs); null judges each trajectory by
-    itself."""
+    compare: bool = False
+    """Score all trajectories of a group in one request, which compares them."""
     row_fields: list[str] = []
     """Fields of the row to show to the judge, such as a reference answer."""
-    max_chars: PositiveInt = 100_000
-    """Largest number of characters of a conversation to show to the judge; of longer texts in it,
-    the middles are left out."""
-    api_key_variable: str | None = None
-    """Name of the environment variable with the server's key; null sends none."""
+    headers: dict[str, str] = {}
+    """HTTP headers, such as {authorization: "Bearer ${OPENAI_API_KEY}"}; ${NAME} stands for a
+    variable of this process."""
     request: Tree = {}
     """Other parameters of each request, such as {temperature: 0}; `response_format: null` asks for
     no structured output, where a server has none."""
@@ -198,8 +194,6 @@ class JudgeConfig(Section):
     on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = "drop"
     """Result of a judge that gives no verdict: its trajectory, or with compare its group, is
     dropped (drop), or gets this number as the part's value."""
-    cache: bool = True
-    """Judge equal requests once, also those of the same run before it was resumed."""
 
     def mistakes(self) -> Iterator[str]:
         if self.scale[0] >= self.scale[1]:

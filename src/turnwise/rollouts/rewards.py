@@ -106,7 +106,7 @@ class RewardManager:
             judge: Judge | None = None
             if entry.judge is not None:
                 judge = Judge(entry.judge, entry.label, rollout or RolloutConfig(), files)
-                kind = kind._replace(compares=entry.judge.compare is not None)
+                kind = kind._replace(compares=entry.judge.compare)
             elif key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
@@ -140,7 +140,7 @@ class RewardManager:
         counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Rewards:
-            # Reward models and judges have clocks of their own for their whole queues.
+            # A reward model has a clock for its whole queue, and a judge deadlines in its own.
             queued = clock is not None and (part.model or part.judge)
             bounded = clock.held() if clock is not None and queued else nullcontext()
             async with part.judging(trajectory.problem_id):
@@ -150,8 +150,8 @@ class RewardManager:
                     elif part.model:
                         value = await self.models[part.model].score(_read(episode, trajectory))
                     elif part.judge is not None:
-                        read = _read(episode, trajectory)
-                        value = await part.judge.score(read, row, trajectory, counts)
+                        read = [_read(episode, trajectory)]
+                        (value,) = await part.judge.judge(read, row, [trajectory], counts)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
                     else:
@@ -204,7 +204,7 @@ class RewardManager:
             async with part.judging(trajectories[0].problem_id):
                 if part.judge is not None:
                     reads = [_read(episodes[t.sample_index], t) for t in trajectories]
-                    return await part.judge.compare(reads, row, trajectories, counts)
+                    return await part.judge.judge(reads, row, trajectories, counts)
                 assert part.function is not None
                 call = partial(self._call, part)
                 values = await part.function(call, trajectories, row, episodes)

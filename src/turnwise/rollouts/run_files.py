@@ -41,6 +41,13 @@ class RunFiles:
             with (self._folder / name).open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
 
+    async def add(self, name: str, text: str) -> None:
+        """Append a text to a file; one that cannot be written is only reported."""
+        try:
+            await run_in_thread(self.append, name, text)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self.path(name), error.strerror)
+
     def lines(self, name: str) -> Iterator[str]:
         """Yield the lines of a file of the run folder; none without a folder or the file."""
         if self._folder is not None and (path := self._folder / name).is_file():
@@ -61,11 +68,8 @@ class RunFiles:
         self._seen.add(kind)
         described = await describe_user_error(error)
         frames = "".join(traceback.format_tb(error.__traceback__))
-        path = self.path(_ERRORS)
         now = datetime.now().isoformat(" ", "seconds")
         entry = visible(f"{now}  first {kind}: {who}\n{frames}{described}\n\n")
-        try:
-            await run_in_thread(lambda: self.append(_ERRORS, entry))
-        except OSError as failure:
-            logger.warning("%s cannot be written: %s", path, failure.strerror)
-        logger.info("first %s: %s (full traceback in %s)", kind, described, short_path(str(path)))
+        await self.add(_ERRORS, entry)
+        path = short_path(str(self.path(_ERRORS)))
+        logger.info("first %s: %s (full traceback in %s)", kind, described, path)
