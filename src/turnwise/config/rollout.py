@@ -83,8 +83,6 @@ class CodeToolConfig(Section):
     image: str = "docker.io/library/python:3.12-slim"
     """For docker and podman: image with Python 3.9 or newer, and bash for a shell, which has been
     pulled."""
-    cpus: PositiveFloat = 1.0
-    """For docker and podman: processors that the code may use."""
 
 
 class McpConfig(Section):

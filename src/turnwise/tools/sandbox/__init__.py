@@ -1,7 +1,7 @@
 """Python and shell for the model, in a sandbox: one session for each trajectory.
 
-Sandboxes on this machine are interpreters behind pipes, which a keeper process ends (`backends`,
-`containers`). `sandbox` may also name the URL of a server (`http`), or a class of your own.
+Sandboxes on this machine are interpreters behind pipes, which a keeper process ends (`backends`).
+`sandbox` may also name the URL of a server (`http`), or a class of your own.
 """
 
 from typing import Protocol

@@ -18,14 +18,15 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.containers import specify_container
 
-Backend = Literal["sandlock", "bubblewrap", "none", "docker", "podman"]
+Engine = Literal["docker", "podman"]
+Backend = Literal["sandlock", "bubblewrap", "none", Engine]
+ENGINES: Final[tuple[Engine, ...]] = ("docker", "podman")
 MISSING = (
     "a sandbox for code needs sandlock (pip install 'turnwise[sandbox]', Linux 6.7 with Landlock) "
     "or bubblewrap (apt install bubblewrap, user namespaces); sandbox: none runs code unconfined"
@@ -37,6 +38,10 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _INSIDE, _SHARED = "/sandbox", "/dev/shm"
 _PROGRAM = "/run/turnwise.py"
+_AS_ARGUMENT = (  # nothing is mounted, because the engine may be on another machine
+    "import sys; exec(compile(sys.argv.pop(1), 'turnwise.py', 'exec'), "
+    "{'__name__': '__main__', '__file__': 'turnwise.py'})"
+)
 
 
 @lru_cache
@@ -74,7 +79,7 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
         "filter": filter_program(attributes=bubblewrap).hex() if kernel else None,
     }
     if backend == "docker" or backend == "podman":
-        return specify_container(backend, limits, inside, lifeline)
+        return _container(backend, limits, inside, lifeline)
     executable, prefixes = _python(limits.interpreter)
     scratch = None
     if not bubblewrap:
@@ -146,6 +151,49 @@ def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> 
         command += ["--symlink", _INSIDE, "/tmp"]
     command += ["--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]
+
+
+def _container(
+    engine: Engine, limits: CodeToolConfig, inside: JsonObject, lifeline: int
+) -> JsonObject:
+    """Return the specification of a session in a new container; `inside` is that of the program."""
+    program, name = shutil.which(engine) or engine, f"turnwise-{secrets.token_hex(8)}"
+    memory, disk = f"{limits.memory}m", f"size={limits.disk}m"
+    options = {
+        "name": name,
+        "label": "turnwise",
+        "pull": "never",
+        "log-driver": "none",  # its output would fill the machine's disk
+        "network": "none",
+        "memory": memory,
+        "memory-swap": memory,  # no swap
+        "shm-size": f"{limits.disk}m",
+        "pids-limit": str(limits.processes),
+        "cap-drop": "ALL",
+        "security-opt": "no-new-privileges",
+        "user": "65534:65534",
+        "workdir": _INSIDE,
+        "entrypoint": limits.interpreter or "python3",
+    }
+    command = [program, "run", "-i", "--read-only"]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    for folder in (_INSIDE, "/tmp"):
+        command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
+    command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
+    at_once = []
+    if engine == "podman":
+        # Its own file systems in memory have no limit, and a proxy's URL may have a password.
+        command += ["--read-only-tmpfs=false", "--http-proxy=false"]
+        at_once = ["-t", "0"]  # it waits for SIGTERM otherwise
+    given = json.dumps(inside | {"one_stream": True})
+    program_inside = (_HERE / "inner.py").read_text()
+    return {
+        "lifeline": lifeline,
+        "scratch": None,
+        "environment": None,  # the keeper's
+        "command": [*command, limits.image, "-I", "-c", _AS_ARGUMENT, program_inside, given],
+        "end": [program, "rm", "-f", *at_once, name],
+    }
 
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
