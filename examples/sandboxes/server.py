@@ -77,12 +77,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(413)
         try:
             asked = json.loads(self.rfile.read(length))
-            match [self.command, *self.path.strip("/").split("/")]:
-                case ["POST", "sessions"]:
+            match self.path.strip("/").split("/"):
+                case ["sessions"]:
                     answer = self.server.begin(asked)
-                case ["POST", "sessions", name, "run"]:
+                case ["sessions", name, "run"]:
                     answer = self.server.run(name, asked)
-                case ["DELETE", "sessions", name]:
+                case ["sessions", name, "end"]:
                     answer = self.server.end(name)
                 case _:
                     return self.send_error(404)
@@ -94,8 +94,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    do_DELETE = do_POST
 
     def log_message(self, *_: object) -> None:
         pass

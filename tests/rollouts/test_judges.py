@@ -212,7 +212,7 @@ def test_what_judges_cost_survives_a_checkpoint() -> None:
         ({"scale": [1, 1]}, r"scale must be \[worst, best\], not \[1.0, 1.0\]"),
         ({"url": "localhost"}, "url must begin with http:// or https://"),
         ({"compare": "pairs"}, "compare"),
-        ({"headers": {"x": "${NO_SUCH_KEY}"}}, "names the variable NO_SUCH_KEY, which is not set"),
+        ({"api_key_variable": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY is not set"),
         ({"row_fields": ["gold"]}, "judge.row_fields has gold, and a row has no such field"),
     ],
 )

@@ -153,12 +153,12 @@ async def test_the_key_is_that_of_the_named_variable(
         ({"retries": -1}, "retries must be at least 0"),
         (
             {"api_key_variable": "NO_SUCH_KEY"},
-            "api_key_variable names the variable NO_SUCH_KEY, which is not set",
+            "the environment variable NO_SUCH_KEY is not set",
         ),
     ],
 )
 def test_a_wrong_argument_is_named(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=f"^SimulatedUser: {words}"):
+    with pytest.raises(InputError, match=f"^(SimulatedUser|the simulated user): {words}"):
         turnwise.SimulatedUser(
             **{"base_url": "http://h/v1", "model": "m", "instructions": "", **wrong}
         )

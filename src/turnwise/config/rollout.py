@@ -176,9 +176,8 @@ class JudgeConfig(Section):
     """Score all trajectories of a group in one request, which compares them."""
     row_fields: list[str] = []
     """Fields of the row to show to the judge, such as a reference answer."""
-    headers: dict[str, str] = {}
-    """HTTP headers, such as {authorization: "Bearer ${OPENAI_API_KEY}"}; ${NAME} stands for a
-    variable of this process."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the server's key; null sends none."""
     request: Tree = {}
     """Other parameters of each request, such as {temperature: 0}; `response_format: null` asks for
     no structured output, where a server has none."""

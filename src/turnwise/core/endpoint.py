@@ -1,13 +1,14 @@
-"""A client of HTTP servers that answer with JSON: judges, simulated users, sandboxes elsewhere.
+"""A client of HTTP servers that answer with JSON: other models behind a URL, sandboxes elsewhere.
 
 A request is tried again within one deadline. What a server answers is not trusted: it is read up to
 a largest size, and a redirect is an error.
 """
 
 import asyncio
+import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from turnwise.core.deadlines import deadline
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import IDENTITY, MAX_BYTES, AnswerError, read_body
 from turnwise.core.user_code import use_daemon_threads
-from turnwise.errors import DeadlineError, TrajectoryError, first_line
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
 
 _T = TypeVar("_T")
 _PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
@@ -27,52 +28,57 @@ _SHOWN = 300  # characters of an error's body that a message has
 
 
 class Endpoint:
-    """The server at `url`. Its failures are `REASON_error` and `REASON_timeout`; their messages
-    begin with `who` ("the judge m"), and name `key` as that of the deadline."""
+    """The server at a URL, and its model of which each request has the name; None names none. Its
+    failures are `REASON_error` and `REASON_timeout`, over all attempts; `who` ("the judge") and
+    `key`, that of the timeout, are for messages. InputError when the variable of the server's key
+    is not set; None sends none."""
 
     def __init__(
         self,
         url: str,
+        model: str | None,
         *,
         who: str,
         reason: str,
-        seconds: float,
+        timeout: float,
+        retries: int,
+        api_key_variable: str | None,
         key: str = "timeout",
-        retries: int = 0,
-        headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._who, self._reason, self._key = who, reason, key
-        self._seconds, self._retries = seconds, retries
-        self._headers = {**IDENTITY, **(headers or {})}
+        self.model, self.url, self._who = model, url.rstrip("/"), who
+        self._reason, self._timeout, self._key, self._retries = reason, timeout, key, retries
+        self._headers = dict(IDENTITY)
+        if api_key_variable is not None:
+            if not (secret := os.environ.get(api_key_variable)):
+                raise InputError(f"{who}: the environment variable {api_key_variable} is not set")
+            self._headers["authorization"] = f"Bearer {secret}"
 
-    async def ask(
+    async def post(
         self,
         path: str,
-        body: object,
-        read: Callable[[bytes], _T],
-        *,
-        method: str = "POST",
+        body: Mapping[str, object],
+        read: Callable[[bytes], Awaitable[_T]],
+        spent: Counter[str],
         largest: int = MAX_BYTES,
-        counts: Counter[str] | None = None,
     ) -> _T:
-        """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes.
+        """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes; adds
+        the `requests` and `retries` to `spent`.
 
         Connection errors, 408, 409, 429, 5xx and answers that `read` refuses with an AnswerError
-        are tried again, after growing pauses or after the seconds that the server names. `counts`
-        gets the `requests` and `retries`. TrajectoryError, with the server's own words, when no
-        attempt succeeds in time.
+        are tried again, after growing pauses or after the seconds that the server names.
+        TrajectoryError, with the server's own words, when no attempt succeeds in time.
         """
-        counts, failure = Counter() if counts is None else counts, AnswerError("")
+        body = {"model": self.model, **body} if self.model else body
+        failure = AnswerError("")
         try:
-            async with deadline(self._seconds, f"{self} did not answer", self._key):
+            async with deadline(self._timeout, f"{self} did not answer", self._key):
                 for attempt in range(self._retries + 1):
-                    counts["retries" if attempt else "requests"] += 1
+                    spent["retries" if attempt else "requests"] += 1
                     pause: float | None = 0.0
                     try:
-                        status, pause, answer = await self._send(method, path, body, largest)
+                        status, pause, answer = await self._send(path, body, largest)
                         if 200 <= status < 300:
-                            return read(answer)
+                            return await read(answer)
                         said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
                         failure = AnswerError(f"answered {status}: {said}")
                     except AnswerError as error:
@@ -80,7 +86,7 @@ class Endpoint:
                     except (aiohttp.ClientError, OSError) as error:
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
                     growing = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
-                    if pause is None or attempt == self._retries or pause > self._seconds:
+                    if pause is None or attempt == self._retries or pause > self._timeout:
                         break
                     await asyncio.sleep(pause or growing * _jitter.uniform(0.75, 1.0))
         except DeadlineError as error:
@@ -89,7 +95,7 @@ class Endpoint:
         raise TrajectoryError(f"{self._reason}_error", f"{self} {failure}") from failure
 
     async def _send(
-        self, method: str, path: str, body: object, largest: int
+        self, path: str, body: Mapping[str, object], largest: int
     ) -> tuple[int, float | None, bytes]:
         """Return the status, the seconds to wait before another attempt (0 if the server names
         none; None if that would fail too), and the answer."""
@@ -98,9 +104,8 @@ class Endpoint:
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None), trust_env=True
             ) as session,
-            session.request(
-                method,
-                self.url + path,
+            session.post(
+                f"{self.url}/{path}",
                 json=body,
                 headers=self._headers | trace_headers(),
                 allow_redirects=False,
@@ -114,4 +119,4 @@ class Endpoint:
             return status, pause, answer
 
     def __str__(self) -> str:
-        return f"{self._who} at {self.url}"
+        return " ".join(filter(None, (self._who, self.model, "at", self.url)))

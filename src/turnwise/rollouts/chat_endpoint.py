@@ -42,10 +42,10 @@ async def complete(
     spent: Counter[str],
     check: Callable[[str], object] = bool,
 ) -> Reply:
-    """Return a model's answer, which `check` may refuse with an AnswerError, as `Endpoint.ask`
+    """Return a model's answer, which `check` may refuse with an AnswerError, as `Endpoint.post`
     does; adds to `spent` the requests, retries and tokens."""
 
-    def read(answer: bytes) -> Reply:
+    async def read(answer: bytes) -> Reply:
         completion = read_answer(answer, _COMPLETION)
         usage = completion.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
@@ -58,7 +58,7 @@ async def complete(
         check(text)
         return Reply(text, choice.get("finish_reason"))
 
-    return await endpoint.ask("/chat/completions", body, read, counts=spent)
+    return await endpoint.post("chat/completions", body, read, spent)
 
 
 def without_thoughts(text: str) -> str:

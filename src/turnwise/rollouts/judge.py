@@ -29,7 +29,6 @@ from turnwise.core.endpoint import Endpoint
 from turnwise.core.files import JUDGEMENTS
 from turnwise.core.json_types import JsonObject
 from turnwise.core.untrusted import AnswerError, Number, read_answer
-from turnwise.core.variables import expanded
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.chat_endpoint import complete
 from turnwise.rollouts.problems import Row
@@ -80,7 +79,7 @@ class Question(NamedTuple):
 
 class Judge:
     """The judge of an entry of `rollout.rewards`; `name` is the entry's in metrics. Reads the
-    answers in the run folder. InputError when a variable in its headers is not set."""
+    answers in the run folder. InputError when the variable of the server's key is not set."""
 
     def __init__(
         self, config: JudgeConfig, name: str, rollout: RolloutConfig, files: RunFiles | None
@@ -88,12 +87,13 @@ class Judge:
         self._config, self._name, self._files = config, name, files or RunFiles(None)
         self._endpoint = Endpoint(
             config.url,
-            who=f"the judge {config.model}",
+            config.model,
+            who="the judge",
             reason="judge",
-            seconds=config.timeout,
-            key="judge.timeout",
+            timeout=config.timeout,
             retries=config.retries,
-            headers=expanded(config.headers, f"rollout.rewards: {name}: headers"),
+            api_key_variable=config.api_key_variable,
+            key="judge.timeout",
         )
         self._slots = asyncio.Semaphore(-(-config.concurrency // rollout.processes))
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -144,13 +144,12 @@ class Judge:
         config, answers = self._config, self._answers
         response = {"name": "judgement", "strict": True, "schema": asked.schema}
         body: JsonObject = {
-            "model": config.model,
             "response_format": {"type": "json_schema", "json_schema": response},
             **config.request,
             "messages": asked.messages,
         }
         body = {name: value for name, value in body.items() if value is not None}
-        whole = json.dumps([config.url, body], default=str)
+        whole = json.dumps([config.url, config.model, body], default=str)
         key = hashlib.sha256(whole.encode()).hexdigest()
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key in answers:

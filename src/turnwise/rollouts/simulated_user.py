@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from turnwise.core.endpoint import Endpoint
-from turnwise.core.variables import expanded
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.chat_endpoint import complete, without_thoughts
 from turnwise.trajectory import Message
@@ -87,14 +86,14 @@ class SimulatedUser:
         ):
             if not right:
                 raise InputError(f"SimulatedUser: {rule}, not {value!r}")
-        headers = {"authorization": f"Bearer ${{{api_key_variable}}}"} if api_key_variable else {}
         self._endpoint = Endpoint(
             base_url,
-            who=f"the simulated user {model}",
+            model,
+            who="the simulated user",
             reason="simulated_user",
-            seconds=timeout,
+            timeout=timeout,
             retries=retries,
-            headers=expanded(headers, "SimulatedUser: api_key_variable"),
+            api_key_variable=api_key_variable,
         )
         self.model = model
         self.calls = 0
@@ -152,7 +151,7 @@ class SimulatedUser:
             return None
         said, spent = without_thoughts(said), Counter[str]()
         messages = [*self.messages, {"role": "user", "content": said}]
-        body = {"model": self.model, **self._request, "messages": messages}
+        body = {**self._request, "messages": messages}
         reply = await complete(self._endpoint, body, spent)
         self.calls += 1
         self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]

@@ -1,13 +1,14 @@
 """Sandboxes behind an HTTP server, on another machine or of a service: `sandbox: http://host:port`.
 
 `POST /sessions` with the limits answers `{"id": ...}`; `POST /sessions/ID/run` with `{"code": ...}`
-answers `{"output": ...}`; `DELETE /sessions/ID` ends the session. The server keeps the limits, and
-ends sessions that nobody has used for long.
+answers `{"output": ...}`; `POST /sessions/ID/end` ends the session. The server keeps the limits,
+and ends sessions that nobody has used for long.
 """
 
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -30,33 +31,34 @@ class HttpSandbox:
     def __init__(self, limits: CodeToolConfig, *, shell: bool) -> None:
         self._asked = limits.model_dump(exclude={"sandbox"}) | {"shell": shell}
         self._path, self._closed = "", False
-        key = os.environ.get(KEY_VARIABLE)
         self._server = Endpoint(
             limits.sandbox,
+            None,
             who="the sandbox server",
             reason="sandbox",
-            seconds=limits.timeout + _SECONDS,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=limits.timeout + _SECONDS,
+            retries=0,  # the code may have run
+            api_key_variable=KEY_VARIABLE if KEY_VARIABLE in os.environ else None,
         )
 
     def run(self, code: str) -> str:
         if not self._path:
-            self._path = f"/{quote(self._ask('POST', '', self._asked, 'id'), safe='')}"
+            self._path = f"sessions/{quote(self._ask('sessions', self._asked, 'id'), safe='')}"
             if self._closed:  # meanwhile
                 self.close()
-        return self._ask("POST", f"{self._path}/run", {"code": code}, "output")
+        return self._ask(f"{self._path}/run", {"code": code}, "output")
 
     def close(self) -> None:
         self._closed = True
         if self._path:
             with contextlib.suppress(TrajectoryError):  # the server ends it by itself
-                self._ask("DELETE", self._path, {}, "")
+                self._ask(f"{self._path}/end", {}, "")
 
-    def _ask(self, method: str, path: str, body: JsonObject, wanted: str) -> str:
-        def read(answer: bytes) -> str:
+    def _ask(self, path: str, body: JsonObject, wanted: str) -> str:
+        async def read(answer: bytes) -> str:
             values = read_answer(answer, _ANSWER)
             if wanted and wanted not in values:
                 raise AnswerError(f"sent no {wanted}")
             return values.get(wanted, "")
 
-        return asyncio.run(self._server.ask(f"/sessions{path}", body, read, method=method))
+        return asyncio.run(self._server.post(path, body, read, Counter()))
