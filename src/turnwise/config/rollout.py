@@ -153,21 +153,11 @@ class ToolConfig(Section):
 class JudgeConfig(Section):
     """A model that judges trajectories by a rubric, behind an OpenAI-compatible URL."""
 
-    url: Annotated[
-        str,
-        must(
-            lambda url: url.startswith(("http://", "https://")),
-            "url must begin with http:// or https://, not {!r}",
-        ),
-    ]
+    url: Annotated[str, Field(pattern="^https?://")]
     """URL up to and including /v1, of any server of Chat Completions."""
     model: str
     """Name of the model there."""
-    rubric: str = (
-        "- To reach the goal of the task is worth far more than not to reach it.\n"
-        "- Of two that reach it, the one with fewer detours is better.\n"
-        "- Progress without success is worth a part."
-    )
+    rubric: str
     """Text by which the judge scores."""
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
     """Worst and best score in the judge's own numbers, such as [1, 10]; the reward is from 0 to
@@ -187,10 +177,8 @@ class JudgeConfig(Section):
     """Deadline in seconds for one verdict, retries included."""
     retries: NonNegativeInt = 4
     """Number of further attempts after a connection error, 408, 409, 429, 5xx or an unusable
-    answer, with growing pauses or after the time that the server names."""
-    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = "drop"
-    """Result of a judge that gives no verdict: its trajectory, or with compare its group, is
-    dropped (drop), or gets this number as the part's value."""
+    answer, with growing pauses or after the time that the server names. Without a verdict, the
+    trajectory, or with compare its group, is dropped."""
 
     def mistakes(self) -> Iterator[str]:
         if self.scale[0] >= self.scale[1]:

@@ -9,7 +9,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import TypeVar
 
 import aiohttp
@@ -24,6 +23,7 @@ _T = TypeVar("_T")
 _PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
 _jitter = random.Random()  # the global one is the run's
+_ENDLESS = aiohttp.ClientTimeout(total=None)  # there is a deadline
 _SHOWN = 300  # characters of an error's body that a message has
 
 
@@ -69,54 +69,49 @@ class Endpoint:
         TrajectoryError, with the server's own words, when no attempt succeeds in time.
         """
         body = {"model": self.model, **body} if self.model else body
+        url, headers = f"{self.url}/{path}", self._headers | trace_headers()
+        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
         failure = AnswerError("")
         try:
             async with deadline(self._timeout, f"{self} did not answer", self._key):
                 for attempt in range(self._retries + 1):
                     spent["retries" if attempt else "requests"] += 1
-                    pause: float | None = 0.0
+                    pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
+                    pause *= _jitter.uniform(0.75, 1.0)
                     try:
-                        status, pause, answer = await self._send(path, body, largest)
-                        if 200 <= status < 300:
+                        async with (
+                            aiohttp.ClientSession(timeout=_ENDLESS, trust_env=True) as session,
+                            session.post(
+                                url, json=body, headers=headers, allow_redirects=False
+                            ) as response,
+                        ):
+                            answer = await read_body(response, largest)
+                        if (status := response.status) // 100 == 2:
                             return await read(answer)
                         said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
                         failure = AnswerError(f"answered {status}: {said}")
+                        if status < 500 and status not in _PASSING:
+                            break
+                        pause = named_pause(response.headers) or pause
                     except AnswerError as error:
                         failure = error
                     except (aiohttp.ClientError, OSError) as error:
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
-                    growing = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
-                    if pause is None or attempt == self._retries or pause > self._timeout:
+                    if attempt == self._retries or pause > self._timeout:
                         break
-                    await asyncio.sleep(pause or growing * _jitter.uniform(0.75, 1.0))
+                    await asyncio.sleep(pause)
         except DeadlineError as error:
             last = f"; in its last attempt, it {failure}" if str(failure) else ""
-            raise TrajectoryError(f"{self._reason}_timeout", f"{error}{last}") from None
+            raise TrajectoryError(f"{self._reason}_timeout", f"{error}{last}") from error
         raise TrajectoryError(f"{self._reason}_error", f"{self} {failure}") from failure
-
-    async def _send(
-        self, path: str, body: Mapping[str, object], largest: int
-    ) -> tuple[int, float | None, bytes]:
-        """Return the status, the seconds to wait before another attempt (0 if the server names
-        none; None if that would fail too), and the answer."""
-        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
-        async with (
-            aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None), trust_env=True
-            ) as session,
-            session.post(
-                f"{self.url}/{path}",
-                json=body,
-                headers=self._headers | trace_headers(),
-                allow_redirects=False,
-            ) as response,
-        ):
-            answer, status, pause = await read_body(response, largest), response.status, 0.0
-            if not (200 <= status < 300 or status >= 500 or status in _PASSING):
-                return status, None, answer
-            with suppress(ValueError):  # `Retry-After`, RFC 9110, section 10.2.3, also has dates
-                pause = max(pause, float(response.headers.get("retry-after", "")))
-            return status, pause, answer
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self._who, self.model, "at", self.url)))
+
+
+def named_pause(headers: Mapping[str, str]) -> float:
+    """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); 0 if it has no number."""
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return 0.0

@@ -14,7 +14,7 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
@@ -25,13 +25,14 @@ import numpy as np
 
 from turnwise.chat.messages import said
 from turnwise.config.load import masked_value, read_tree
-from turnwise.core.files import JUDGEMENTS, numbered
+from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
+from turnwise.rollouts.run_files import judgements
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Comparison, comparison
@@ -39,7 +40,6 @@ from turnwise.viewer.template_diff import Comparison, comparison
 RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
 _EXCERPT = 160  # characters of a question or an answer in a summary
 _INDICES = 8  # files whose summaries are kept in memory, for each run
-_KEY_PLACE = slice(len('{"key": "'), len('{"key": "') + 64)  # in a line of judge.jsonl
 _PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
@@ -230,14 +230,7 @@ class RunFiles:
     def judgements(self, name: str, index: int) -> JsonObject:
         """Return what the judges of a trajectory were asked and answered, by the requests' keys."""
         wanted = {each["request"] for each in self._trajectory(name, index).judgements}
-        found, path = dict[str, JsonObject](), self.path / JUDGEMENTS
-        if wanted and path.is_file() and not path.is_symlink():
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    if (key := line[_KEY_PLACE]) in wanted:
-                        with suppress(ValueError):  # a line that was never completed
-                            found[key] = json.loads(line)
-        return found
+        return dict(judgements(self.path, wanted)) if wanted else {}
 
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens, if the run has them."""
