@@ -218,16 +218,12 @@ class RewardConfig(Section):
     def label(self) -> str:
         """Its name in metrics."""
         source = self.function or self.group_function or self.trl or self.model
-        judge = self.judge.model if self.judge else None
-        return self.name or source or judge or "environment"
+        return self.name or source or (self.judge and self.judge.model) or "environment"
 
     def mistakes(self) -> Iterator[str]:
         given = (self.function, self.group_function, self.trl, self.model, self.judge)
         if sum(map(bool, given)) > 1:
-            yield (
-                "a reward is a function, a group_function, trl, a model or a judge: use an entry "
-                "for each"
-            )
+            yield "an entry has one of function, group_function, trl, model and judge: use several"
 
 
 class ContextConfig(Section):

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, NotRequired
+from typing import NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -29,23 +29,17 @@ class _Completion(TypedDict):
 _COMPLETION = TypeAdapter(_Completion)
 
 
-class Reply(NamedTuple):
-    """The first choice of a completion."""
-
-    text: str  # without thoughts; "" if it has none
-    finish_reason: str | None
-
-
 async def complete(
     endpoint: Endpoint,
     body: Mapping[str, object],
     spent: Counter[str],
     check: Callable[[str], object] = bool,
-) -> Reply:
-    """Return a model's answer, which `check` may refuse with an AnswerError, as `Endpoint.post`
-    does; adds to `spent` the requests, retries and tokens."""
+) -> tuple[str, str | None]:
+    """Return the text of a model's answer without thoughts, and its finish_reason, as
+    `Endpoint.post` does; `check` may refuse a text with an AnswerError. Adds the requests, retries
+    and tokens to `spent`."""
 
-    async def read(answer: bytes) -> Reply:
+    async def read(answer: bytes) -> tuple[str, str | None]:
         completion = read_answer(answer, _COMPLETION)
         usage = completion.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
@@ -56,7 +50,7 @@ async def complete(
         choice = completion["choices"][0]
         text = without_thoughts(str(choice["message"].get("content") or ""))
         check(text)
-        return Reply(text, choice.get("finish_reason"))
+        return text, choice.get("finish_reason")
 
     return await endpoint.post("chat/completions", body, read, spent)
 

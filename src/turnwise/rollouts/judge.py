@@ -14,7 +14,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from weakref import WeakValueDictionary
 
@@ -94,51 +95,33 @@ class Judge:
         comparison, as in RULER (OpenPipe's ART), where equal conversations are judged as one. Adds
         the verdicts to their `judgements`, and what they cost to `counts`. TrajectoryError without
         a usable answer: `judge_error`, or `judge_timeout`."""
-        config = self._config
-        if unknown := [name for name in config.row_fields if name not in row]:
-            what = f"judge.row_fields has {unknown[0]}, and a row has no such field"
-            raise InputError(f"rollout.rewards: {what}")
+        config, answers = self._config, self._answers
+        if unknown := set(config.row_fields) - row.keys():
+            raise InputError(f"rollout.rewards: judge.row_fields: a row has no {min(unknown)}")
         texts = [json.dumps(read, default=str) for read in reads]
         distinct = dict(zip(texts, reads, strict=True))
         shown = {name: row[name] for name in config.row_fields}
         messages, schema = prompt(config, list(distinct.values()), shown)
-        key, answer = await self._answer(
-            messages, schema, lambda text: verdicts(config, text, len(distinct)), counts
-        )
-        of = dict(zip(distinct, verdicts(config, answer, len(distinct)), strict=True))
-        for text, trajectory in zip(texts, trajectories, strict=True):
-            trajectory.judgements.append({"judge": self._name, **of[text], "request": key})
-        return [of[text]["score"] for text in texts]
-
-    async def _answer(
-        self,
-        messages: list[Message],
-        schema: JsonObject,
-        check: Callable[[str], object],
-        counts: Counter[str],
-    ) -> tuple[str, str]:
-        """Return the key of a request, which is sent at most once, and its answer."""
-        config, answers = self._config, self._answers
         form = {"name": "judgement", "strict": True, "schema": schema}
-        body: JsonObject = {
-            "response_format": {"type": "json_schema", "json_schema": form},
-            **config.request,
-            "messages": messages,
-        }
+        response = {"type": "json_schema", "json_schema": form}
+        body: JsonObject = {"response_format": response, **config.request, "messages": messages}
         body = {name: value for name, value in body.items() if value is not None}
         whole = json.dumps([config.url, config.model, body], default=str)
         key = hashlib.sha256(whole.encode()).hexdigest()
+        read = partial(verdicts, config, len(distinct))
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key in answers:
                 counts["cached"] += 1
             else:
                 async with self._slots:
-                    reply = await complete(self._endpoint, body, counts, check)
-                answers[key] = reply.text
+                    answers[key], _ = await complete(self._endpoint, body, counts, read)
                 entry = {"key": key, "judge": self._name, "messages": messages}
-                line = json.dumps(entry | {"answer": reply.text}) + "\n"
+                line = json.dumps(entry | {"answer": answers[key]}) + "\n"
                 await self._files.add(JUDGEMENTS, line)
-        return key, answers[key]
+        of = dict(zip(distinct, read(answers[key]), strict=True))
+        for text, trajectory in zip(texts, trajectories, strict=True):
+            trajectory.judgements.append({"judge": self._name, **of[text], "request": key})
+        return [of[text]["score"] for text in texts]
 
 
 def prompt(
@@ -155,7 +138,7 @@ def prompt(
     if len(reads) == 1:
         task = "Score how an assistant did in a conversation, by this rubric:"
         form = f"Answer with a JSON object: {fields}."
-        about, document = _DOCUMENT, {"conversation": spoken[0]}
+        about, document = _DOCUMENT, JsonObject(conversation=spoken[0])
     else:
         task = "Several candidates had the same task. Score each beside the others, by this rubric:"
         form = f"Answer with a JSON object that has for each candidate's number one of: {fields}."
@@ -172,9 +155,9 @@ def prompt(
     return [{"role": "system", "content": system}, {"role": "user", "content": user}], schema
 
 
-def verdicts(config: JudgeConfig, text: str, count: int) -> list[JsonObject]:
-    """Return the `score`, from 0, the worst, to 1, and the judge's `why` for each trajectory of a
-    prompt; AnswerError if the answer does not have them."""
+def verdicts(config: JudgeConfig, count: int, text: str) -> list[JsonObject]:
+    """Return the `score`, from 0 to 1, and the `why` of each of `count` trajectories, as an answer
+    has them; AnswerError if it does not."""
     inner = text[max(0, text.find("{")) : text.rfind("}") + 1 or None]  # others may be around
     body = inner.encode("utf-8", "replace")
     scored = read_answer(body, _SEVERAL) if count > 1 else {"1": read_answer(body, _ONE)}

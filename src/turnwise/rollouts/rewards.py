@@ -113,8 +113,8 @@ class RewardManager:
                 if kind.compares:
                     adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
                     function = partial(adapter, function, max_steps, files)
-            model = entry.model or ""
-            self._parts.append(_Part(entry.label, kind, entry.weight, function, model, judge))
+            scorers = function, entry.model or "", judge
+            self._parts.append(_Part(entry.label, kind, entry.weight, *scorers))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -124,8 +124,8 @@ class RewardManager:
             ("has the model", [part.model for part in self._parts if part.model]),
         ):
             if twice := [name for name in names if names.count(name) > 1]:
-                advice = "add up the weights, or give each a name of its own"
-                raise InputError(f"rollout.rewards {what} {twice[0]} twice; {advice}")
+                what = f"{what} {twice[0]} twice; add up the weights, or name each"
+                raise InputError(f"rollout.rewards {what}")
 
     async def judge(
         self,
@@ -193,12 +193,11 @@ class RewardManager:
         trajectories: Sequence[Trajectory],
         row: Row,
         episodes: Mapping[int, Episode],
-        counts: Counter[str] | None = None,
+        counts: Counter[str],
     ) -> None:
         """Add the rewards of the parts that compare to those of a group's finished trajectories."""
         if not trajectories:
             return
-        counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Sequence[float | None]:
             async with part.judging(trajectories[0].problem_id):

@@ -152,11 +152,11 @@ class SimulatedUser:
         said, spent = without_thoughts(said), Counter[str]()
         messages = [*self.messages, {"role": "user", "content": said}]
         body = {**self._request, "messages": messages}
-        reply = await complete(self._endpoint, body, spent)
+        text, ended = await complete(self._endpoint, body, spent)
         self.calls += 1
         self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]
-        if not (text := reply.text.strip()):
-            message = f"{self} answered without a text (finish_reason {reply.finish_reason})"
+        if not (text := text.strip()):
+            message = f"{self} answered without a text (finish_reason {ended})"
             raise TrajectoryError("simulated_user_error", message)
         self._record(said, text)
         if self._stop is not None and self._stop in text:

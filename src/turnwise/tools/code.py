@@ -94,8 +94,8 @@ class CodeTool:
     async def open(self) -> list[Tool]:
         """Choose the sandbox and return the tool; raises what `choose` does."""
         make = await run_in_thread(self.choose)
-        session = await run_in_thread(make, self.limits, shell=self.name == "shell")
-        self._session = session
+        shell = self.name == "shell"
+        self._session = session = await run_in_thread(make, self.limits, shell=shell)
         about, argument, described = _ABOUT[self.name]
         parameters: JsonObject = {
             "type": "object",

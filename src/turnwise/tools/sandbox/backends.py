@@ -38,10 +38,6 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _INSIDE, _SHARED = "/sandbox", "/dev/shm"
 _PROGRAM = "/run/turnwise.py"
-_AS_ARGUMENT = (  # nothing is mounted, because the engine may be on another machine
-    "import sys; exec(compile(sys.argv.pop(1), 'turnwise.py', 'exec'), "
-    "{'__name__': '__main__', '__file__': 'turnwise.py'})"
-)
 
 
 @lru_cache
@@ -185,13 +181,13 @@ def _container(
         # Its own file systems in memory have no limit, and a proxy's URL may have a password.
         command += ["--read-only-tmpfs=false", "--http-proxy=false"]
         at_once = ["-t", "0"]  # it waits for SIGTERM otherwise
-    given = json.dumps(inside | {"one_stream": True})
-    program_inside = (_HERE / "inner.py").read_text()
+    # The program is an argument: nothing is mounted, because the engine may be on another machine.
+    inner, given = (_HERE / "inner.py").read_text(), json.dumps(inside | {"one_stream": True})
     return {
         "lifeline": lifeline,
         "scratch": None,
         "environment": None,  # the keeper's
-        "command": [*command, limits.image, "-I", "-c", _AS_ARGUMENT, program_inside, given],
+        "command": [*command, limits.image, "-I", "-c", inner, given],
         "end": [program, "rm", "-f", *at_once, name],
     }
 
