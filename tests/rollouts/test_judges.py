@@ -117,7 +117,13 @@ def test_candidates_have_their_common_beginning_once() -> None:
     assert schema["required"] == ["1", "2"]
 
 
-@pytest.mark.parametrize("text", ["42", verdict(2), verdict(float("nan")), '{"score": "1"}', ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("42", verdict(2), verdict(float("nan")), '{"score": "1"}', ""),
+        pytest.param("{" * 200_000, id="braces"),
+    ],
+)
 async def test_an_answer_that_cannot_be_used_is_asked_again(scripted: Scripted, text: str) -> None:
     scripted.script = [text, f"<think>Hm.</think>So: {verdict(1)} Well."]
     trajectory, counts = await judged(manager(scripted))
@@ -243,6 +249,17 @@ async def test_a_redirect_is_not_followed(scripted: Scripted) -> None:
     with pytest.raises(TrajectoryError, match="answered 307"):
         await judged(manager(scripted))
     assert len(scripted.asked) == 1
+
+
+async def test_credentials_of_two_kinds_are_one_sentence(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    with pytest.raises(TrajectoryError, match="Cannot combine AUTHORIZATION") as failure:
+        await judged(manager(scripted, api_key_variable="JUDGE_KEY", retries=0))
+    assert failure.value.reason == "judge_error"
 
 
 @pytest.mark.parametrize("named", ["soon", "nan", "-3", "Fri, 31 Dec 1999 23:59:59 GMT"])

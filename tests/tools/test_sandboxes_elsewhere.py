@@ -59,10 +59,16 @@ def test_a_session_in_a_container_keeps_its_state_and_is_removed(engine: Path) -
     assert containers(engine) == []
 
 
-def test_a_container_has_no_network_and_all_limits(engine: Path) -> None:
+def test_a_container_has_no_network_and_all_limits(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", "a-secret")
     session = Session("podman", Limits(memory=128, disk=32, processes=9, image="mine"))
     try:
         session.run("1")
+        assert session._process is not None
+        keeper = Path(f"/proc/{session._process._keeper.pid}/cmdline").read_text()
+        assert "a-secret" not in keeper  # others on the machine may read it
     finally:
         session.close()
     run = (engine / "log").read_text().splitlines()[0]

@@ -94,7 +94,7 @@ class Endpoint:
                             pause = max(pause, float(response.headers.get("retry-after", "")))
                     except AnswerError as error:
                         failure = error
-                    except (aiohttp.ClientError, OSError) as error:
+                    except (aiohttp.ClientError, OSError, ValueError) as error:
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
                     if attempt == self._retries or pause > self._timeout:
                         break

@@ -176,7 +176,7 @@ def _container(
     for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
-    at_once = []
+    at_once: list[str] = []
     if engine == "podman":
         # Its own file systems in memory have no limit, and a proxy's URL may have a password.
         command += ["--read-only-tmpfs=false", "--http-proxy=false"]
