@@ -141,8 +141,7 @@ class RewardManager:
 
         async def judged(part: _Part) -> Rewards:
             # A reward model has a clock for its whole queue, and a judge deadlines in its own.
-            queued = clock is not None and (part.model or part.judge)
-            bounded = clock.held() if clock is not None and queued else nullcontext()
+            bounded = clock.held() if clock and (part.model or part.judge) else nullcontext()
             async with part.judging(trajectory.problem_id):
                 with bounded:
                     if part.function is not None:
