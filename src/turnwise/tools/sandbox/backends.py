@@ -77,18 +77,15 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
     if backend == "docker" or backend == "podman":
         return _container(backend, limits, inside, lifeline)
     executable, prefixes = _python(limits.interpreter)
-    scratch = None
-    if not bubblewrap:
-        scratch = tempfile.mkdtemp(prefix="turnwise-sandbox-")
-        if uid is not None:
-            os.chown(scratch, uid, uid)
+    scratch = None if bubblewrap else tempfile.mkdtemp(prefix="turnwise-sandbox-")
+    if scratch is not None and uid is not None:
+        os.chown(scratch, uid, uid)
     program = _PROGRAM if bubblewrap else str(_HERE / "inner.py")
     command = [executable, "-I", program, json.dumps(inside)]
     home = scratch or _INSIDE
     environment = {
         "PATH": f"{Path(executable).parent}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": home,
-        "TMPDIR": home,
+        **{"HOME": home, "TMPDIR": home},
         "LANG": "C.UTF-8",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
