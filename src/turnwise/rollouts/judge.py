@@ -141,7 +141,7 @@ def prompt(
         about, document = _DOCUMENT, JsonObject(conversation=spoken[0])
     else:
         task = "Several candidates had the same task. Score each beside the others, by this rubric:"
-        form = f"Answer with a JSON object that has for each candidate's number one of: {fields}."
+        form = f"Answer with a JSON object: under each candidate's number, an object with {fields}."
         beside = zip(*spoken, strict=False)
         same = takewhile(lambda each: all(one == each[0] for one in each), beside)
         common = [each[0] for each in same]
