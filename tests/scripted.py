@@ -25,8 +25,9 @@ class Scripted(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.answer: Callable[[dict[str, Any]], Any] = lambda body: 500
-        self.pause = {"retry-after-ms": "5"}
+        self.pause = {"retry-after": "0.005"}
         """Header of each answer."""
+        self.usage: dict[str, Any] = {"prompt_tokens": 90, "completion_tokens": 10}
         self.most = 0
         """Largest number of requests at the same time."""
         self.busy = 0
@@ -61,9 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "finish_reason": "stop",
                 "message": {"role": "assistant", "content": line},
             }
-            usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
             made = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
-            self._send(200, {**made, "choices": [choice], "usage": usage})
+            self._send(200, {**made, "choices": [choice], "usage": self.server.usage})
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
         body = json.dumps(answer).encode()

@@ -25,7 +25,6 @@ class ModalSandbox:
                 self.session = modal.Sandbox.create(
                     app=modal.App.lookup("turnwise", create_if_missing=True),
                     timeout=LIFE_SECONDS,
-                    cpu=self.limits.cpus,
                     memory=self.limits.memory,
                     block_network=True,
                 )

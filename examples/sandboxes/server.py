@@ -8,7 +8,6 @@ and there, with the same key in TURNWISE_SANDBOX_KEY: `python: {sandbox: "http:/
 import hmac
 import json
 import os
-import secrets
 import sys
 import threading
 import time
@@ -33,12 +32,9 @@ class Server(ThreadingHTTPServer):
         self.sessions: dict[str, tuple[Sandbox, float]] = {}
         self.lock = threading.Lock()
 
-    def begin(self, asked: dict[str, Any]) -> dict[str, str]:
-        tool = CodeTool(
-            "shell" if asked.pop("shell") else "python", asked | {"sandbox": self.sandbox}
-        )
-        session = tool.choose()(tool.limits, shell=tool.name == "shell")
-        name = secrets.token_hex(16)
+    def begin(self, name: str, limits: dict[str, Any], shell: bool) -> None:
+        tool = CodeTool("shell" if shell else "python", limits | {"sandbox": self.sandbox})
+        session = tool.choose()(tool.limits, shell=shell)
         with self.lock:
             now = time.monotonic()
             old = [each for each, (_, used) in self.sessions.items() if now - used > IDLE_SECONDS]
@@ -46,19 +42,18 @@ class Server(ThreadingHTTPServer):
             self.sessions[name] = session, now
         for each in ended:
             each.close()
-        return {"id": name}
 
-    def run(self, name: str, asked: dict[str, Any]) -> dict[str, str]:
+    def run(self, name: str, code: str) -> str:
         with self.lock:
             session = self.sessions[name][0]
             self.sessions[name] = session, time.monotonic()
-        return {"output": session.run(str(asked["code"]))}
+        return session.run(code)
 
-    def end(self, name: str) -> dict[str, str]:
+    def end(self, name: str) -> str:
         with self.lock:
             session, _ = self.sessions.pop(name)
         session.close()
-        return {}
+        return ""
 
     def server_close(self) -> None:
         super().server_close()
@@ -77,25 +72,22 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(413)
         try:
             asked = json.loads(self.rfile.read(length))
-            match [self.command, *self.path.strip("/").split("/")]:
-                case ["POST", "sessions"]:
-                    answer = self.server.begin(asked)
-                case ["POST", "sessions", name, "run"]:
-                    answer = self.server.run(name, asked)
-                case ["DELETE", "sessions", name]:
-                    answer = self.server.end(name)
-                case _:
-                    return self.send_error(404)
+            if self.path == "/end":
+                output = self.server.end(asked["session"])
+            elif self.path == "/run":
+                if "limits" in asked:
+                    self.server.begin(asked["session"], asked["limits"], asked["shell"])
+                output = self.server.run(asked["session"], asked["code"])
+            else:
+                return self.send_error(404)
         except (KeyError, ValueError, TypeError) as error:
             return self.send_error(400, str(error)[:200])
-        body = json.dumps(answer).encode()
+        body = json.dumps({"output": output}).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    do_DELETE = do_POST
 
     def log_message(self, *_: object) -> None:
         pass

@@ -34,7 +34,7 @@ def example(documented: type) -> Any:
     return made
 
 
-@pytest.mark.parametrize("module", ["problems", "judge_prompts"])
+@pytest.mark.parametrize("module", ["problems", "judge"])
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"turnwise.rollouts.{module}"))
     assert results.attempted > 0

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from examples.judge.rule import Rule, verdict
 from tests.rollouts.test_judges import ROW, answered, compared, episode, judged
 from tests.test_cli import metrics_of
 from turnwise.config import Config, RewardConfig, RolloutConfig
-from turnwise.core.files import JUDGEMENTS
+from turnwise.errors import TrajectoryError
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.rollouts.run_files import RunFiles
+from turnwise.rollouts.run_files import JUDGEMENTS, RunFiles
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, read_jsonl
 
 
 def rewards_of(url: str, files: RunFiles | None = None, **keys: Any) -> RewardManager:
-    part = RewardConfig.model_validate({"judge": {"url": url, "model": "any", **keys}})
+    part = RewardConfig.model_validate(
+        {"judge": {"url": url, "model": "any", "rubric": "The right number.", **keys}}
+    )
     return RewardManager([part], rollout=RolloutConfig(), files=files)
 
 
@@ -56,7 +59,7 @@ async def test_an_engines_answer_is_read_and_its_tokens_are_counted(
         "max_tokens": 100,
         "vllm_xargs": {"script": template.encode(f"{said}<|im_end|>")},
     }
-    trajectory, counts = await judged(rewards_of(served.base_url, request=request, max_chars=200))
+    trajectory, counts = await judged(rewards_of(served.base_url, request=request))
     assert trajectory.reward == 0.75
     assert trajectory.judgements[0]["why"] == "Nearly."
     assert counts["requests"] == 1
@@ -85,24 +88,23 @@ async def test_a_published_model_judges_by_a_json_schema(
     try:
         url = await server.start()
         request = {"temperature": 0.7, "max_tokens": 300}
-        keys: dict[str, Any] = {"request": request, "timeout": 300, "retries": 3, "on_error": 0.0}
+        keys: dict[str, Any] = {"request": request, "timeout": 300, "retries": 3}
         files = RunFiles(tmp_path)
         rewards, counts = rewards_of(url, files, scale=[1, 10], **keys), Counter[str]()
         trajectories = [answered(f"It is {number}.", number) for number in range(4)]
-        await asyncio.gather(
-            *(rewards.judge(episode(), each, ROW, None, counts) for each in trajectories)
-        )
+        asked = (rewards.judge(episode(), each, ROW, None, counts) for each in trajectories)
+        failed = [one for one in await asyncio.gather(*asked, return_exceptions=True) if one]
         verdicts = [judgement for each in trajectories for judgement in each.judgements]
         assert verdicts
         assert all(0 <= judgement["score"] <= 1 for judgement in verdicts)
-        assert len(verdicts) + counts["failed"] == 4
+        assert all(isinstance(one, TrajectoryError) for one in failed)
+        assert len(verdicts) + len(failed) == 4
         assert counts["completion_tokens"] > 0
         assert len((tmp_path / JUDGEMENTS).read_text().splitlines()) == len(verdicts)
-        for compare in ("group", "pairs"):
-            rewards = rewards_of(url, files, compare=compare, **keys)
+        with suppress(TrajectoryError):
+            rewards = rewards_of(url, files, compare=True, **keys)
             group, counts = await compared(rewards, "It is 42.", "It is 41.")
-            assert counts["failed"] or all(each.judgements for each in group)
-            assert all(0 <= (each.reward or 0.0) <= 1 for each in group)
+            assert all(each.judgements for each in group)
     finally:
         await server.stop()
         await judge_engine.shutdown()

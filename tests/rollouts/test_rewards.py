@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -101,7 +102,7 @@ async def test_a_reward_that_hangs_is_named_within_its_deadline(kind: str, how: 
     judging = (
         rewards.judge(episode, trajectory, row)
         if kind == "function"
-        else rewards.judge_group([trajectory], row, {0: episode})
+        else rewards.judge_group([trajectory], row, {0: episode}, Counter())
     )
     with pytest.raises(TrajectoryError, match=late) as raised:
         await judging

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Stands for podman: runs the program of a container as a process of its own session, which lives on
-# when this command is killed, until `rm`; its state is in $CONTAINERS.
-place=$CONTAINERS; verb=$1; shift
+# when this command is killed, until `rm`; its state is in $CONTAINERS_CONF.
+place=$CONTAINERS_CONF; verb=$1; shift
 if [ "$verb" = rm ]; then
   name=${!#}
   echo "rm $*" >> "$place/log"

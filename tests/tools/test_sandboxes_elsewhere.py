@@ -29,7 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder with the state of the script that stands for podman."""
     (tmp_path / "podman").symlink_to(Path(__file__).with_name("fake_engine.sh"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CONTAINERS", str(tmp_path))
+    monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path))
     choose.cache_clear()
     yield tmp_path
     choose.cache_clear()
@@ -59,15 +59,21 @@ def test_a_session_in_a_container_keeps_its_state_and_is_removed(engine: Path) -
     assert containers(engine) == []
 
 
-def test_a_container_has_no_network_and_all_limits(engine: Path) -> None:
-    session = Session("podman", Limits(memory=128, disk=32, processes=9, cpus=0.5, image="mine"))
+def test_a_container_has_no_network_and_all_limits(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", "a-secret")
+    session = Session("podman", Limits(memory=128, disk=32, processes=9, image="mine"))
     try:
         session.run("1")
+        assert session._process is not None
+        keeper = Path(f"/proc/{session._process._keeper.pid}/cmdline").read_text()
+        assert "a-secret" not in keeper  # others on the machine may read it
     finally:
         session.close()
     run = (engine / "log").read_text().splitlines()[0]
     for option in (
-        *("--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=9", "--cpus=0.5"),
+        *("--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=9"),
         *("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pull=never"),
         *(
             "--tmpfs=/sandbox:rw,exec,nosuid,nodev,mode=1777,size=32m",
@@ -156,7 +162,9 @@ async def test_a_server_keeps_the_sessions_of_another_machine(server: str) -> No
 
 def test_a_server_that_is_not_there_is_named() -> None:
     limits = Limits(sandbox="http://127.0.0.1:9/")
-    with pytest.raises(TrajectoryError, match=r"the sandbox server at http://127\.0\.0\.1:9: "):
+    with pytest.raises(
+        TrajectoryError, match=r"the sandbox server at http://127\.0\.0\.1:9 cannot be reached"
+    ):
         CodeTool("shell", limits.model_dump()).choose()(limits, shell=True).run("ls")
 
 

@@ -357,13 +357,15 @@ def test_the_prompts_and_answers_of_judges_are_there(client: TestClient, folder:
     write_jsonl(folder / "trajectories" / "step-0002.jsonl", [judged])
     entry = {"key": key, "judge": "style", "messages": [{"role": "user", "content": ATTACK}]}
     lines = [json.dumps(entry | {"answer": "{}"}), json.dumps(entry | {"key": "c" * 64})]
-    (folder / "judge.jsonl").write_text("".join(f"{line}\n" for line in lines) + '{"key": "')
+    torn = lines[0][:80]  # of a run that was killed and resumed
+    (folder / "judge.jsonl").write_text(
+        "".join(f"{line}\n" for line in [torn + torn, *lines, torn])
+    )
     found = client.get("/api/runs/demo/files/step-0002/0/judgements").json()
     assert {name: one["answer"] for name, one in found.items()} == {key: "{}"}
     assert client.get(f"{STEP}/0/judgements").json() == {}
     shown = CliRunner().invoke(commands, ["show", str(folder), "0", "--step", "2"]).output
     assert "style 0.5: So so." in shown
-    assert "asked, user:" in shown
     page = folder / "page.html"
     assert CliRunner().invoke(commands, ["view", str(folder), "--export", str(page)]).exit_code == 0
     assert ATTACK not in page.read_text()

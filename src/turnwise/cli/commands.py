@@ -265,7 +265,7 @@ async def show(
         for alarm in alarms_of_run(source) if source.is_dir() else ():
             print_text(f"alarm at step {alarm.step}: {alarm.message}")
     else:
-        conversations.show_all(Console(), found, source)
+        conversations.show_all(Console(), found)
     print_text(str(path))
 
 

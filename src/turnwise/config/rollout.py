@@ -83,8 +83,6 @@ class CodeToolConfig(Section):
     image: str = "docker.io/library/python:3.12-slim"
     """For docker and podman: image with Python 3.9 or newer, and bash for a shell, which has been
     pulled."""
-    cpus: PositiveFloat = 1.0
-    """For docker and podman: processors that the code may use."""
 
 
 class McpConfig(Section):
@@ -155,34 +153,19 @@ class ToolConfig(Section):
 class JudgeConfig(Section):
     """A model that judges trajectories by a rubric, behind an OpenAI-compatible URL."""
 
-    url: Annotated[
-        str,
-        must(
-            lambda url: url.startswith(("http://", "https://")),
-            "url must begin with http:// or https://, not {!r}",
-        ),
-    ]
+    url: Annotated[str, Field(pattern="^https?://")]
     """URL up to and including /v1, of any server of Chat Completions."""
     model: str
     """Name of the model there."""
-    rubric: str = (
-        "- To reach the goal of the task is worth far more than not to reach it.\n"
-        "- Of two that reach it, the one with fewer detours is better.\n"
-        "- Progress without success is worth a part."
-    )
+    rubric: str
     """Text by which the judge scores."""
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
     """Worst and best score in the judge's own numbers, such as [1, 10]; the reward is from 0 to
     1."""
-    compare: Literal["group", "pairs"] | None = None
-    """Comparisons within a group: one request that scores all its trajectories (group), or one for
-    each two, where the reward is the share of those won (pairs); null judges each trajectory by
-    itself."""
+    compare: bool = False
+    """Score all trajectories of a group in one request, which compares them."""
     row_fields: list[str] = []
     """Fields of the row to show to the judge, such as a reference answer."""
-    max_chars: PositiveInt = 100_000
-    """Largest number of characters of a conversation to show to the judge; of longer texts in it,
-    the middles are left out."""
     api_key_variable: str | None = None
     """Name of the environment variable with the server's key; null sends none."""
     request: Tree = {}
@@ -194,12 +177,8 @@ class JudgeConfig(Section):
     """Deadline in seconds for one verdict, retries included."""
     retries: NonNegativeInt = 4
     """Number of further attempts after a connection error, 408, 409, 429, 5xx or an unusable
-    answer, with growing pauses or after the time that the server names."""
-    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = "drop"
-    """Result of a judge that gives no verdict: its trajectory, or with compare its group, is
-    dropped (drop), or gets this number as the part's value."""
-    cache: bool = True
-    """Judge equal requests once, also those of the same run before it was resumed."""
+    answer, with growing pauses or after the time that the server names. Without a verdict, the
+    trajectory, or with compare its group, is dropped."""
 
     def mistakes(self) -> Iterator[str]:
         if self.scale[0] >= self.scale[1]:
@@ -239,16 +218,12 @@ class RewardConfig(Section):
     def label(self) -> str:
         """Its name in metrics."""
         source = self.function or self.group_function or self.trl or self.model
-        judge = self.judge.model if self.judge else None
-        return self.name or source or judge or "environment"
+        return self.name or source or (self.judge and self.judge.model) or "environment"
 
     def mistakes(self) -> Iterator[str]:
         given = (self.function, self.group_function, self.trl, self.model, self.judge)
         if sum(map(bool, given)) > 1:
-            yield (
-                "a reward is a function, a group_function, trl, a model or a judge: use an entry "
-                "for each"
-            )
+            yield "an entry has one of function, group_function, trl, model and judge: use several"
 
 
 class ContextConfig(Section):

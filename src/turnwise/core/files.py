@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-JUDGEMENTS = "judge.jsonl"
-"""File of a run folder: each request to a judge by its key, with the answer and its verdicts."""
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot flush a folder
 
 

@@ -1,11 +1,10 @@
 """Conversations of a run, as people read them: `turnwise show`, and the end of rollout and eval."""
 
 import heapq
-import json
 import re
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
@@ -15,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnwise.chat.messages import said
-from turnwise.core.files import JUDGEMENTS, number_of, numbered
-from turnwise.core.json_types import JsonObject
+from turnwise.core.files import number_of, numbered
 from turnwise.errors import InputError, TrajectoryError, visible
 from turnwise.trajectory import Trajectory, read_jsonl
 
@@ -24,7 +22,6 @@ _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magen
 _INDENT = " " * 11
 _MOST = 20  # trajectories shown at once
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
-_KEY_PLACE = slice(len('{"key": "'), len('{"key": "') + 64)  # in a line of judge.jsonl
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a line that is no trajectory."""
 
@@ -41,19 +38,6 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
         which = "trajectories" if step is None else f"trajectories of step {step}"
         raise InputError(f"{source} has no {'held-out ' if heldout else ''}{which} (in {folder})")
     return found[-1]
-
-
-def judge_requests(run: Path, trajectories: Iterable[Trajectory]) -> dict[str, JsonObject]:
-    """Return the requests of the judgements of trajectories by key, as the run's judge.jsonl has
-    them: the `messages` to the judge, and its `answer`."""
-    wanted = {each["request"] for one in trajectories for each in one.judgements}
-    found = dict[str, JsonObject]()
-    if wanted and (path := run / JUDGEMENTS).is_file() and not path.is_symlink():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line[_KEY_PLACE] in wanted and line.endswith("\n"):
-                    found[line[_KEY_PLACE]] = json.loads(line)
-    return found
 
 
 def select(
@@ -95,20 +79,16 @@ def show(console: Console, overview: "Overview") -> None:
             console.print(conversation(trajectory, label), soft_wrap=True)
 
 
-def show_all(console: Console, trajectories: Sequence[Trajectory], run: Path) -> None:
-    """Print trajectories, with what the judges of the run folder were asked and answered."""
+def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
     if not trajectories:
         console.print("no trajectory matches")
-    requests = judge_requests(run, trajectories[:_MOST])
     for trajectory in trajectories[:_MOST]:
-        console.print(conversation(trajectory, requests=requests), soft_wrap=True)
+        console.print(conversation(trajectory), soft_wrap=True)
     if len(trajectories) > _MOST:
         console.print(f"{len(trajectories) - _MOST:,} more match", highlight=False)
 
 
-def conversation(
-    trajectory: Trajectory, label: str = "", requests: Mapping[str, JsonObject] | None = None
-) -> Text:
+def conversation(trajectory: Trajectory, label: str = "") -> Text:
     """Return a trajectory as people read it, its result and what was said, with control characters
     as escapes, so that no answer of a model can drive the terminal."""
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
@@ -127,25 +107,15 @@ def conversation(
     for message in trajectory.messages:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
-        text.append(f"{_indented(said(message))}\n", "not bold")
+        text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
     for judged in trajectory.judgements:
-        text.append("judge      ", "not bold yellow")
-        text.append(
-            _indented(f"{judged['judge']} {judged['score']:.3g}: {judged['why']}") + "\n", "dim"
-        )
-        if (asked := (requests or {}).get(judged["request"])) is not None:
-            prompt = [f"asked, {m['role']}:\n{m['content']}" for m in asked["messages"]]
-            shown = _indented("\n".join([*prompt, f"answered:\n{asked['answer']}"]))
-            text.append(f"{_INDENT}{shown}\n", "dim")
+        verdict = f"{judged['judge']} {judged['score']:.3g}: {judged['why']}"
+        text.append(f"judge      {visible(verdict)}\n", "not bold yellow")
     reasons = [turn.fork_reason for turn in trajectory.turns if turn.fork_reason]
     if reasons:
         why = visible(", ".join(reasons))
         text.append(f"{len(trajectory.branches())} branches: {why}\n", "yellow")
     return text
-
-
-def _indented(text: str) -> str:
-    return visible(text).replace("\n", "\n" + _INDENT)
 
 
 def _numbers() -> "array[float]":

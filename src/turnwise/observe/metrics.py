@@ -85,8 +85,8 @@ class StepMetrics:
     """Events of the trajectories, such as tool errors, by kind."""
     judges: Annotated[Counts, Series("turnwise_judges_total", "kind")] = None
     """Work of judges, also for dropped trajectories and the step's evaluation: requests, retries,
-    cached (equal requests that were not asked again), failed (verdicts that they did not give),
-    prompt_tokens and completion_tokens; None without judges."""
+    cached (equal requests that were not asked again), prompt_tokens and completion_tokens; None
+    without judges."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
     sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None

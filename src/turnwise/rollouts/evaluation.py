@@ -95,7 +95,7 @@ class Evaluation:
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
     """The summary of each held-out set by name, if there are several; otherwise empty."""
     judging: Counter[str] = field(default_factory=Counter, kw_only=True)
-    """Work of judges: requests, retries, cached, failed, prompt_tokens, completion_tokens."""
+    """Work of judges: requests, retries, cached, prompt_tokens, completion_tokens."""
 
     @property
     def accuracy(self) -> float:

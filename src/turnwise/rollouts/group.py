@@ -35,8 +35,8 @@ class Group:
     causes: dict[str, str] = field(default_factory=dict)
     """Message of the first failure for each reason in `dropped` or `retried`."""
     judging: Counter[str] = field(default_factory=Counter)
-    """Work of judges, also for trajectories that failed: requests, retries, cached, failed,
-    prompt_tokens, completion_tokens."""
+    """Work of judges, also for trajectories that failed: requests, retries, cached, prompt_tokens,
+    completion_tokens."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, summed over the trajectories: generate, tools, reward, agent,
     teacher."""

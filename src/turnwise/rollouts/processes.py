@@ -102,11 +102,8 @@ class RolloutProcesses(FrontProcesses):
             counts[DIED] += sampling.n
             group.causes.setdefault(DIED, cause)
         appended, group.appended = group.appended, []
-        try:
-            for name, text in appended:
-                await run_in_thread(partial(self._files.append, name, text))
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", self._files.path(name), error.strerror)
+        for name, text in appended:
+            await self._files.add(name, text)
         return group
 
     async def _ask(

@@ -106,15 +106,15 @@ class RewardManager:
             judge: Judge | None = None
             if entry.judge is not None:
                 judge = Judge(entry.judge, entry.label, rollout or RolloutConfig(), files)
-                kind = kind._replace(compares=entry.judge.compare is not None)
+                kind = kind._replace(compares=entry.judge.compare)
             elif key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
                 if kind.compares:
                     adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
                     function = partial(adapter, function, max_steps, files)
-            model = entry.model or ""
-            self._parts.append(_Part(entry.label, kind, entry.weight, function, model, judge))
+            scorers = function, entry.model or "", judge
+            self._parts.append(_Part(entry.label, kind, entry.weight, *scorers))
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
@@ -124,8 +124,8 @@ class RewardManager:
             ("has the model", [part.model for part in self._parts if part.model]),
         ):
             if twice := [name for name in names if names.count(name) > 1]:
-                advice = "add up the weights, or give each a name of its own"
-                raise InputError(f"rollout.rewards {what} {twice[0]} twice; {advice}")
+                what = f"{what} {twice[0]} twice; add up the weights, or name each"
+                raise InputError(f"rollout.rewards {what}")
 
     async def judge(
         self,
@@ -140,9 +140,8 @@ class RewardManager:
         counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Rewards:
-            # Reward models and judges have clocks of their own for their whole queues.
-            queued = clock is not None and (part.model or part.judge)
-            bounded = clock.held() if clock is not None and queued else nullcontext()
+            # A reward model has a clock for its whole queue, and a judge deadlines in its own.
+            bounded = clock.held() if clock and (part.model or part.judge) else nullcontext()
             async with part.judging(trajectory.problem_id):
                 with bounded:
                     if part.function is not None:
@@ -150,8 +149,8 @@ class RewardManager:
                     elif part.model:
                         value = await self.models[part.model].score(_read(episode, trajectory))
                     elif part.judge is not None:
-                        read = _read(episode, trajectory)
-                        value = await part.judge.score(read, row, trajectory, counts)
+                        read = [_read(episode, trajectory)]
+                        (value,) = await part.judge.judge(read, row, [trajectory], counts)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
                     else:
@@ -193,18 +192,17 @@ class RewardManager:
         trajectories: Sequence[Trajectory],
         row: Row,
         episodes: Mapping[int, Episode],
-        counts: Counter[str] | None = None,
+        counts: Counter[str],
     ) -> None:
         """Add the rewards of the parts that compare to those of a group's finished trajectories."""
         if not trajectories:
             return
-        counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Sequence[float | None]:
             async with part.judging(trajectories[0].problem_id):
                 if part.judge is not None:
                     reads = [_read(episodes[t.sample_index], t) for t in trajectories]
-                    return await part.judge.compare(reads, row, trajectories, counts)
+                    return await part.judge.judge(reads, row, trajectories, counts)
                 assert part.function is not None
                 call = partial(self._call, part)
                 values = await part.function(call, trajectories, row, episodes)

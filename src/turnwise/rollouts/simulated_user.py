@@ -7,8 +7,9 @@ tokens are part of the prompt and are never trained.
 from collections import Counter
 from collections.abc import Mapping
 
+from turnwise.core.endpoint import Endpoint
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.chat_endpoint import ChatEndpoint, without_thoughts
+from turnwise.rollouts.chat_endpoint import complete, without_thoughts
 from turnwise.trajectory import Message
 
 GREETING = "Hello! How can I help you?"
@@ -85,18 +86,15 @@ class SimulatedUser:
         ):
             if not right:
                 raise InputError(f"SimulatedUser: {rule}, not {value!r}")
-        try:
-            self._endpoint = ChatEndpoint(
-                base_url,
-                model,
-                who="the simulated user",
-                reason="simulated_user",
-                timeout=timeout,
-                retries=retries,
-                api_key_variable=api_key_variable,
-            )
-        except InputError as error:
-            raise InputError(f"SimulatedUser: {error}") from None
+        self._endpoint = Endpoint(
+            base_url,
+            model,
+            who="the simulated user",
+            reason="simulated_user",
+            timeout=timeout,
+            retries=retries,
+            api_key_variable=api_key_variable,
+        )
         self.model = model
         self.calls = 0
         """Answers so far."""
@@ -153,12 +151,12 @@ class SimulatedUser:
             return None
         said, spent = without_thoughts(said), Counter[str]()
         messages = [*self.messages, {"role": "user", "content": said}]
-        reply = await self._endpoint.ask(messages, self._request, spent)
+        body = {**self._request, "messages": messages}
+        text, ended = await complete(self._endpoint, body, spent)
         self.calls += 1
         self.tokens += spent["prompt_tokens"] + spent["completion_tokens"]
-        text = without_thoughts(reply.text).strip()
-        if not text:
-            message = f"{self} answered without a text (finish_reason {reply.finish_reason})"
+        if not (text := text.strip()):
+            message = f"{self} answered without a text (finish_reason {ended})"
             raise TrajectoryError("simulated_user_error", message)
         self._record(said, text)
         if self._stop is not None and self._stop in text:

@@ -29,8 +29,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.tools.sandbox import Sandbox, keeper
-from turnwise.tools.sandbox.backends import ARCHITECTURES, MISSING, Backend, specify
-from turnwise.tools.sandbox.containers import ENGINES
+from turnwise.tools.sandbox.backends import ARCHITECTURES, ENGINES, MISSING, Backend, specify
 from turnwise.tools.sandbox.http import HttpSandbox
 from turnwise.tools.tool import Tool
 
@@ -95,8 +94,8 @@ class CodeTool:
     async def open(self) -> list[Tool]:
         """Choose the sandbox and return the tool; raises what `choose` does."""
         make = await run_in_thread(self.choose)
-        session = await run_in_thread(make, self.limits, shell=self.name == "shell")
-        self._session = session
+        shell = self.name == "shell"
+        self._session = session = await run_in_thread(make, self.limits, shell=shell)
         about, argument, described = _ABOUT[self.name]
         parameters: JsonObject = {
             "type": "object",
@@ -264,7 +263,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(lifeline,),
-                env=_KEEPERS_ENVIRONMENT,
+                env=None if self._one_stream else _KEEPERS_ENVIRONMENT,
                 start_new_session=True,
             )
         except BaseException:

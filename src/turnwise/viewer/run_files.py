@@ -30,8 +30,9 @@ from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
-from turnwise.observe.conversations import NO_TRAJECTORY, judge_requests
+from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
+from turnwise.rollouts.run_files import judgements
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Comparison, comparison
@@ -228,7 +229,8 @@ class RunFiles:
 
     def judgements(self, name: str, index: int) -> JsonObject:
         """Return what the judges of a trajectory were asked and answered, by the requests' keys."""
-        return judge_requests(self.path, [self._trajectory(name, index)])
+        wanted = {each["request"] for each in self._trajectory(name, index).judgements}
+        return dict(judgements(self.path, wanted)) if wanted else {}
 
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens, if the run has them."""

@@ -18,14 +18,15 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.containers import specify_container
 
-Backend = Literal["sandlock", "bubblewrap", "none", "docker", "podman"]
+Engine = Literal["docker", "podman"]
+Backend = Literal["sandlock", "bubblewrap", "none", Engine]
+ENGINES: Final[tuple[Engine, ...]] = ("docker", "podman")
 MISSING = (
     "a sandbox for code needs sandlock (pip install 'turnwise[sandbox]', Linux 6.7 with Landlock) "
     "or bubblewrap (apt install bubblewrap, user namespaces); sandbox: none runs code unconfined"
@@ -74,20 +75,17 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
         "filter": filter_program(attributes=bubblewrap).hex() if kernel else None,
     }
     if backend == "docker" or backend == "podman":
-        return specify_container(backend, limits, inside, lifeline)
+        return _container(backend, limits, inside, lifeline)
     executable, prefixes = _python(limits.interpreter)
-    scratch = None
-    if not bubblewrap:
-        scratch = tempfile.mkdtemp(prefix="turnwise-sandbox-")
-        if uid is not None:
-            os.chown(scratch, uid, uid)
+    scratch = None if bubblewrap else tempfile.mkdtemp(prefix="turnwise-sandbox-")
+    if scratch is not None and uid is not None:
+        os.chown(scratch, uid, uid)
     program = _PROGRAM if bubblewrap else str(_HERE / "inner.py")
     command = [executable, "-I", program, json.dumps(inside)]
     home = scratch or _INSIDE
     environment = {
         "PATH": f"{Path(executable).parent}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": home,
-        "TMPDIR": home,
+        **{"HOME": home, "TMPDIR": home},
         "LANG": "C.UTF-8",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -146,6 +144,49 @@ def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> 
         command += ["--symlink", _INSIDE, "/tmp"]
     command += ["--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]
+
+
+def _container(
+    engine: Engine, limits: CodeToolConfig, inside: JsonObject, lifeline: int
+) -> JsonObject:
+    """Return the specification of a session in a new container; `inside` is that of the program."""
+    program, name = shutil.which(engine) or engine, f"turnwise-{secrets.token_hex(8)}"
+    memory, disk = f"{limits.memory}m", f"size={limits.disk}m"
+    options = {
+        "name": name,
+        "label": "turnwise",
+        "pull": "never",
+        "log-driver": "none",  # its output would fill the machine's disk
+        "network": "none",
+        "memory": memory,
+        "memory-swap": memory,  # no swap
+        "shm-size": f"{limits.disk}m",
+        "pids-limit": str(limits.processes),
+        "cap-drop": "ALL",
+        "security-opt": "no-new-privileges",
+        "user": "65534:65534",
+        "workdir": _INSIDE,
+        "entrypoint": limits.interpreter or "python3",
+    }
+    command = [program, "run", "-i", "--read-only"]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    for folder in (_INSIDE, "/tmp"):
+        command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
+    command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
+    at_once: list[str] = []
+    if engine == "podman":
+        # Its own file systems in memory have no limit, and a proxy's URL may have a password.
+        command += ["--read-only-tmpfs=false", "--http-proxy=false"]
+        at_once = ["-t", "0"]  # it waits for SIGTERM otherwise
+    # The program is an argument: nothing is mounted, because the engine may be on another machine.
+    inner, given = (_HERE / "inner.py").read_text(), json.dumps(inside | {"one_stream": True})
+    return {
+        "lifeline": lifeline,
+        "scratch": None,
+        "environment": None,  # the keeper's
+        "command": [*command, limits.image, "-I", "-c", inner, given],
+        "end": [program, "rm", "-f", *at_once, name],
+    }
 
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -173,7 +173,8 @@ def _tail(error: BaseException) -> str:
         while step is not None:  # a recursion may be a million frames deep
             depth, step = depth + 1, step.tb_next
         frames = traceback.extract_tb(error.__traceback__, limit=-min(depth, _FRAMES))
-        own = [frame for frame in frames if frame.filename != __file__]
+        here = _tail.__code__.co_filename
+        own = [frame for frame in frames if frame.filename != here]
         lines = traceback.format_list(own)
         head = ["Traceback (most recent call last):\n"] if lines else []
         if depth > _FRAMES:
