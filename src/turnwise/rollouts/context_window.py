@@ -15,7 +15,7 @@ from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
-from turnwise.rollouts.environment import read_messages
+from turnwise.rollouts.environment import SUMMARISED, read_messages
 from turnwise.trajectory import Message
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.prefix import after_reasoning
@@ -142,6 +142,7 @@ class ContextWindow:
         if completion.finish_reason == "length":
             context.trajectory.status = "length"
             return None
+        context.count(SUMMARISED)
         said = after_reasoning(context.template.decode(completion.token_ids))
         summary = SUMMARY.format(said.strip())
         # As a user's message: a summary is no answer, which rewards look for in those of the model.

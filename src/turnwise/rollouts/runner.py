@@ -307,11 +307,9 @@ class Runner:
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        self.growth: Callable[[], float] = lambda: 1.0
-        """Returns `Scheduler.growth`, by which `rollout.concurrency` is multiplied."""
         step = config.rollout.prompts_per_step * config.sampling.n
-        last_below = -(-step // config.rollout.processes)
-        self._slots = Slots(lambda: config.rollout.concurrency * self.growth(), last_below)
+        self.slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
+        """Slots of trajectories; see `Scheduler.grow`."""
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -435,7 +433,7 @@ class Runner:
     ) -> None:
         """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
-        async with self._slots.taken(last=run.last):
+        async with self.slots.taken(last=run.last):
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from turnwise.config import Config
-from turnwise.core.interrupt import SAVE_SECONDS
 from turnwise.core.watchdog import waiting
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import Evaluation, evaluate
@@ -19,8 +18,6 @@ from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime
-
-_LAST_SECONDS = SAVE_SECONDS / 2  # for an evaluation that a step waits for when the run shall end
 
 
 class Evaluations:
@@ -108,18 +105,16 @@ class Evaluations:
         self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
 
     async def settle(self, asked: asyncio.Event) -> None:
-        """Wait for the evaluation beside training, if there is one; cut it short if the run is
-        `asked` to end and it goes on for too long."""
+        """Wait for the evaluation beside training, if there is one, or cut it short once the run
+        is `asked` to end."""
         if (running := self._running) is None:
             return
         ending = asyncio.ensure_future(asked.wait())
         try:
             with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    await asyncio.wait([running], timeout=_LAST_SECONDS)
-                    running.cancel()
-                    await asyncio.wait([running])
+                running.cancel()
+                await asyncio.wait([running])
         finally:
             ending.cancel()
 

@@ -61,6 +61,7 @@ class TrainingLoop:
             progress.advance,
         )
         self._evaluations = Evaluations(config, runtime, heldout, folder, progress)
+        runtime.manager.keeps_version = lambda: self._evaluations.running
         self._find_alarms = alarm_finder(config)
         for row in folder.metrics.rows:  # of the run that is resumed
             self._find_alarms(row)
@@ -271,9 +272,10 @@ class TrainingLoop:
         """Begin the evaluation of a step whose line is written, which gets the results."""
 
         async def report(evaluation: Evaluation) -> None:
-            metrics = StepMetrics(step=step)
+            (row,) = (row for row in self._folder.metrics.rows if row["step"] == step)
+            metrics = StepMetrics.from_json(row)
             metrics.add_evaluation(evaluation)
-            await run_in_thread(self._folder.metrics.amend, metrics.evaluation_json())
+            await run_in_thread(self._folder.metrics.amend, metrics.to_json())
             self._progress.evaluated(metrics)
             await run_in_thread(self._folder.draw)
 

@@ -43,6 +43,7 @@ _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
+_LATER_SECONDS = 0.5  # time after which a worker that may not join yet tries again
 _LEAVE_SECONDS = 60.0
 """Time in which the turns of a worker that leaves may end; then others continue them."""
 _LEAVE_POLL_SECONDS = 0.5  # also time in which all processes learn that it takes no more turns
@@ -188,6 +189,7 @@ class WorkerSupervisor:
         async def join() -> None:
             clock = asyncio.get_running_loop().time
             started = clock()
+            self.restarts = -1  # the first start is none
             await self._start_at_last("it did not start")
             self.watch()
             logger.info("%s has joined after %.1f s", self.name, clock() - started)
@@ -257,6 +259,9 @@ class AsyncLLMServerManager:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
+        self.keeps_version: Callable[[], bool] = lambda: False
+        """Returns whether all shall have one version of the weights for now: a worker that would
+        get newer ones joins later, unless there is no other."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
         self._start, self._end, self._left = start, end, left
@@ -318,6 +323,7 @@ class AsyncLLMServerManager:
                 if (engine := supervisor.engine) is None:
                     self._left(supervisor.index)
                     continue
+                supervisor.engine = None  # whatever is found out about it restarts nothing
                 worker = self.scheduler.remove(supervisor.name, lost=False)
                 leaving = asyncio.create_task(self._let_go(supervisor.index, engine, worker))
                 self._leaving[supervisor.index] = leaving, engine
@@ -357,16 +363,24 @@ class AsyncLLMServerManager:
         """Start a worker, and give it the weights and state of all others."""
         engine = await self._start(supervisor.name, supervisor.index)
         try:
-            async with self._control:
-                if self._sync is not None:
-                    await self._sync.update_one(engine, self._weights.in_flight)
-                if self._asleep:
-                    await engine.sleep()
-                supervisor.admit(engine)
+            while not await self._admit(supervisor, engine):  # noqa: ASYNC110 (nobody says when)
+                await asyncio.sleep(_LATER_SECONDS)
         except BaseException:
             engine.fail(f"{supervisor.name} did not come up")
             engine.kill()
             raise
+
+    async def _admit(self, supervisor: WorkerSupervisor, engine: "WorkerHandle") -> bool:
+        """Give a new worker the weights and state of all others, and turns; False if not yet."""
+        async with self._control:
+            if (sync := self._sync) is not None:
+                if sync.sends_newest and self.engines and self.keeps_version():
+                    return False
+                await sync.update_one(engine, self._weights.in_flight)
+            if self._asleep:
+                await engine.sleep()
+            supervisor.admit(engine)
+            return True
 
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
@@ -458,6 +472,7 @@ class AsyncLLMServerManager:
     def close_if_empty(self, why: str) -> None:
         """Fail turns that wait for a worker if none is up, and all were given up but those that a
         run does not begin with, which may wait for room for ever."""
-        needed = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
+        first = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
+        needed = first or self._supervisors
         if not self.engines and all(one.given_up for one in needed):
             self.scheduler.close(why)

@@ -23,6 +23,7 @@ from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
+from turnwise.core.slots import Slots
 from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
@@ -96,10 +97,13 @@ class Scheduler:
         """All workers by name, including failed ones that are not removed yet."""
         return self._router.workers
 
-    @property
-    def growth(self) -> float:
-        """Number of workers by that which the run began with, at least 1."""
-        return max(1.0, len(self.workers) / self._serving.fewest_workers)
+    def grow(self, slots: Slots) -> None:
+        """Have more slots, in proportion, while there are more workers than the run began with."""
+
+        def follow(*change: object) -> None:
+            slots.grow(max(1.0, len(self.workers) / self._serving.fewest_workers))
+
+        self.lead(follow)
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
         """Add a worker; one of the same name is replaced."""
