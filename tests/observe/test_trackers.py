@@ -207,7 +207,15 @@ def test_what_comes_late_joins_the_line_of_its_step(tmp_path: Path) -> None:
     sinks.amend(late)
     sinks.write({"step": 3, "x": 3})
     sinks.close()
-    assert sinks.rows == lines(tmp_path) == [{**late, "x": 1}, {"step": 2, "x": 2}, {"step": 3, "x": 3}]
+    assert (
+        sinks.rows
+        == lines(tmp_path)
+        == [
+            {**late, "x": 1},
+            {"step": 2, "x": 2},
+            {"step": 3, "x": 3},
+        ]
+    )
     assert scalars(tmp_path)[1, "heldout/accuracy"] == 0.75
     assert scalars(tmp_path)[1, "environments/shop/heldout/accuracy"] == 0.75
     assert scalars(tmp_path)[1, "environments/shop/reward_mean"] == 0.5

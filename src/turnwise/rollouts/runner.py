@@ -377,7 +377,7 @@ class Runner:
         `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
         they came; those that are `last`, after all others, and where fewer than those of a
         training step are in flight."""
-        group = Group.of(problem) if into is None else into
+        group, started = Group.of(problem) if into is None else into, time.perf_counter()
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
         if sampling.use_beam_search:
@@ -393,7 +393,6 @@ class Runner:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
                     await run_in_thread(lambda: self.tool_parser)
-        started = time.perf_counter()
         compares = self.rewards.compares
         if too_long := await stage.known_too_long(problem):
             group.causes[TOO_LONG] = too_long
@@ -404,29 +403,34 @@ class Runner:
                     tasks.create_task(finished)
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
-            try:
-                await self.rewards.judge_group(
-                    group.trajectories, problem.row, run.episodes, group.judging
-                )
-            except TrajectoryError as error:
-                group.drop(group.trajectories, error.reason, str(error))
-                if isinstance(error.__cause__, Exception):
-                    await self.files.log_error(error.reason, name, error.__cause__)
-            if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
-                if not self._warned:
-                    self._warned = True
-                    logger.warning(
-                        "All reward functions returned None for the following kwargs: %.500r, of "
-                        "%s; such trajectories are not trained on, and counted as %s",
-                        problem.row, problem.id, NO_REWARD,
-                    )  # fmt: skip
-                group.drop(lacking, NO_REWARD, f"every reward of {problem.id} is None")
+            await self._judge_group(run)
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():
             episode.release()
         group.elapsed = time.perf_counter() - started
         return group
+
+    async def _judge_group(self, run: _Run) -> None:
+        """Compare a group's trajectories; drop those that get no reward, or all if this fails."""
+        group, problem = run.group, run.problem
+        try:
+            await self.rewards.judge_group(
+                group.trajectories, problem.row, run.episodes, group.judging
+            )
+        except TrajectoryError as error:
+            group.drop(group.trajectories, error.reason, str(error))
+            if isinstance(error.__cause__, Exception):
+                await self.files.log_error(error.reason, run.name, error.__cause__)
+        if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "All reward functions returned None for the following kwargs: %.500r, of "
+                    "%s; such trajectories are not trained on, and counted as %s",
+                    problem.row, problem.id, NO_REWARD,
+                )  # fmt: skip
+            group.drop(lacking, NO_REWARD, f"every reward of {problem.id} is None")
 
     async def _fill(
         self, run: _Run, index: int, on_trajectory: Callable[[Trajectory], None] | None
