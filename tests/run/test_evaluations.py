@@ -191,7 +191,8 @@ async def test_one_that_was_cut_short_is_run_again_after_a_resume(tmp_path: Path
         loop.engines.gate.clear()
         await loop.step(2)
         await asyncio.sleep(0.01)
-        loop.evaluations.cancel()  # as a run that is asked to end does, or a crash
+        loop.asked.set()
+        await loop.evaluations.settle(loop.asked)
     assert loop.measured() == {0: 1.0}
     loop.folder.metrics.close()
     again = Loop(tmp_path, resumed_after=2)

@@ -19,6 +19,8 @@ from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime
 
+_LEAVE_SECONDS = 5.0  # time for one that is cut short, whose environments may take longer to close
+
 
 class Evaluations:
     """The evaluations of a run. With `eval.background`, the training loop awaits only those before
@@ -105,23 +107,18 @@ class Evaluations:
         self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
 
     async def settle(self, asked: asyncio.Event) -> None:
-        """Wait for the evaluation beside training, if there is one, or cut it short once the run
-        is `asked` to end."""
+        """Wait for the evaluation beside training, if there is one; cut it short once the run is
+        `asked` to end."""
         if (running := self._running) is None:
             return
         ending = asyncio.ensure_future(asked.wait())
         try:
             with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
-                running.cancel()
-                await asyncio.wait([running])
+                running.cancel()  # of which one that is over takes no notice
+                await asyncio.wait([running], timeout=_LEAVE_SECONDS)
         finally:
             ending.cancel()
-
-    def cancel(self) -> None:
-        """End the evaluation beside training, if there is one, because the run ends."""
-        if self._running is not None:
-            self._running.cancel()
 
     async def _evaluate(
         self, step: int, run_group: RunGroup, on_group: Callable[[Group], None] = lambda _: None

@@ -97,7 +97,7 @@ class TrainingLoop:
                     producing = tasks.create_task(self._producer.run())
                     await self._consume(first, tasks)
                     producing.cancel()
-                    self._evaluations.cancel()
+                    await self._evaluations.settle(self._ending.asked)
                     complete = self._reached or self._finished == self._config.training.steps
                     if self._ending.asked.is_set() and not complete:
                         if self._finished > self._saved:

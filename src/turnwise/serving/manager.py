@@ -338,17 +338,15 @@ class AsyncLLMServerManager:
         clock = asyncio.get_running_loop().time
         ends, handed_over = clock() + _LEAVE_SECONDS, False
         try:
-            while True:
+            await asyncio.sleep(_LEAVE_POLL_SECONDS)
+            while worker.running or await engine.num_in_flight():
+                if clock() > ends:
+                    if handed_over:
+                        break
+                    if handed_over := all(can_move(turn) for turn in worker.running):
+                        await engine.pause("abort")
+                        ends = clock() + _HAND_OVER_SECONDS
                 await asyncio.sleep(_LEAVE_POLL_SECONDS)
-                if not (worker.running or await engine.num_in_flight()):
-                    break
-                if clock() < ends:
-                    continue
-                if handed_over:
-                    break
-                if all(can_move(turn) for turn in worker.running):
-                    await engine.pause("abort")
-                    ends, handed_over = clock() + _HAND_OVER_SECONDS, True
             await engine.shutdown()
         except Exception as error:  # as after any death, its turns continue on others
             logger.warning("%s failed while it was leaving: %s", worker.name, text_of(error))
