@@ -56,7 +56,6 @@ async def _ask_often(config: Config, run: Path, manager: AsyncLLMServerManager) 
         await engines(manager, 3)
         said = await asyncio.to_thread(ask, run, 2, 60.0)
         assert said.startswith("3 engines serve now, 2 asked for: others leave once their")
-        assert "reserved" not in said
         await engines(manager, 2)
         command = [sys.executable, "-m", "turnwise.cli", "scale", str(run), "--workers", "2"]
         done = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -65,19 +64,14 @@ async def _ask_often(config: Config, run: Path, manager: AsyncLLMServerManager) 
         raise TrainerError("the process of policy rank 0 died")
 
 
-async def test_a_range_of_workers_grows_by_itself_and_reserved_gpus_are_named(
-    config: Config, run: Path
-) -> None:
+async def test_a_range_of_workers_grows_by_itself(config: Config, run: Path) -> None:
     serving = config.serving.model_copy(update={"workers": "2-4"})
     config = config.model_copy(update={"serving": serving})
     manager = simulated("2-4", startup_seconds=0.2)
     async with manager.running(), scaling.scaling(config, manager):
         assert len(manager.engines) == 2
         await engines(manager, 4)
-        said = await asyncio.to_thread(ask, run, 1, 60.0)
-        assert said.endswith(
-            "; GPUs of the 2 that the run began with (serving.workers) stay reserved until it ends"
-        )
+        await asyncio.to_thread(ask, run, 1, 60.0)
         await engines(manager, 1)
 
 

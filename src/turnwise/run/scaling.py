@@ -106,7 +106,7 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
         elif not 1 <= number <= _MOST_WORKERS:
             said = f"{_REFUSED}: a number of engines is between 1 and {_MOST_WORKERS:,}"
         else:
-            workers, said = number, _describe(number, up, config.serving.fewest_workers)
+            workers, said = number, _describe(number, up)
         write_file(request, said)
     except FileNotFoundError:  # nobody has asked
         return None
@@ -117,17 +117,11 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
     return workers
 
 
-def _describe(workers: int, up: int, first: int) -> str:
-    """Return a sentence about the way from `up` engines to `workers`, of a run that began with
-    `first`."""
+def _describe(workers: int, up: int) -> str:
+    """Return a sentence about the way from `up` engines to `workers`."""
     said = f"{up} {'engine serves' if up == 1 else 'engines serve'} now, {workers} asked for"
     if workers > up:
-        return f"{said}: more join once they have started and the cluster has room for them"
-    if workers < up:
+        said += ": more join once they have started and the cluster has room for them"
+    elif workers < up:
         said += ": others leave once their turns have ended, or continue on the rest"
-    if workers < first:
-        said += (
-            f"; GPUs of the {first} that the run began with (serving.workers) stay reserved until "
-            "it ends"
-        )
     return said
