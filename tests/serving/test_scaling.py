@@ -300,7 +300,7 @@ def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
         requests = [Request([1, 2, 3 + i], LONG, f"r{i}") for i in range(2)]
         turns = [asyncio.create_task(generate(process.scheduler, r)) for r in requests]
         await asyncio.sleep(30)
-        report = await process.report([("retire", ("worker-1",))])
+        report = await process.report([("remove", ("worker-1", False))])
         assert report.loads.keys() == {"worker-0"}
         assert not report.failures
         await asyncio.sleep(30)

@@ -107,8 +107,8 @@ class Stage:
         self._name = f"the environment {given}"
         self._environment = environment or configured_environment(config)
         self._tools = load_tools(config.rollout.tools) if with_tools else []
-        path = config.rollout.context.compact or ""
-        self.compact = load_object(path, "rollout.context.compact") if ":" in path else None
+        if ":" in (path := config.rollout.context.compact or ""):
+            load_object(path, "rollout.context.compact")
         self._processes: EnvironmentProcesses | None = None
         if config.rollout.environment_process:
             self._processes = EnvironmentProcesses(self._environment, config.rollout)
@@ -522,7 +522,6 @@ class Runner:
                 chats=self.chats,
                 route=Route(session=name, group=run.name),
                 seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
-                compact=stage.compact,
                 files=self.files,
                 seconds=run.group.seconds,
                 clock=clock,

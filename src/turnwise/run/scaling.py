@@ -71,20 +71,16 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
     `async with` block."""
     run = Path(config.output_dir, config.name)
 
-    async def scale(workers: int) -> None:
-        try:
-            await manager.scale(workers)
-        except Exception:  # the run goes on with the engines that it has
-            logger.exception("the number of engines could not be changed")
-
     async def follow() -> None:
-        await scale(_wanted.get(run, config.serving.most_workers))
+        workers: int | None = _wanted.get(run, config.serving.most_workers)
         while True:
+            if workers is not None:
+                try:
+                    await manager.scale(workers)
+                except Exception:  # the run goes on with the engines that it has
+                    logger.exception("the number of engines could not be changed")
             await asyncio.sleep(_LOOK_SECONDS)
             workers = await run_in_thread(_take_request, run, config, len(manager.engines))
-            if workers is not None:
-                _wanted[run] = workers
-                await scale(workers)
 
     async with task_group() as tasks:
         following = tasks.create_task(follow())
@@ -114,6 +110,8 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
         logger.warning("a request to scale is not followed: %s", error)
         return None
     logger.info("turnwise scale: %s", said)
+    if workers is not None:
+        _wanted[run] = workers
     return workers
 
 

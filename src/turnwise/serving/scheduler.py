@@ -55,9 +55,8 @@ Follower = Callable[..., None]
   replaced;
 - `("restore", name)`: use a worker again on which a request failed, and which is alive; a follower
   that cannot reach it does not use it until it can;
-- `("remove", name)`: use a worker no longer, which is lost;
-- `("retire", name)`: give a worker no further turns, which leaves; those on it end, or are aborted
-  and continue on others;
+- `("remove", name, lost)`: give a worker no further turns, which is lost; or which leaves: those on
+  it end, or are aborted and continue on others;
 - `("close", why)`: expect no further worker until one is added.
 """
 
@@ -175,7 +174,7 @@ class Scheduler:
             worker.note_suspects()
         worker.settle(lost=lost)
         self._router.rebuild()
-        self._tell("remove" if lost else "retire", name)
+        self._tell("remove", name, lost)
         return worker
 
     async def collective_rpc(
