@@ -13,7 +13,6 @@ from turnwise.config import SamplingConfig, parse_config
 from turnwise.engine.protocol import FORCED
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.evaluation import Evaluation
 from turnwise.rollouts.group import OTHER_WEIGHTS
 from turnwise.rollouts.problems import Problems
 from turnwise.rollouts.producer import RunGroup
@@ -64,20 +63,15 @@ class Loop:
         self.folder = RunDir(config, resume)
         heldout = Problems("h", ROWS)
         runtime: Any = self.engines
-        self.evaluations = Evaluations(config, runtime, heldout, self.folder, SILENT)
-        self.tasks = asyncio.TaskGroup()
-
-    def begin(self, step: int) -> None:
-        async def report(evaluation: Evaluation) -> None:
-            (row,) = (row for row in self.folder.metrics.rows if row["step"] == step)
-            metrics = StepMetrics.from_json(row)
-            metrics.add_evaluation(evaluation)
-            self.folder.metrics.amend(metrics.to_json())
 
         async def ready() -> None:
             """Rollouts begin first."""
 
-        self.evaluations.begin(self.tasks, step, self.engines.version, ready, report)
+        self.evaluations = Evaluations(config, runtime, heldout, self.folder, SILENT, ready)
+        self.tasks = asyncio.TaskGroup()
+
+    def begin(self, step: int) -> None:
+        self.evaluations.begin(self.tasks, step, self.engines.version)
 
     async def step(self, step: int) -> StepMetrics:
         """Update the weights, evaluate if that is awaited, write the line, begin the evaluation."""

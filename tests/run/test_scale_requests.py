@@ -51,16 +51,16 @@ async def _ask_often(config: Config, run: Path, manager: AsyncLLMServerManager) 
     """Ask for several numbers, one after another, until the trainer dies."""
     async with manager.running(), scaling.scaling(config, manager):
         said = await asyncio.to_thread(ask, run, 3, 60.0)
-        assert said.startswith("1 engine serves now, 3 asked for: more join once they have")
+        assert said.startswith("engines: 1 now, 3 wanted; they join once the cluster has room")
         assert request_file(run).read_text() == said
         await engines(manager, 3)
         said = await asyncio.to_thread(ask, run, 2, 60.0)
-        assert said.startswith("3 engines serve now, 2 asked for: others leave once their")
+        assert said.startswith("engines: 3 now, 2 wanted; ")
         await engines(manager, 2)
         command = [sys.executable, "-m", "turnwise.cli", "scale", str(run), "--workers", "2"]
         done = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         stdout, _ = await done.communicate()
-        assert stdout.decode() == "2 engines serve now, 2 asked for\n"
+        assert stdout.decode().startswith("engines: 2 now, 2 wanted; ")
         raise TrainerError("the process of policy rank 0 died")
 
 
@@ -84,9 +84,9 @@ async def test_what_a_run_refuses_is_said_in_a_sentence(config: Config, run: Pat
                 await asyncio.to_thread(ask, run, 3, 60.0)
         async with scaling.scaling(config, manager):
             for wrong in (0, 10**9, 10**99):
-                with pytest.raises(InputError, match="refuses: a number of engines is between 1"):
+                with pytest.raises(InputError, match="refuses: a number of engines is from 1"):
                     await asyncio.to_thread(ask, run, wrong, 60.0)
-            for other in ("{", "", "-1", "\udcff", "1 engine serves now"):  # no request
+            for other in ("{", "", "-1", "\udcff", "engines: 1 now"):  # no request
                 request_file(run).write_text(other, errors="surrogateescape")
                 await asyncio.sleep(1.5)
                 said = request_file(run).read_text(errors="surrogateescape")

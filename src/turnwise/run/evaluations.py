@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from turnwise.config import Config
+from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.producer import RunGroup
@@ -24,8 +26,8 @@ _LEAVE_SECONDS = 5.0  # time for one that is cut short, whose environments may t
 
 class Evaluations:
     """The evaluations of a run. With `eval.background`, the training loop awaits only those before
-    the first step, after the last one, and after a step that learns that `eval.target` is
-    reached."""
+    the first step, after the last one, and after a step that learns that `eval.target` is reached;
+    the others begin once `ready` returns."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Evaluations:
         problems: Sequence[Problem],
         folder: RunDir,
         progress: Display,
+        ready: Callable[[], Awaitable[None]],
     ) -> None:
         self.accuracy: float | None = None
         """Accuracy after the current step; None if it was not awaited."""
@@ -43,6 +46,7 @@ class Evaluations:
         self._problems = problems
         self._folder = folder
         self._progress = progress
+        self._ready = ready
         self._known: float | None = None
         """Accuracy of the last evaluation beside training, until another one is awaited."""
         self._running: asyncio.Task[None] | None = None
@@ -81,16 +85,9 @@ class Evaluations:
         due = [row["step"] for row in rows if self._is_due(row["step"])]
         return max(due, default=-1) > max(measured, default=-1)
 
-    def begin(
-        self,
-        tasks: asyncio.TaskGroup,
-        step: int,
-        version: int,
-        ready: Callable[[], Awaitable[None]],
-        report: Callable[[Evaluation], Awaitable[None]],
-    ) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training, once `ready`
-        returns; an error ends the tasks, and `report` gets the results."""
+    def begin(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
+        """Begin to evaluate a step's weights, of this version, beside training. The step's line,
+        which is written, gets the results; an error ends the tasks."""
 
         async def run_group(problem: Problem, tag: str) -> Group:
             group = await self._run_beside(problem, tag)
@@ -98,10 +95,15 @@ class Evaluations:
             return group
 
         async def run() -> None:
-            await ready()
+            await self._ready()
             evaluation = await self._evaluate(step, run_group)
             self._known = evaluation.accuracy
-            await report(evaluation)
+            (row,) = (row for row in self._folder.metrics.rows if row["step"] == step)
+            metrics = StepMetrics.from_json(row)
+            metrics.add_evaluation(evaluation)
+            await run_in_thread(self._folder.metrics.amend, metrics.to_json())
+            self._progress.evaluated(metrics)
+            await run_in_thread(self._folder.draw)
 
         assert not self.running
         self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")

@@ -46,7 +46,7 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
         DeadlineError: when it does not answer within `seconds`.
 
     Example:
-        print(ask(Path("runs/run"), 4))  # 1 engine serves now, 4 asked for: more join once ...
+        print(ask(Path("runs/run"), 4))  # engines: 1 now, 4 wanted; they join once ...
     """
     from turnwise.core import stacks  # for Linux; other systems read runs
 
@@ -96,13 +96,16 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
     try:
         if not (text := request.read_text(encoding="utf-8")).isdecimal():  # an earlier answer
             return None
-        number = int(text[: len(str(_MOST_WORKERS)) + 1])
         if config.training.colocated:
             said = f"{_REFUSED}: its engines run in the trainer's processes (training.colocated)"
-        elif not 1 <= number <= _MOST_WORKERS:
-            said = f"{_REFUSED}: a number of engines is between 1 and {_MOST_WORKERS:,}"
+        elif not 0 < int(text) < _MOST_WORKERS:
+            said = f"{_REFUSED}: a number of engines is from 1 to {_MOST_WORKERS - 1:,}"
         else:
-            workers, said = number, _describe(number, up)
+            workers = int(text)
+            said = (
+                f"engines: {up} now, {workers} wanted; they join once the cluster has room for "
+                "them, and leave once their turns have ended, or continue on others"
+            )
         write_file(request, said)
     except FileNotFoundError:  # nobody has asked
         return None
@@ -113,13 +116,3 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
     if workers is not None:
         _wanted[run] = workers
     return workers
-
-
-def _describe(workers: int, up: int) -> str:
-    """Return a sentence about the way from `up` engines to `workers`."""
-    said = f"{up} {'engine serves' if up == 1 else 'engines serve'} now, {workers} asked for"
-    if workers > up:
-        said += ": more join once they have started and the cluster has room for them"
-    elif workers < up:
-        said += ": others leave once their turns have ended, or continue on the rest"
-    return said

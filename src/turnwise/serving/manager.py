@@ -185,16 +185,9 @@ class WorkerSupervisor:
 
     def join(self) -> None:
         """Start the first process of a worker that joins during the run, and watch it."""
-
-        async def join() -> None:
-            clock = asyncio.get_running_loop().time
-            started = clock()
-            self.restarts = -1  # the first start is none
-            await self._start_at_last("it did not start")
-            self.watch()
-            logger.info("%s has joined after %.1f s", self.name, clock() - started)
-
-        self._restarting = asyncio.create_task(join())
+        self.restarts = -1  # the first start is none
+        self._restarting = asyncio.create_task(self._start_at_last("it did not start"))
+        self.watch()
 
     async def _restart(self, why: str, dead: Worker) -> None:
         clock = asyncio.get_running_loop().time
@@ -228,6 +221,7 @@ class WorkerSupervisor:
                 break
             except Exception as error:  # logged when the worker is given up
                 last = text_of(error)
+        logger.info("%s serves", self.name)
         self.given_up = self._failure = self._unreachable = ""
         self._checks = 0
 
