@@ -413,11 +413,9 @@ class Runner:
 
     async def _judge_group(self, run: _Run) -> None:
         """Compare a group's trajectories; drop those that get no reward, or all if this fails."""
-        group, problem = run.group, run.problem
+        group, row, where = run.group, run.problem.row, run.problem.id
         try:
-            await self.rewards.judge_group(
-                group.trajectories, problem.row, run.episodes, group.judging
-            )
+            await self.rewards.judge_group(group.trajectories, row, run.episodes, group.judging)
         except TrajectoryError as error:
             group.drop(group.trajectories, error.reason, str(error))
             if isinstance(error.__cause__, Exception):
@@ -428,9 +426,9 @@ class Runner:
                 logger.warning(
                     "All reward functions returned None for the following kwargs: %.500r, of "
                     "%s; such trajectories are not trained on, and counted as %s",
-                    problem.row, problem.id, NO_REWARD,
+                    row, where, NO_REWARD,
                 )  # fmt: skip
-            group.drop(lacking, NO_REWARD, f"every reward of {problem.id} is None")
+            group.drop(lacking, NO_REWARD, f"every reward of {where} is None")
 
     async def _fill(
         self, run: _Run, index: int, on_trajectory: Callable[[Trajectory], None] | None
