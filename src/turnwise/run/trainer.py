@@ -97,8 +97,8 @@ class TrainingLoop:
                 if not self._reached:
                     producing = tasks.create_task(self._producer.run())
                     await self._consume(first, tasks)
-                    producing.cancel()
                     await self._evaluations.settle(self._ending.asked)
+                    producing.cancel()
                     complete = self._reached or self._finished == self._config.training.steps
                     if self._ending.asked.is_set() and not complete:
                         if self._finished > self._saved:

@@ -465,6 +465,5 @@ class AsyncLLMServerManager:
         """Fail turns that wait for a worker if none is up, and all were given up but those that a
         run does not begin with, which may wait for room for ever."""
         first = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
-        needed = first or self._supervisors
-        if not self.engines and all(one.given_up for one in needed):
+        if not self.engines and all(one.given_up for one in first or self._supervisors):
             self.scheduler.close(why)
