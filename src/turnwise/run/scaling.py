@@ -92,7 +92,8 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
 def _take_request(run: Path, config: Config, up: int) -> int | None:
     """Answer the request for a number of engines, and return the number; None without one, or if it
     is refused. `up` engines serve now."""
-    request, workers = request_file(run), None
+    request = request_file(run)
+    workers: int | None = None
     try:
         if not (text := request.read_text(encoding="utf-8")).isdecimal():  # an earlier answer
             return None
