@@ -43,7 +43,6 @@ _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
-_LATER_SECONDS = 0.5  # time after which a worker that may not join yet tries again
 _LEAVE_SECONDS = 60.0
 """Time in which the turns of a worker that leaves may end; then others continue them."""
 _LEAVE_POLL_SECONDS = 0.5  # also time in which all processes learn that it takes no more turns
@@ -356,7 +355,7 @@ class AsyncLLMServerManager:
         engine = await self._start(supervisor.name, supervisor.index)
         try:
             while not await self._admit(supervisor, engine):  # noqa: ASYNC110 (nobody says when)
-                await asyncio.sleep(_LATER_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
         except BaseException:
             engine.fail(f"{supervisor.name} did not come up")
             engine.kill()
