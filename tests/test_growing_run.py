@@ -64,10 +64,10 @@ def test_a_run_goes_on_with_as_many_engines_as_it_is_asked_for(
         assert workers_of(steps_with(1)) == {"worker-0"}
         asked = turnwise("scale", run, "--workers", 2)
         assert asked.returncode == 0, asked.stderr
-        assert asked.stdout.startswith("1 engine serves now, 2 asked for: more join once")
+        assert asked.stdout.startswith("engines: 1 now, 2 wanted; ")
         assert workers_of(steps_with(2)) == {"worker-0", "worker-1"}
         asked = turnwise("scale", run, "--workers", 1)
-        assert asked.stdout.startswith("2 engines serve now, 1 asked for: others leave once")
+        assert asked.stdout.startswith("engines: 2 now, 1 wanted; ")
         last = steps_with(1, count=6)
         assert workers_of(last) == {"worker-0"}
     finally:

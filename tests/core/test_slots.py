@@ -11,7 +11,7 @@ class Line:
     """Tasks that hold a slot until they are let go, in the order in which they began."""
 
     def __init__(self, count: int, last_below: int = 99) -> None:
-        self.slots = Slots(lambda: count, last_below)
+        self.slots = Slots(count, last_below)
         self.began: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
 
@@ -72,6 +72,28 @@ async def test_what_is_last_fills_the_places_that_others_leave() -> None:
     for gate in line.gates.values():
         gate.set()
     await asyncio.gather(*tasks)
+
+
+async def test_more_slots_are_taken_at_once_and_fewer_take_none_away() -> None:
+    line = Line(2)
+    tasks = [line.start(name) for name in "abcdefgh"]
+    await settled()
+    assert line.began == ["a", "b"]
+    line.slots.grow(2.5)
+    await settled()
+    assert line.began == ["a", "b", "c", "d", "e"], "nobody has to end before"
+    line.slots.grow(1.0)
+    for name in ("a", "b", "c"):
+        line.gates[name].set()
+    await settled()
+    assert len(line.began) == 5
+    line.gates["d"].set()
+    await settled()
+    assert line.began[5:] == ["f"]
+    for gate in line.gates.values():
+        gate.set()
+    await asyncio.gather(*tasks)
+    assert line.began == list("abcdefgh")
 
 
 @pytest.mark.parametrize("handed_over", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import turnwise
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError
@@ -20,6 +21,7 @@ from turnwise.observe.conversations import Overview, show
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import ContextWindow, Group, Problem, RolloutContext, Runner
 from turnwise.rollouts.context_window import COMPACTED, LEFT_OUT, REQUEST, SUMMARY
+from turnwise.rollouts.environment import SUMMARISED
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
 from turnwise.trajectory.prefix import after_reasoning
@@ -163,7 +165,7 @@ async def test_a_summary_is_sampled_in_its_context_and_the_rest_is_a_branch(
     assert template.decode(summary.completion_token_ids) == f"The code is {CODE}."
     shown = SUMMARY.format(f"The code is {CODE}.")
     assert engine.prompts[-1].count(shown) == 1
-    assert trajectory.events == {"tool_call": 1, COMPACTED: 1}
+    assert trajectory.events == {"tool_call": 1, COMPACTED: 1, SUMMARISED: 1}
     # A summary is no answer of the model: a reward that looks for answers must not find it.
     assert [m["role"] for m in trajectory.messages] == [
         *("user", "assistant", "tool", "user", "assistant")
@@ -201,6 +203,24 @@ async def test_every_token_of_a_compacted_trajectory_is_trained_once_with_its_ad
         assert {round(sign * advantage) for advantage in by_turn.values()} == {1}
 
 
+@pytest.mark.parametrize("by_turn", [False, True])
+async def test_rewards_of_turns_are_given_by_turn_where_some_are_summaries(
+    run: Any, monkeypatch: pytest.MonkeyPatch, by_turn: bool
+) -> None:
+    def reward(self: Drawer, trajectory: Trajectory) -> turnwise.Rewards:
+        return turnwise.Rewards(turns=[0.25, 0.0, 0.5] if by_turn else [0.25, 0.5])
+
+    monkeypatch.setattr(Drawer, "reward", reward)
+    group, _ = await run(reader(careful))
+    if by_turn:
+        assert group.trajectories[0].turn_rewards == [0.25, 0.0, 0.5]
+        return
+    assert group.dropped == {"reward_error": 1}
+    assert "gave 2 turn rewards for 3 turns, 1 of them summaries: give one for each" in str(
+        group.causes
+    )
+
+
 async def test_the_reason_and_the_number_are_shown_and_counted(
     run: Any, make_config: Callable[..., Config]
 ) -> None:
@@ -209,14 +229,14 @@ async def test_the_reason_and_the_number_are_shown_and_counted(
     show(console, Overview.of(group.trajectories))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "branches: compacted 2" in printed
-    assert "events: compacted 2" in printed
+    assert "compacted 2" in printed.partition("events: ")[2]
     assert "2 branches: compacted" in printed
     listed = [summarise(json.loads(trajectory.to_json())) for trajectory in group.trajectories]
     assert [each["forks"] for each in listed] == [{COMPACTED: 1}] * 2, "what the viewer filters by"
     metrics = StepMetrics()
     metrics.add_trajectories(group.trajectories)
     metrics.add_samples(make_samples([group], make_config(), 0))
-    assert metrics.events == {COMPACTED: 2, "tool_call": 2}
+    assert metrics.events == {COMPACTED: 2, SUMMARISED: 2, "tool_call": 2}
     assert metrics.forked == {COMPACTED: 2}
 
 

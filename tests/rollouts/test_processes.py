@@ -236,7 +236,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
     process.scheduler.close("no worker is left")
     for name in ("worker-0", "worker-1"):
-        process.remove(name)
+        process.remove(name, True)
     with pytest.raises(EngineError, match="no worker is left"):
         await generate(process.scheduler, Request([1, 2], config.sampling, "request"))
     assert await process.stop()

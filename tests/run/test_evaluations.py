@@ -13,11 +13,9 @@ from turnwise.config import SamplingConfig, parse_config
 from turnwise.engine.protocol import FORCED
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.evaluation import Evaluation
 from turnwise.rollouts.group import OTHER_WEIGHTS
 from turnwise.rollouts.problems import Problems
 from turnwise.rollouts.producer import RunGroup
-from turnwise.run import evaluations as module
 from turnwise.run.display import SILENT, Display
 from turnwise.run.evaluations import Evaluations
 from turnwise.run.run_dir import Resume, RunDir
@@ -65,19 +63,15 @@ class Loop:
         self.folder = RunDir(config, resume)
         heldout = Problems("h", ROWS)
         runtime: Any = self.engines
-        self.evaluations = Evaluations(config, runtime, heldout, self.folder, SILENT)
-        self.tasks = asyncio.TaskGroup()
-
-    def begin(self, step: int) -> None:
-        async def report(evaluation: Evaluation) -> None:
-            metrics = StepMetrics(step=step)
-            metrics.add_evaluation(evaluation)
-            self.folder.metrics.amend(metrics.evaluation_json())
 
         async def ready() -> None:
             """Rollouts begin first."""
 
-        self.evaluations.begin(self.tasks, step, self.engines.version, ready, report)
+        self.evaluations = Evaluations(config, runtime, heldout, self.folder, SILENT, ready)
+        self.tasks = asyncio.TaskGroup()
+
+    def begin(self, step: int) -> None:
+        self.evaluations.begin(self.tasks, step, self.engines.version)
 
     async def step(self, step: int) -> StepMetrics:
         """Update the weights, evaluate if that is awaited, write the line, begin the evaluation."""
@@ -191,7 +185,8 @@ async def test_one_that_was_cut_short_is_run_again_after_a_resume(tmp_path: Path
         loop.engines.gate.clear()
         await loop.step(2)
         await asyncio.sleep(0.01)
-        loop.evaluations.cancel()  # as a run that is asked to end does, or a crash
+        loop.asked.set()
+        await loop.evaluations.settle(loop.asked)
     assert loop.measured() == {0: 1.0}
     loop.folder.metrics.close()
     again = Loop(tmp_path, resumed_after=2)
@@ -207,10 +202,9 @@ async def test_one_that_was_cut_short_is_run_again_after_a_resume(tmp_path: Path
 
 
 async def test_a_step_that_waits_is_saved_all_the_same_and_its_own_weights_are_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """A run that is asked to end waits for an evaluation, but not until it is killed."""
-    monkeypatch.setattr(module, "_LAST_SECONDS", 0.05)
+    """A run that is asked to end waits for no evaluation."""
     loop = Loop(tmp_path)
     async with loop.tasks:
         await loop.step(0)

@@ -41,7 +41,7 @@ class Fleet:
         return {"loss": 0.5, "trained_tokens": len(samples)}
 
     async def publish(self) -> Any:
-        return SimpleNamespace(version=self.version)
+        return SimpleNamespace(version=self.version, sent_bytes=0, changed=None)
 
     async def save(self, folder: Path) -> None:
         (folder / "model.safetensors").write_text(str(self.version))
@@ -67,6 +67,7 @@ class Fleet:
                 made = Trajectory(problem.id, index, reward=reward, status="completed")
                 made.add_turn([1, 2], [3, 4], [-0.5, -0.5], [self.loaded] * 2, "stop")
                 group.trajectories.append(made)
+                group.judging["requests"] += 1
             return group
 
         return run_group
@@ -89,7 +90,13 @@ class Run:
         )
         start: Resume | None = find_resume(folder / "run") if resume else None
         self.folder = RunDir(self.config, start)
-        runtime: Any = SimpleNamespace(policy=fleet, manager=fleet, group_runner=fleet.group_runner)
+        runtime: Any = SimpleNamespace(
+            policy=fleet,
+            manager=fleet,
+            teachers=None,
+            group_runner=fleet.group_runner,
+            training_runner=fleet.group_runner,
+        )
         self.loop = TrainingLoop(
             self.config, runtime, TRAINING, HELD_OUT, self.folder, SILENT, start
         )
@@ -133,6 +140,8 @@ async def test_each_evaluation_measures_its_own_step_and_rollouts_begin_first(
         for step in run.measured():
             assert run.versions(step) == {rows[step]["weight_version"]} == {step}
         assert all(row["heldout_dropped"] == {} for row in rows if row["heldout"])
+        judged = [row["judges"]["requests"] for row in rows[1:]]
+        assert judged == [8, 13, 8, 13, 8, 13], "those of an evaluation, early or late, are counted"
         first = fleet.began.index("eval2")
         assert {f"group{n}" for n in range(12)} <= set(fleet.began[:first])
 

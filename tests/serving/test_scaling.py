@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.serving.test_manager import SAMPLING, Managed, simulated, update
+from tests.serving.test_manager import SAMPLING, Managed, Published, simulated, update
 from tests.simulated import Latency
 from tests.virtual_time import run_virtually
 from turnwise.config import Config, SamplingConfig, ServingConfig, WeightsConfig
@@ -17,6 +18,8 @@ from turnwise.engine import Request, Route, generate
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import Manifest
 
 LONG = SamplingConfig(max_tokens=400)
 
@@ -297,7 +300,7 @@ def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
         requests = [Request([1, 2, 3 + i], LONG, f"r{i}") for i in range(2)]
         turns = [asyncio.create_task(generate(process.scheduler, r)) for r in requests]
         await asyncio.sleep(30)
-        report = await process.report([("retire", ("worker-1",))])
+        report = await process.report([("remove", ("worker-1", False))])
         assert report.loads.keys() == {"worker-0"}
         assert not report.failures
         await asyncio.sleep(30)
@@ -336,48 +339,73 @@ def test_a_fleet_that_is_shut_down_ends_workers_that_join_or_leave() -> None:
     run_virtually(work())
 
 
-def test_the_number_of_slots_follows_its_limit() -> None:
-    async def work() -> None:
-        limit, held, most = 2.0, 0, 0
-        slots = Slots(lambda: limit)
-
-        async def one() -> None:
-            nonlocal held, most
-            async with slots.taken():
-                held += 1
-                most = max(most, held)
-                await asyncio.sleep(1.0)
-                held -= 1
-
-        async def of(count: int) -> int:
-            nonlocal most
-            most = 0
-            await asyncio.gather(*(one() for _ in range(count)))
-            return most
-
-        assert await of(8) == 2
-        limit = 4.0
-        assert await of(16) == 4
-        limit = 1.0
-        await of(8)  # those that have a slot keep it
-        assert await of(8) == 1
-        limit = 3.5
-        await of(4)
-        assert await of(8) == 3
-
-    run_virtually(work())
-
-
 def test_more_trajectories_are_in_flight_while_there_are_more_workers() -> None:
     async def work() -> None:
         async with simulated(2).running() as manager:
-            growth: Callable[[], float] = lambda: manager.scheduler.growth  # noqa: E731
-            assert growth() == 1.0
+            slots, over = Slots(4), asyncio.Event()
+            manager.scheduler.grow(slots)
+
+            async def hold() -> None:
+                async with slots.taken():
+                    await over.wait()
+
+            waiting = [asyncio.create_task(hold()) for _ in range(20)]
+            await asyncio.sleep(1)
+            assert slots._taken == 4
             await manager.scale(6)
             await joined(manager, 6)
-            assert growth() == 3.0
+            assert slots._taken == 12, "as soon as they have joined"
             await manager.scale(1)
-            assert growth() == 1.0, "the configuration's number, at least"
+            assert slots._count == 4, "the configuration's number, at least"
             await left(manager)
+            over.set()
+            await asyncio.gather(*waiting)
 
     run_virtually(work())
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_an_engine_that_would_get_newer_weights_joins_when_the_versions_may_differ(
+    transport: str,
+) -> None:
+    """As beside an evaluation, which measures one version."""
+
+    class Training(Published):
+        async def publish(self) -> Manifest:
+            manifest = await super().publish()
+            return replace(manifest, transport=transport)
+
+    async def work() -> None:
+        async with simulated(1).running() as manager:
+            trainer = Training()
+            trainer.version = 1
+            sync = WeightSync(trainer, timeout=120, patience=300, tolerance=1e-6)
+            await sync.publish()
+            await manager.update_weights(sync)
+            measuring = True
+            manager.keeps_version = lambda: measuring
+            trainer.version = 2  # it goes on training
+            await manager.scale(2)
+            await asyncio.sleep(20)
+            versions = [engine.version for engine in manager.engines]
+            assert versions == ([1, 1] if transport == "shm" else [1])
+            manager.engines[0].die()  # type: ignore[attr-defined]
+            await asyncio.sleep(20)
+            versions = [engine.version for engine in manager.engines]
+            assert len(versions) >= 1, "the only one comes back at once"
+            measuring = False
+            await joined(manager, 2)
+
+    run_virtually(work())
+
+
+def test_a_worker_that_joins_has_all_its_restarts(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with simulated(1, max_restarts=0).running() as manager:
+            await manager.scale(2)
+            await asyncio.sleep(6)
+            assert len(manager.engines) == 2
+            assert not manager.given_up
+
+    run_virtually(work())
+    assert "could not be restarted" not in caplog.text

@@ -47,8 +47,6 @@ def look_at_the_overview(page: "Page") -> None:
         "Pools of demo",
     ):
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
-    both = re.compile("^Accuracy of easy: accuracy from .*; pass@n from ")
-    expect(page.get_by_role("img", name=both)).to_be_visible()
     shoot(page, "overview")
 
 

@@ -100,9 +100,7 @@ def folder(tmp_path: Path) -> Path:
             logprob_diff_max=1e-5,
             phase_seconds={"idle": 2.0, "train": 1.0},
             environments={"shop": {"reward_mean": 0.5, "heldout": {"accuracy": step / 20}}},
-            heldout_sets={
-                "easy": {"accuracy": step / 16, "pass@1": step / 16, "pass@4": step / 15}
-            },
+            heldout_sets={"easy": {"accuracy": step / 16}},
             pools={"fresh": 15 - step, "mixed": step, "mastered": 1, "hopeless": 0, "resting": 1},
             step_seconds=3.0,
         ).to_json()

@@ -75,7 +75,6 @@ class LLMServerManager:
             serving = config.serving.model_copy(update={"workers": count, "spread": False})
             config = config.model_copy(update={"serving": serving})
         self.config = config
-        self._own_actors = hosts is not None
         self._thread = EventLoopThread(partial(open_manager, config, hosts=hosts), "the manager")
         self._asleep = False
 
@@ -166,18 +165,6 @@ class LLMServerManager:
         work = partial(self._thread.opened[0].wake_up, tags)
         self._thread.call(work, self.config.engine.request_timeout, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
-
-    def scale(self, workers: int) -> None:
-        """Have this number of engines from now on: others join, with the current weights, or leave
-        once their turns have ended. Returns at once; `server_addresses` and `async_llm_servers`
-        follow. InputError where the engines run in actors of your own."""
-        if self._own_actors:
-            raise InputError("the engines run in your own actors, whose number is fixed")
-        if workers < 1:
-            raise InputError(f"scale takes a number of engines from 1 on, not {workers}")
-        seconds = 3 * self.config.weights.update_timeout  # those of an update that is in progress
-        work = partial(self._thread.opened[0].scale, workers)
-        self._thread.call(work, seconds, "an update to end, after which engines join or leave")
 
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None

@@ -474,8 +474,7 @@ class EvalConfig(Section):
     background: bool = False
     """Evaluate while training goes on, except before the first step and after the last: beside the
     next step's rollouts, which begin first, on the same engines. These get the next weights when
-    the evaluation is over, so it measures those of its step alone. If false, the next step begins
-    after the evaluation."""
+    the evaluation is over, so it measures those of its step alone."""
     target: Fraction | None = None
     """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
     training.steps."""

@@ -3,19 +3,25 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
 class Slots:
-    """At most `limit()` holders at a time, which may change; the others wait, each kind in its
-    order. Those that are `last` begin when no other waits and fewer than `last_below`
-    slots are taken."""
+    """At most `count` holders at a time; the others wait, each kind in its order. Those that are
+    `last` begin when no other waits and fewer than `last_below` slots are taken."""
 
-    def __init__(self, limit: Callable[[], float], last_below: float = math.inf) -> None:
-        self._limit, self._last_below = limit, last_below
+    def __init__(self, count: int, last_below: float = math.inf) -> None:
+        self._first_count = self._count = count
+        self._last_below = last_below
         self._taken = 0
         self._waiting = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
+
+    def grow(self, factor: float) -> None:
+        """Have `factor` times the first number of slots from now on; fewer than are taken take
+        none away."""
+        self._count = int(self._first_count * factor)
+        self._grant()
 
     @asynccontextmanager
     async def taken(self, *, last: bool = False) -> AsyncIterator[None]:
@@ -33,9 +39,8 @@ class Slots:
 
     def _grant(self) -> None:
         """Give free slots to those that wait."""
-        limit = max(1, int(self._limit()))
-        for waiting, most in zip(self._waiting, (limit, self._last_below), strict=True):
-            while waiting and self._taken < min(limit, most):
+        for waiting, most in zip(self._waiting, (math.inf, self._last_below), strict=True):
+            while waiting and self._taken < min(self._count, most):
                 if not (turn := waiting.popleft()).done():
                     turn.set_result(None)
                     self._taken += 1

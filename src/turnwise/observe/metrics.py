@@ -337,11 +337,10 @@ class StepMetrics:
         for name, summary in evaluation.environments.items():
             self._environment(name)["heldout"] = summary
 
-    def evaluation_json(self) -> JsonObject:
-        """Return what an evaluation adds to a step whose line is written already."""
-        own = ("step", "accuracy_heldout", "environments")
-        values = self.to_json().items()
-        return {name: each for name, each in values if name in own or name.startswith("heldout")}
+    @classmethod
+    def from_json(cls, row: JsonObject) -> "StepMetrics":
+        """Read what `to_json` made."""
+        return cls(**{item.name: row[item.name] for item in fields(cls) if item.name in row})
 
     def to_json(self) -> JsonObject:
         values = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -97,25 +97,26 @@ class MetricsLog:
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
-        self._track(metrics)
+        self._track(metrics, {})
 
     def amend(self, metrics: JsonObject) -> None:
-        """Add metrics that come late to the line of their step, and write them to the trackers."""
-        metrics = _plain(metrics)
+        """Write a step's line again, to which metrics came late; trackers get these."""
         (place,) = (n for n, row in enumerate(self.rows) if row["step"] == metrics["step"])
-        self.rows[place] = _joined(self.rows[place], metrics)
+        earlier = self.rows[place]
+        self.rows[place] = earlier | _plain(metrics)
         with translate_unwritable(self._path):
             write_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._track(metrics)
+        self._track(self.rows[place], earlier)
 
-    def _track(self, metrics: JsonObject) -> None:
+    def _track(self, metrics: JsonObject, earlier: JsonObject) -> None:
+        """Write what is not in the `earlier` metrics of the step to the trackers."""
+        known = {"step": metrics["step"]} | dict(leaves(earlier, separator="/"))
         values = {
             re.sub(r"[^A-Za-z0-9_./-]", "_", name): float(value)
             for name, value in leaves(metrics, separator="/")
-            if isinstance(value, int | float)
+            if isinstance(value, int | float) and known.get(name) != value
         }
-        step = int(values.pop("step"))
-        self._each(lambda tracker: tracker.write(step, values))
+        self._each(lambda tracker: tracker.write(int(metrics["step"]), values))
 
     def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
         rows = [
@@ -149,16 +150,6 @@ def _plain(metrics: JsonObject) -> JsonObject:
     """Return metrics as JSON has them; NaN and infinity become null."""
     plain: JsonObject = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
     return plain
-
-
-def _joined(earlier: JsonObject, later: JsonObject) -> JsonObject:
-    """Return both, dictionaries within them joined in the same way."""
-    both = {
-        name: _joined(earlier[name], value)
-        for name, value in later.items()
-        if isinstance(value, dict) and isinstance(earlier.get(name), dict)
-    }
-    return earlier | later | both
 
 
 def _tensorboard(folder: Path, after_step: int | None) -> Tracker:

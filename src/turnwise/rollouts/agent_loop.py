@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -87,8 +87,6 @@ class RolloutContext:
     the choice free."""
     seed: int | None = None
     """Seed from which each turn's seed is derived; None unless the run is deterministic."""
-    compact: Callable[..., object] | None = None
-    """The function that `rollout.context.compact` names; None if it names none."""
     files: RunFiles | None = None
     """Files of the run, with the log of errors; None keeps no log."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))

@@ -8,18 +8,20 @@ A summary is the last turn of the branch before it, so it is trained with the tr
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
+from turnwise.core.optional import load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
-from turnwise.rollouts.environment import read_messages
+from turnwise.rollouts.environment import SUMMARISED, read_messages
 from turnwise.trajectory import Message
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.prefix import after_reasoning
 
+_KEY = "rollout.context.compact"
 COMPACTED = "compacted"
 """Fork reason of a turn whose conversation was shortened, and the event that counts them."""
 REQUEST = (
@@ -33,8 +35,7 @@ LEFT_OUT = "[left out to save room]"
 """Content of a tool's result that is no longer shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     token_ids: list[int]  # what the model sampled
     answer: Message  # the same, for people
     replies: list[Message]
@@ -62,6 +63,7 @@ class ContextWindow:
         self._context, self._tools = context, tools
         self._opening = [dict(message) for message in context.problem]
         self._steps: list[_Step] = []
+        self._new: Sequence[Message] = self._opening  # since the turn that the prompt continues
         self.turns = 0
         """Number of turns so far, summaries included."""
 
@@ -71,7 +73,10 @@ class ContextWindow:
 
     async def sample(self, prompt: Sequence[int]) -> Completion | None:
         """Sample a turn; None if there is no room, as the trajectory's status says."""
-        return await self._sample(prompt, self._opening, self._steps)
+        shortens = self._context.rollout.context.compact is not None  # into several conversations
+        completion = await self._context.sample(prompt, messages=self._new if shortens else ())
+        self.turns += completion is not None
+        return completion
 
     async def next_prompt(
         self,
@@ -101,6 +106,7 @@ class ContextWindow:
         ids = await context.next_prompt(
             prompt, token_ids, replies, tools=self._tools, conversation=conversation
         )
+        self._new = replies if context.fork_reason is None else conversation
         compact, most = context.rollout.context.compact, context.max_length
         room = max(most - 2 * context.sampling.max_tokens, most // 2)
         if compact is None or len(ids) <= (context.rollout.context.limit or room):
@@ -123,25 +129,24 @@ class ContextWindow:
         if context.rollout.max_turns - self.turns < 2:  # the last turn is for the answer
             return ids
         reason = context.fork_reason
-        room, prompt, asked = 0, list[int](), list[_Step]()
-        for end in range(len(steps), max(len(steps) - 2, 0), -1):
-            last = replace(steps[end - 1], replies=_and_said(steps[end - 1].replies, REQUEST))
-            shown = [*steps[: end - 1], last]
-            request = await self._prompt(self._opening, shown)
-            if (left := context.max_length - len(request)) > room:
-                room, prompt, asked = left, request, shown
-            if room >= context.sampling.max_tokens:
+        for kept in (steps[:0], steps[-1:])[: len(steps)]:
+            *before, last = steps[: len(steps) - len(kept)]
+            last = last._replace(replies=_and_said(last.replies, REQUEST))
+            prompt = await self._prompt(self._opening, [*before, last])
+            if (room := context.max_length - len(prompt)) >= context.sampling.max_tokens:
                 break
-        if not room:
+        if room <= 0:
             context.fork_reason = reason
             return ids
-        kept = steps[len(asked) :]
-        completion = await self._sample(prompt, self._opening, asked, whole=bool(kept))
+        continues = not kept and context.fork_reason is None
+        self._new = last.replies if continues else _messages(self._opening, [*before, last])
+        completion = await self.sample(prompt)
         if completion is None:
             return None
         if completion.finish_reason == "length":
             context.trajectory.status = "length"
             return None
+        context.count(SUMMARISED)
         said = after_reasoning(context.template.decode(completion.token_ids))
         summary = SUMMARY.format(said.strip())
         # As a user's message: a summary is no answer, which rewards look for in those of the model.
@@ -150,7 +155,7 @@ class ContextWindow:
 
     async def _restart(self, opening: list[Message], steps: list[_Step]) -> list[int]:
         """Go on with another conversation, in a branch."""
-        self._opening, self._steps = opening, steps
+        self._opening, self._steps, self._new = opening, steps, _messages(opening, steps)
         prompt = await self._prompt(opening, steps)
         self._context.count(COMPACTED)
         self._context.fork_reason = COMPACTED
@@ -171,34 +176,18 @@ class ContextWindow:
             )
         return prompt
 
-    async def _sample(
-        self,
-        prompt: Sequence[int],
-        opening: list[Message],
-        steps: Sequence[_Step],
-        *,
-        whole: bool = False,
-    ) -> Completion | None:
-        """Sample a turn of this conversation; `whole` if it continues another than the latest."""
-        context, messages = self._context, list[Message]()
-        if context.rollout.context.compact is not None:  # a trajectory of several conversations
-            whole = whole or not steps or context.fork_reason is not None
-            messages = _messages(opening, steps) if whole else steps[-1].replies
-        completion = await context.sample(prompt, messages=messages)
-        self.turns += completion is not None
-        return completion
-
     async def _call(self, path: str, conversation: list[Message]) -> list[Message]:
         """Return the messages of the user's function."""
-        context, name = self._context, f"rollout.context.compact {path}"
-        function, key = context.compact, "rollout.environment_timeout"
-        assert function is not None, "the runner loads the function"
-        seconds, given = context.rollout.environment_timeout, deepcopy(conversation)
+        context, name = self._context, f"{_KEY} {path}"
+        seconds, key = context.rollout.environment_timeout, "rollout.environment_timeout"
+        given = deepcopy(conversation), dict(context.row)
+
+        def shorten() -> object:
+            return load_object(path, _KEY)(*given)
+
         try:
             with context.timed("environment"):
-                value = await call_user_code(
-                    function, given, dict(context.row), name=name, seconds=seconds, key=key
-                )
+                value = await call_user_code(shorten, name=name, seconds=seconds, key=key)
             return read_messages(value, f"what {name} returns")
         except Exception as error:
             message = f"{name}: {await describe_user_error(error)}"
@@ -217,7 +206,7 @@ def _without_results(step: _Step) -> _Step:
         else message
         for message in step.replies
     ]
-    return replace(step, replies=replies)
+    return step._replace(replies=replies)
 
 
 def _and_said(messages: Sequence[Message], text: str) -> list[Message]:

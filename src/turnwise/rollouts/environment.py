@@ -33,6 +33,7 @@ from turnwise.trajectory import MAX_REWARD, Message, Trajectory
 
 REPLY = "environment_reply"
 """Reason of a trajectory whose environment's process, or server, sent a wrong answer."""
+SUMMARISED = "summarised"  # event: a turn was a summary (`rollout.context`)
 BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 Reply = str | Sequence[Message] | None
@@ -54,7 +55,8 @@ class Rewards:
     final: float = 0.0
     """Reward of the whole trajectory, earned at its end."""
     turns: Sequence[float] = ()
-    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0."""
+    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0, but
+    none may be missing where turns are summaries (`rollout.context`)."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further rewards of the whole trajectory, by name; metrics show their means."""
     players: Mapping[str, float] = field(default_factory=dict)
@@ -431,14 +433,16 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def read_rewards(value: object, who: str, turns: int) -> Rewards:
-    """Return any reward of `who`, for a trajectory of `turns` turns, with plain numbers."""
+def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
+    """Return any reward of `who` for a trajectory, with plain numbers."""
     if not isinstance(value, Rewards):
         return Rewards(read_reward(value, who))
-    if len(value.turns) > turns:
-        raise TrajectoryError(
-            "reward_error", f"{who} gave {len(value.turns)} turn rewards for {turns} turns"
-        )
+    given, turns, summaries = len(value.turns), len(trajectory.turns), trajectory.events[SUMMARISED]
+    if given > turns or (given < turns and given and summaries):  # a summary may come before
+        why = f"{who} gave {given} turn rewards for {turns} turns"
+        if summaries:
+            why += f", {summaries} of them summaries: give one for each, by its `current_turn`"
+        raise TrajectoryError("reward_error", why)
     return Rewards(
         read_reward(value.final, who),
         [read_reward(reward, who) for reward in value.turns],

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 from turnwise.config import RolloutConfig
@@ -202,7 +203,7 @@ class Episode:
         except Exception as error:
             message = f"the environment gave no reward: {await describe_user_error(error)}"
             raise TrajectoryError("reward_error", message) from error
-        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
+        return await rewards_of(value, "the environment", trajectory, seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         if not self.measures:
@@ -264,15 +265,14 @@ class Episode:
         return value
 
 
-async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
+async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: float) -> Rewards:
     """Return any reward with plain numbers, as `read_rewards` does; other types than Python's
     numbers may run user code, for at most `seconds`."""
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
     try:
-        rewards: Rewards = await call_user_code(
-            read_rewards, value, who, turns, name=f"{who}'s reward", seconds=seconds, key=STALL_KEY
-        )
+        name, read = f"{who}'s reward", partial(read_rewards, value, who, trajectory)
+        rewards: Rewards = await call_user_code(read, name=name, seconds=seconds, key=STALL_KEY)
     except DeadlineError as error:
         raise TrajectoryError("reward_error", str(error)) from None
     return rewards

@@ -147,7 +147,7 @@ async def open_runner(
         config=config,
         what="the environment, loop, rewards and tools",
     )
-    runner.growth = lambda: scheduler.growth
+    scheduler.grow(runner.slots)
     await run_in_thread(lambda: runner.tool_parser)
 
     async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:

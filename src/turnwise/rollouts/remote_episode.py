@@ -347,7 +347,7 @@ class RemoteEpisode(Episode):
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
         given = await self.ask(REWARDED, "reward", trajectory)
-        return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
+        return read_rewards(Rewards(**given), "the environment", trajectory)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return await self.ask(METRICS, "metrics", trajectory)

@@ -155,7 +155,7 @@ class RewardManager:
                         value = trajectory.reward
                     else:
                         return await episode.reward(trajectory)
-                    return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
+                    return await rewards_of(value, str(part), trajectory, self._seconds)
 
         values = await together(map(judged, self._own))
         total, turns = 0.0, [0.0] * len(trajectory.turns)

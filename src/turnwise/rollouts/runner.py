@@ -107,8 +107,8 @@ class Stage:
         self._name = f"the environment {given}"
         self._environment = environment or configured_environment(config)
         self._tools = load_tools(config.rollout.tools) if with_tools else []
-        path = config.rollout.context.compact or ""
-        self.compact = load_object(path, "rollout.context.compact") if ":" in path else None
+        if ":" in (path := config.rollout.context.compact or ""):
+            load_object(path, "rollout.context.compact")
         self._processes: EnvironmentProcesses | None = None
         if config.rollout.environment_process:
             self._processes = EnvironmentProcesses(self._environment, config.rollout)
@@ -307,11 +307,9 @@ class Runner:
         self.server: OpenAIServer | None = None  # for agents that speak HTTP
         self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        self.growth: Callable[[], float] = lambda: 1.0
-        """Returns `Scheduler.growth`, by which `rollout.concurrency` is multiplied."""
         step = config.rollout.prompts_per_step * config.sampling.n
-        last_below = -(-step // config.rollout.processes)
-        self._slots = Slots(lambda: config.rollout.concurrency * self.growth(), last_below)
+        self.slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
+        """Slots of trajectories; see `Scheduler.grow`."""
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -379,7 +377,7 @@ class Runner:
         `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
         they came; those that are `last`, after all others, and where fewer than those of a
         training step are in flight."""
-        group = Group.of(problem) if into is None else into
+        group, started = Group.of(problem) if into is None else into, time.perf_counter()
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
         if sampling.use_beam_search:
@@ -395,7 +393,6 @@ class Runner:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
                     await run_in_thread(lambda: self.tool_parser)
-        started = time.perf_counter()
         compares = self.rewards.compares
         if too_long := await stage.known_too_long(problem):
             group.causes[TOO_LONG] = too_long
@@ -406,23 +403,7 @@ class Runner:
                     tasks.create_task(finished)
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
-            try:
-                await self.rewards.judge_group(
-                    group.trajectories, problem.row, run.episodes, group.judging
-                )
-            except TrajectoryError as error:
-                group.drop(group.trajectories, error.reason, str(error))
-                if isinstance(error.__cause__, Exception):
-                    await self.files.log_error(error.reason, name, error.__cause__)
-            if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
-                if not self._warned:
-                    self._warned = True
-                    logger.warning(
-                        "All reward functions returned None for the following kwargs: %.500r, of "
-                        "%s; such trajectories are not trained on, and counted as %s",
-                        problem.row, problem.id, NO_REWARD,
-                    )  # fmt: skip
-                group.drop(lacking, NO_REWARD, f"every reward of {problem.id} is None")
+            await self._judge_group(run)
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():
@@ -430,12 +411,31 @@ class Runner:
         group.elapsed = time.perf_counter() - started
         return group
 
+    async def _judge_group(self, run: _Run) -> None:
+        """Compare a group's trajectories; drop those that get no reward, or all if this fails."""
+        group, row, where = run.group, run.problem.row, run.problem.id
+        try:
+            await self.rewards.judge_group(group.trajectories, row, run.episodes, group.judging)
+        except TrajectoryError as error:
+            group.drop(group.trajectories, error.reason, str(error))
+            if isinstance(error.__cause__, Exception):
+                await self.files.log_error(error.reason, run.name, error.__cause__)
+        if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "All reward functions returned None for the following kwargs: %.500r, of "
+                    "%s; such trajectories are not trained on, and counted as %s",
+                    row, where, NO_REWARD,
+                )  # fmt: skip
+            group.drop(lacking, NO_REWARD, f"every reward of {where} is None")
+
     async def _fill(
         self, run: _Run, index: int, on_trajectory: Callable[[Trajectory], None] | None
     ) -> None:
         """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
-        async with self._slots.taken(last=run.last):
+        async with self.slots.taken(last=run.last):
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return
@@ -520,7 +520,6 @@ class Runner:
                 chats=self.chats,
                 route=Route(session=name, group=run.name),
                 seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
-                compact=stage.compact,
                 files=self.files,
                 seconds=run.group.seconds,
                 clock=clock,

@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from turnwise.config import Config
-from turnwise.core.interrupt import SAVE_SECONDS
+from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.producer import RunGroup
@@ -20,13 +21,13 @@ from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime
 
-_LAST_SECONDS = SAVE_SECONDS / 2  # for an evaluation that a step waits for when the run shall end
+_LEAVE_SECONDS = 5.0  # time for one that is cut short, whose environments may take longer to close
 
 
 class Evaluations:
     """The evaluations of a run. With `eval.background`, the training loop awaits only those before
-    the first step, after the last one, and after a step that learns that `eval.target` is
-    reached."""
+    the first step, after the last one, and after a step that learns that `eval.target` is reached;
+    the others begin once `ready` returns."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Evaluations:
         problems: Sequence[Problem],
         folder: RunDir,
         progress: Display,
+        ready: Callable[[], Awaitable[None]],
     ) -> None:
         self.accuracy: float | None = None
         """Accuracy after the current step; None if it was not awaited."""
@@ -44,6 +46,7 @@ class Evaluations:
         self._problems = problems
         self._folder = folder
         self._progress = progress
+        self._ready = ready
         self._known: float | None = None
         """Accuracy of the last evaluation beside training, until another one is awaited."""
         self._running: asyncio.Task[None] | None = None
@@ -82,16 +85,9 @@ class Evaluations:
         due = [row["step"] for row in rows if self._is_due(row["step"])]
         return max(due, default=-1) > max(measured, default=-1)
 
-    def begin(
-        self,
-        tasks: asyncio.TaskGroup,
-        step: int,
-        version: int,
-        ready: Callable[[], Awaitable[None]],
-        report: Callable[[Evaluation], Awaitable[None]],
-    ) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training, once `ready`
-        returns; an error ends the tasks, and `report` gets the results."""
+    def begin(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
+        """Begin to evaluate a step's weights, of this version, beside training. The step's line,
+        which is written, gets the results; an error ends the tasks."""
 
         async def run_group(problem: Problem, tag: str) -> Group:
             group = await self._run_beside(problem, tag)
@@ -99,34 +95,32 @@ class Evaluations:
             return group
 
         async def run() -> None:
-            await ready()
+            await self._ready()
             evaluation = await self._evaluate(step, run_group)
             self._known = evaluation.accuracy
-            await report(evaluation)
+            (row,) = (row for row in self._folder.metrics.rows if row["step"] == step)
+            metrics = StepMetrics.from_json(row)
+            metrics.add_evaluation(evaluation)
+            await run_in_thread(self._folder.metrics.amend, metrics.to_json())
+            self._progress.evaluated(metrics)
+            await run_in_thread(self._folder.draw)
 
         assert not self.running
         self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
 
     async def settle(self, asked: asyncio.Event) -> None:
-        """Wait for the evaluation beside training, if there is one; cut it short if the run is
-        `asked` to end and it goes on for too long."""
+        """Wait for the evaluation beside training, if there is one; cut it short once the run is
+        `asked` to end."""
         if (running := self._running) is None:
             return
         ending = asyncio.ensure_future(asked.wait())
         try:
             with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    await asyncio.wait([running], timeout=_LAST_SECONDS)
-                    running.cancel()
-                    await asyncio.wait([running])
+                running.cancel()  # of which one that is over takes no notice
+                await asyncio.wait([running], timeout=_LEAVE_SECONDS)
         finally:
             ending.cancel()
-
-    def cancel(self) -> None:
-        """End the evaluation beside training, if there is one, because the run ends."""
-        if self._running is not None:
-            self._running.cancel()
 
     async def _evaluate(
         self, step: int, run_group: RunGroup, on_group: Callable[[Group], None] = lambda _: None

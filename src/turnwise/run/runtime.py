@@ -153,7 +153,7 @@ async def open_runtime(
         if config.training.colocated and (trainer := await start_policy()) is not None:
             hosts = trainer.actors  # engines run in its processes
         manager = make_manager(config, share, hosts)
-        runner.growth = lambda: manager.scheduler.growth
+        manager.scheduler.grow(runner.slots)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if (count := config.rollout.processes) > 1:

@@ -1,11 +1,10 @@
 """Engines that come and go: `turnwise scale`, and a range of `serving.workers`.
 
 Another process asks by a file in the run folder: whoever may write there may scale the run. The run
-answers at once, by another file, and engines join and leave while it goes on.
+answers at once, in its place, and engines join and leave while it goes on.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +16,6 @@ from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.files import write_file
-from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 
 if TYPE_CHECKING:
@@ -29,17 +27,15 @@ _LOOK_SECONDS = 1.0  # time after which a run notices a request
 _ANSWER_SECONDS = 15.0  # time for a run to answer
 _PAUSE_SECONDS = 0.05
 _MOST_WORKERS = 2**16
+_REFUSED = "refuses"  # the beginning of an answer
 _wanted: dict[Path, int] = {}
 """Numbers that were asked for, by run folder; they also hold after a restart of the trainer."""
 
 
 def request_file(run: Path) -> Path:
-    """Return the file by which another process asks a run for a number of engines."""
-    return run / "logs" / "scale-wanted.json"
-
-
-def _answer_file(run: Path) -> Path:
-    return run / "logs" / "scale.json"
+    """Return the file by which another process asks a run for a number of engines, which the run
+    replaces by its answer."""
+    return run / "logs" / "scale.txt"
 
 
 def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
@@ -50,31 +46,23 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
         DeadlineError: when it does not answer within `seconds`.
 
     Example:
-        print(ask(Path("runs/run"), 4))  # 1 engine serves now, 4 asked for: more join once ...
+        print(ask(Path("runs/run"), 4))  # engines: 1 now, 4 wanted; they join once ...
     """
     from turnwise.core import stacks  # for Linux; other systems read runs
 
-    if not (run / "logs").is_dir():
-        raise InputError(f"there is no run in {run} (a folder with logs)")
     if not stacks.may_be_running(run):
-        raise InputError(f"no process of {run} is running here")
-    request, answer = request_file(run), _answer_file(run)
+        raise InputError(f"no process of a run in {run} is running here")
+    request, due = request_file(run), time.monotonic() + seconds
     with translate_unwritable(request):
-        answer.unlink(missing_ok=True)
-        write_file(request, json.dumps({"workers": workers}))
-    due = time.monotonic() + seconds
-    while request.exists():  # the run removes it
-        if time.monotonic() > due:
-            request.unlink(missing_ok=True)
-            raise deadline_error(seconds, f"{run}, which may still be starting, did not answer")
-        time.sleep(_PAUSE_SECONDS)
-    try:
-        said: JsonObject = json.loads(answer.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"another program asked {run} at the same moment; ask again") from error
-    if "refused" in said:
-        raise InputError(f"{run} refuses: {said['refused']}")
-    return str(said["said"])
+        write_file(request, str(workers))
+        while (said := request.read_text(encoding="utf-8")).isdecimal():
+            if time.monotonic() > due:
+                request.unlink()
+                raise deadline_error(seconds, f"{run}, which may still be starting, did not answer")
+            time.sleep(_PAUSE_SECONDS)
+    if said.startswith(_REFUSED):
+        raise InputError(f"{run} {said}")
+    return said
 
 
 @asynccontextmanager
@@ -83,20 +71,16 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
     `async with` block."""
     run = Path(config.output_dir, config.name)
 
-    async def scale(workers: int) -> None:
-        try:
-            await manager.scale(workers)
-        except Exception:  # the run goes on with the engines that it has
-            logger.exception("the number of engines could not be changed")
-
     async def follow() -> None:
-        await scale(_wanted.get(run, config.serving.most_workers))
+        workers: int | None = _wanted.get(run, config.serving.most_workers)
         while True:
+            if workers is not None:
+                try:
+                    await manager.scale(workers)
+                except Exception:  # the run goes on with the engines that it has
+                    logger.exception("the number of engines could not be changed")
             await asyncio.sleep(_LOOK_SECONDS)
             workers = await run_in_thread(_take_request, run, config, len(manager.engines))
-            if workers is not None:
-                _wanted[run] = workers
-                await scale(workers)
 
     async with task_group() as tasks:
         following = tasks.create_task(follow())
@@ -109,53 +93,27 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
     """Answer the request for a number of engines, and return the number; None without one, or if it
     is refused. `up` engines serve now."""
     request = request_file(run)
+    workers: int | None = None
     try:
-        text = request.read_text(encoding="utf-8")
-    except OSError:  # there is none
+        if not (text := request.read_text(encoding="utf-8")).isdecimal():  # an earlier answer
+            return None
+        if config.training.colocated:
+            said = f"{_REFUSED}: its engines run in the trainer's processes (training.colocated)"
+        elif not 0 < int(text) < _MOST_WORKERS:
+            said = f"{_REFUSED}: a number of engines is from 1 to {_MOST_WORKERS - 1:,}"
+        else:
+            workers = int(text)
+            said = (
+                f"engines: {up} now, {workers} wanted; they join once the cluster has room for "
+                "them, and leave once their turns have ended, or continue on others"
+            )
+        write_file(request, said)
+    except FileNotFoundError:  # nobody has asked
         return None
-    workers = _number_in(text)
-    if workers is None:
-        said = {"refused": f"a number of engines is between 1 and {_MOST_WORKERS:,}"}
-    elif config.training.colocated:
-        said = {
-            "refused": "with training.colocated its engines run in the trainer's processes, whose "
-            "number is fixed"
-        }
-        workers = None
-    else:
-        said = {"said": _describe(workers, up, config.serving.fewest_workers)}
-    try:
-        write_file(_answer_file(run), json.dumps(said))
-        request.unlink()
-    except OSError as error:  # it would be found again, and again
+    except (OSError, ValueError) as error:
         logger.warning("a request to scale is not followed: %s", error)
         return None
-    logger.info("turnwise scale: %s", *said.values())
+    logger.info("turnwise scale: %s", said)
+    if workers is not None:
+        _wanted[run] = workers
     return workers
-
-
-def _number_in(text: str) -> int | None:
-    """Return the number in a request, which any program may have written; None without one."""
-    try:
-        workers = json.loads(text)["workers"]
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-    if not isinstance(workers, int) or isinstance(workers, bool):
-        return None
-    return workers if 1 <= workers <= _MOST_WORKERS else None
-
-
-def _describe(workers: int, up: int, first: int) -> str:
-    """Return a sentence about the way from `up` engines to `workers`, of a run that began with
-    `first`."""
-    said = f"{up} {'engine serves' if up == 1 else 'engines serve'} now, {workers} asked for"
-    if workers > up:
-        return f"{said}: more join once they have started and the cluster has room for them"
-    if workers < up:
-        said += ": others leave once their turns have ended, or continue on the rest"
-    if workers < first:
-        said += (
-            f"; GPUs of the {first} that the run began with (serving.workers) stay reserved until "
-            "it ends"
-        )
-    return said

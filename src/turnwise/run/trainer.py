@@ -60,7 +60,9 @@ class TrainingLoop:
             lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
         )
-        self._evaluations = Evaluations(config, runtime, heldout, folder, progress)
+        ready = self._producer.all_begun
+        self._evaluations = Evaluations(config, runtime, heldout, folder, progress, ready)
+        runtime.manager.keeps_version = lambda: self._evaluations.running
         self._find_alarms = alarm_finder(config)
         for row in folder.metrics.rows:  # of the run that is resumed
             self._find_alarms(row)
@@ -95,8 +97,8 @@ class TrainingLoop:
                 if not self._reached:
                     producing = tasks.create_task(self._producer.run())
                     await self._consume(first, tasks)
+                    await self._evaluations.settle(self._ending.asked)
                     producing.cancel()
-                    self._evaluations.cancel()
                     complete = self._reached or self._finished == self._config.training.steps
                     if self._ending.asked.is_set() and not complete:
                         if self._finished > self._saved:
@@ -162,7 +164,7 @@ class TrainingLoop:
         self.exactness = ExactnessReport.from_dict(state["exactness"])
         update = await self._update_weights()
         if self._evaluations.cut_short(self._resume.step):
-            self._evaluate_beside(tasks, self._resume.step, update["weight_version"])
+            self._evaluations.begin(tasks, self._resume.step, update["weight_version"])
         return self._resume.step + 1
 
     async def _consume(self, first: int, tasks: asyncio.TaskGroup) -> None:
@@ -218,7 +220,7 @@ class TrainingLoop:
                 break
             await self._producer.advance(step)
             if self._evaluations.due_beside(step):
-                self._evaluate_beside(tasks, step, update["weight_version"])
+                self._evaluations.begin(tasks, step, update["weight_version"])
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -266,18 +268,6 @@ class TrainingLoop:
         if evaluation is not None:
             self._seconds["evaluate"] = self._seconds.get("evaluate", 0.0) + evaluation.seconds
         return evaluation
-
-    def _evaluate_beside(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
-        """Begin the evaluation of a step whose line is written, which gets the results."""
-
-        async def report(evaluation: Evaluation) -> None:
-            metrics = StepMetrics(step=step)
-            metrics.add_evaluation(evaluation)
-            await run_in_thread(self._folder.metrics.amend, metrics.evaluation_json())
-            self._progress.evaluated(metrics)
-            await run_in_thread(self._folder.draw)
-
-        self._evaluations.begin(tasks, step, version, self._producer.all_begun, report)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""

@@ -39,6 +39,7 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
+from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -214,8 +215,9 @@ class ChatBackend:
         self.sessions = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._generator = generator
-        concurrency = config.rollout.concurrency
-        self._slots = Slots(lambda: concurrency * getattr(generator, "growth", 1.0))
+        self._slots = Slots(config.rollout.concurrency)
+        if isinstance(generator, Scheduler):
+            generator.grow(self._slots)
 
     async def start(self) -> None:
         """Build vLLM's application, and the conductor; raise `InputError` when vLLM refuses the

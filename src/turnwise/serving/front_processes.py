@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 Order = tuple[str, tuple[object, ...]]
 """A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
-_OWN_ORDERS = frozenset({"add", "restore", "remove", "retire"})
-"""Methods of the process; the others are its scheduler's."""
+_OWN_ORDERS = frozenset({"add", "restore", "remove"})  # methods of the process; others: scheduler's
 REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
 LOST = "was lost when its process died"  # end of a session, after "the session NAME"
 _REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
@@ -198,16 +197,11 @@ class FrontProcess:
         self._reaching.add(task)
         task.add_done_callback(self._reaching.discard)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, lost: bool) -> None:
         if name in self.scheduler.workers:
-            worker = self.scheduler.remove(name)
-            if isinstance(worker.engine, WorkerHandle):
+            worker = self.scheduler.remove(name, lost=lost)
+            if lost and isinstance(worker.engine, WorkerHandle):
                 worker.engine.fail(f"{name} is lost")
-
-    def retire(self, name: str) -> None:
-        """Give a worker no further turns; those on it go on until the driver ends it."""
-        if name in self.scheduler.workers:
-            self.scheduler.remove(name, lost=False)
 
     async def wake(self) -> None:
         """End a `report` that waits: the driver has orders."""
@@ -481,19 +475,19 @@ class FrontProcesses:
             few = [names[place % len(names)]] if names else []
             self._tell(process, "prefer", names[place :: len(up)] or few)
 
-    def follow(self, change: str, name: str, engine: Engine | None = None) -> None:
+    def follow(self, change: str, name: str, *more: object) -> None:
         """Pass on a change of the scheduler's workers to all processes; see `Follower`."""
         if change == "add":
             self._workers[name] = self._scheduler.workers[name]
-        arguments = (name,) if engine is None else (name, getattr(engine, "actor", None))
+            more = (getattr(more[0], "actor", None),)
         for process in self.processes:
             if change == "restore" and name not in process.suspects:
                 continue
             process.suspects.discard(name)
-            if change in ("remove", "retire"):
+            if change == "remove":
                 process.loads.pop(name, None)
-            self._tell(process, change, *arguments)
-        if change in ("add", "remove", "retire"):
+            self._tell(process, change, name, *more)
+        if change in ("add", "remove"):
             self._assign()
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:

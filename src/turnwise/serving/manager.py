@@ -184,15 +184,9 @@ class WorkerSupervisor:
 
     def join(self) -> None:
         """Start the first process of a worker that joins during the run, and watch it."""
-
-        async def join() -> None:
-            clock = asyncio.get_running_loop().time
-            started = clock()
-            await self._start_at_last("it did not start")
-            self.watch()
-            logger.info("%s has joined after %.1f s", self.name, clock() - started)
-
-        self._restarting = asyncio.create_task(join())
+        self.restarts = -1  # the first start is none
+        self._restarting = asyncio.create_task(self._start_at_last("it did not start"))
+        self.watch()
 
     async def _restart(self, why: str, dead: Worker) -> None:
         clock = asyncio.get_running_loop().time
@@ -226,6 +220,7 @@ class WorkerSupervisor:
                 break
             except Exception as error:  # logged when the worker is given up
                 last = text_of(error)
+        logger.info("%s serves", self.name)
         self.given_up = self._failure = self._unreachable = ""
         self._checks = 0
 
@@ -257,6 +252,9 @@ class AsyncLLMServerManager:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
+        self.keeps_version: Callable[[], bool] = lambda: False
+        """Returns whether all shall have one version of the weights for now: a worker that would
+        get newer ones joins later, unless there is no other."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
         self._start, self._end, self._left = start, end, left
@@ -318,6 +316,7 @@ class AsyncLLMServerManager:
                 if (engine := supervisor.engine) is None:
                     self._left(supervisor.index)
                     continue
+                supervisor.engine = None  # whatever is found out about it restarts nothing
                 worker = self.scheduler.remove(supervisor.name, lost=False)
                 leaving = asyncio.create_task(self._let_go(supervisor.index, engine, worker))
                 self._leaving[supervisor.index] = leaving, engine
@@ -332,17 +331,15 @@ class AsyncLLMServerManager:
         clock = asyncio.get_running_loop().time
         ends, handed_over = clock() + _LEAVE_SECONDS, False
         try:
-            while True:
+            await asyncio.sleep(_LEAVE_POLL_SECONDS)
+            while worker.running or await engine.num_in_flight():
+                if clock() > ends:
+                    if handed_over:
+                        break
+                    if handed_over := all(can_move(turn) for turn in worker.running):
+                        await engine.pause("abort")
+                        ends = clock() + _HAND_OVER_SECONDS
                 await asyncio.sleep(_LEAVE_POLL_SECONDS)
-                if not (worker.running or await engine.num_in_flight()):
-                    break
-                if clock() < ends:
-                    continue
-                if handed_over:
-                    break
-                if all(can_move(turn) for turn in worker.running):
-                    await engine.pause("abort")
-                    ends, handed_over = clock() + _HAND_OVER_SECONDS, True
             await engine.shutdown()
         except Exception as error:  # as after any death, its turns continue on others
             logger.warning("%s failed while it was leaving: %s", worker.name, text_of(error))
@@ -357,16 +354,24 @@ class AsyncLLMServerManager:
         """Start a worker, and give it the weights and state of all others."""
         engine = await self._start(supervisor.name, supervisor.index)
         try:
-            async with self._control:
-                if self._sync is not None:
-                    await self._sync.update_one(engine, self._weights.in_flight)
-                if self._asleep:
-                    await engine.sleep()
-                supervisor.admit(engine)
+            while not await self._admit(supervisor, engine):  # noqa: ASYNC110 (nobody says when)
+                await asyncio.sleep(_RETRY_SECONDS)
         except BaseException:
             engine.fail(f"{supervisor.name} did not come up")
             engine.kill()
             raise
+
+    async def _admit(self, supervisor: WorkerSupervisor, engine: "WorkerHandle") -> bool:
+        """Give a new worker the weights and state of all others, and turns; False if not yet."""
+        async with self._control:
+            if (sync := self._sync) is not None:
+                if sync.sends_newest and self.engines and self.keeps_version():
+                    return False
+                await sync.update_one(engine, self._weights.in_flight)
+            if self._asleep:
+                await engine.sleep()
+            supervisor.admit(engine)
+            return True
 
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
@@ -458,6 +463,6 @@ class AsyncLLMServerManager:
     def close_if_empty(self, why: str) -> None:
         """Fail turns that wait for a worker if none is up, and all were given up but those that a
         run does not begin with, which may wait for room for ever."""
-        needed = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
-        if not self.engines and all(one.given_up for one in needed):
+        first = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
+        if not self.engines and all(one.given_up for one in first or self._supervisors):
             self.scheduler.close(why)

@@ -1,11 +1,9 @@
-"""Placement of a fleet's workers: a placement group for the first ones, one for each that joins.
+"""Placement of a fleet's workers: each has a placement group, until it leaves or its node dies.
 
-When a node dies, Ray moves its bundles to another node. A worker that joins later waits for room as
-long as it takes, and its bundles are given back when it leaves. Its group tells Ray's autoscaler
-what is wanted, and Ray itself finds the nodes that join.
+At the beginning of a run a worker waits for room for `engine.start_timeout`, later as long as it
+takes. Its group tells Ray's autoscaler what is wanted, and Ray itself finds the nodes that join.
 """
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +17,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import create_placement_group, give_back
 from turnwise.core.aio import run_in_thread
-from turnwise.core.deadlines import deadline
 from turnwise.errors import InputError
 from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.openai.address import with_api_key
@@ -27,7 +24,6 @@ from turnwise.serving.worker_handle import WorkerHandle
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5
 _SEEDS, _SEEDS_OF_START = 2**32, 2**16
 """Number of seeds, and the difference between those of a worker's first start and its second: more
 than there are workers."""
@@ -52,9 +48,7 @@ class WorkerStarter:
         """Number of bundles of one worker: one for all of its devices, or one for each."""
         self._gpus = self._share * size / self._bundles
         self._hosts = hosts
-        self._group: PlacementGroup | None = None  # of the workers that the run begins with
-        self._groups: dict[int, PlacementGroup] = {}  # of each other one, by its index
-        self._making = asyncio.Lock()
+        self._groups: dict[int, PlacementGroup] = {}  # by the worker's index
         self._starts: Counter[int] = Counter()  # number of starts of each worker
 
     async def __call__(self, name: str, index: int) -> WorkerHandle:
@@ -63,12 +57,7 @@ class WorkerStarter:
         Its seed differs from that of any other worker and of earlier workers with the same index:
         engines with equal seeds would sample the same tokens.
         """
-        config = self._config
-        if index < config.serving.fewest_workers:
-            bundles = range(index * self._bundles, (index + 1) * self._bundles)
-            group = await self._first_group(name, bundles)
-        else:
-            bundles, group = range(self._bundles), await self._own_group(name, index)
+        config, group = self._config, await self._group_of(name, index)
         seed = config.seed + index + self._starts[index] * _SEEDS_OF_START
         self._starts[index] += 1
         if self._hosts is not None:
@@ -77,69 +66,52 @@ class WorkerStarter:
             # The hosts may be training.
             engine = on_actors(config.engine, own, config.training.step_timeout)
             config = config.model_copy(update={"engine": engine})
-        spread = len(bundles) > 1
+        spread = self._bundles > 1
         return await WorkerHandle.start(
             config,
             name=name,
             num_gpus=0 if spread else self._gpus,
             fraction_of_gpus=self._share if 0 < self._share < 1 else 1.0,
             seed=seed % _SEEDS,
-            placement=PlacementGroupSchedulingStrategy(group, bundles[0]),
-            bundle_indices=bundles if spread else None,
+            placement=PlacementGroupSchedulingStrategy(group, 0),
+            bundle_indices=range(self._bundles) if spread else None,
         )
 
-    async def _first_group(self, name: str, bundles: range) -> PlacementGroup:
-        """Return the group of the workers that the run begins with, once a worker's bundles are on
-        live nodes."""
-        seconds = self._config.engine.start_timeout
-        async with self._making:
-            if self._group is None:
-                count = self._config.serving.fewest_workers * self._bundles
-                self._group = await self._make_group(count, "workers", seconds)
-        group, warned = self._group, False
-        lacking = f"the cluster has no room for {name}, whose node is gone"
-        async with deadline(seconds, f"{lacking}, and none turned up", "serving.resources, GPUs"):
-            while not await run_in_thread(_has_place, group, bundles):
-                if not warned:
-                    warned = True
-                    logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
-                await asyncio.sleep(_POLL_SECONDS)
-        return group
-
-    async def _own_group(self, name: str, index: int) -> PlacementGroup:
-        """Return the group of a worker that joins during the run, once there is room for it."""
-        group = self._groups.get(index)
-        if group is not None and not await run_in_thread(_has_place, group, range(self._bundles)):
+    async def _group_of(self, name: str, index: int) -> PlacementGroup:
+        """Return a worker's group, once there is room for it."""
+        config, group = self._config, self._groups.get(index)
+        if group is not None and not await run_in_thread(_has_place, group, self._bundles):
+            logger.warning("%s waits for room in the cluster: its node is gone", name)
             self.leave(index)
             group = None
         if group is None:
-            logger.info("%s joins when the cluster has room for it", name)
-            group = await self._make_group(self._bundles, f"devices of {name}", NO_DEADLINE)
-            self._groups[index] = group
+            begins = index < config.serving.fewest_workers and not self._starts[index]
+            group = self._groups[index] = await create_placement_group(
+                self._bundles,
+                self._gpus,
+                config.serving.resources,
+                f"devices of {name}",
+                "serving",
+                config.engine.start_timeout if begins else NO_DEADLINE,
+            )
         return group
 
-    async def _make_group(self, count: int, who: str, seconds: float) -> PlacementGroup:
-        resources = self._config.serving.resources
-        return await create_placement_group(count, self._gpus, resources, who, "serving", seconds)
-
     def leave(self, index: int) -> None:
-        """Give the bundles of a worker back that joined during the run; those of the workers that
-        it began with are one reservation, which ends with the run."""
+        """Give the bundles of a worker back."""
         if (group := self._groups.pop(index, None)) is not None:
             give_back(group)
 
     def end(self) -> None:
         """Give all bundles back, where Ray may go on: it is that of the hosts."""
-        if self._hosts is not None and self._group is not None:
-            give_back(self._group)
-            self._group = None
+        for index in [*self._groups] if self._hosts is not None else ():
+            self.leave(index)
 
 
-def _has_place(group: PlacementGroup, bundles: range) -> bool:
-    """Return whether the bundles are on live nodes; asks Ray's head, which takes time."""
+def _has_place(group: PlacementGroup, bundles: int) -> bool:
+    """Return whether a group's bundles are on live nodes; asks Ray's head, which takes time."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return all(nodes.get(bundle) in alive for bundle in bundles)
+    return all(nodes.get(bundle) in alive for bundle in range(bundles))
 
 
 def gpu_share(config: Config, gpus: float, training: bool) -> float:

@@ -23,6 +23,7 @@ from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
+from turnwise.core.slots import Slots
 from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
@@ -54,9 +55,8 @@ Follower = Callable[..., None]
   replaced;
 - `("restore", name)`: use a worker again on which a request failed, and which is alive; a follower
   that cannot reach it does not use it until it can;
-- `("remove", name)`: use a worker no longer, which is lost;
-- `("retire", name)`: give a worker no further turns, which leaves; those on it end, or are aborted
-  and continue on others;
+- `("remove", name, lost)`: give a worker no further turns, which is lost; or which leaves: those on
+  it end, or are aborted and continue on others;
 - `("close", why)`: expect no further worker until one is added.
 """
 
@@ -96,10 +96,13 @@ class Scheduler:
         """All workers by name, including failed ones that are not removed yet."""
         return self._router.workers
 
-    @property
-    def growth(self) -> float:
-        """Number of workers by that which the run began with, at least 1."""
-        return max(1.0, len(self.workers) / self._serving.fewest_workers)
+    def grow(self, slots: Slots) -> None:
+        """Have more slots, in proportion, while there are more workers than the run began with."""
+
+        def follow(*change: object) -> None:
+            slots.grow(max(1.0, len(self.workers) / self._serving.fewest_workers))
+
+        self.lead(follow)
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
         """Add a worker; one of the same name is replaced."""
@@ -171,7 +174,7 @@ class Scheduler:
             worker.note_suspects()
         worker.settle(lost=lost)
         self._router.rebuild()
-        self._tell("remove" if lost else "retire", name)
+        self._tell("remove", name, lost)
         return worker
 
     async def collective_rpc(

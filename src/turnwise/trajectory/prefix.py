@@ -127,7 +127,9 @@ _REASONING = {
     "<|channel>thought": "<channel|>",
 }
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
-_REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
+_REASONING_BEGINS, _REASONING_ENDS = (
+    re.compile("|".join(map(re.escape, tags))) for tags in (_REASONING, _REASONING.values())
+)
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 _BARE_TAG = re.compile(r"<[^<>=]*>|\[/?[A-Z_]+\]")  # without a value, such as a function's name
@@ -269,14 +271,8 @@ def _reasoning(text: str) -> Iterator[tuple[int, int]]:
 
 
 def after_reasoning(text: str) -> str:
-    """Return what the model said after its reasoning, which its prompt may have opened.
-
-    Example:
-        >>> after_reasoning("Rain? No.</think>It is dry.")
-        'It is dry.'
-    """
-    ends = (text.rfind(tag) + len(tag) for tag in _REASONING.values() if tag in text)
-    return text[max(ends, default=0) :]
+    """Return what the model said after its reasoning, which its prompt may have opened."""
+    return _REASONING_ENDS.split(text)[-1]
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:

@@ -96,6 +96,11 @@ class WeightSync:
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
+    @property
+    def sends_newest(self) -> bool:
+        """Whether an engine that starts later gets the trainer's newest weights, not `current`."""
+        return not find_transport(_published(self.current).transport).lasting
+
     async def publish(self) -> Manifest:
         """Have the trainer publish its weights, and offer them to engines."""
         self._offered = await self._publish(self._timeout)
@@ -135,20 +140,17 @@ class WeightSync:
         return errors | pushed | compared
 
     async def update_one(self, engine: Engine, in_flight: InFlight) -> int:
-        """Bring the current weights to one engine that starts later; return their version.
-
-        If the trainer has to send them again, it sends its newest.
-        """
+        """Bring the current weights to one engine that starts later, or the trainer's newest (see
+        `sends_newest`); return their version."""
         published, seconds = _published(self.current), self._timeout
-        lasting = find_transport(published.transport).lasting
-        if not lasting:  # the trainer may be training again before it sends
+        if self.sends_newest:  # the trainer may be training again before it sends
             seconds = self._patience
             published = await self._publish(seconds)
         try:
             fit, results = await self._check([engine], published)
             results |= await self._push(published, fit, in_flight, seconds)
         finally:
-            if not lasting and self._published_again is not None:
+            if self.sends_newest and self._published_again is not None:
                 await self._published_again()
         result = results[engine]
         # A step of the trainer before it sent makes the weights newer than the canary.

@@ -28,16 +28,10 @@ function notCompleted(row) {
   return 1 - (row.statuses.completed ?? 0) / row.trajectories;
 }
 
-// The share of problems of which one of all attempts is right; null where there is one attempt only.
-function passAtMost(heldout) {
-  const [name, value] = Object.entries(heldout ?? {}).findLast(([key]) => key.startsWith("pass@")) ?? ["pass@1"];
-  return name === "pass@1" ? null : value;
-}
-
 // Title, unit, [[label, value of a row], ...], options. The second value of a chart is dashed.
 const CHARTS = [
   ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "reward_left", "no_signal"] }],
-  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout], ["pass@n", (row) => passAtMost(row.heldout)]], { low: 0, high: 1, sparse: true }],
+  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout]], { low: 0, high: 1, sparse: true }],
   ["Loss", "supervised, nats per token", [["train", (row) => (row.reward_mean === undefined ? row.loss : null)], ["held out", (row) => row.loss_heldout]], { low: 0, sparse: true }],
   ["Length", "sampled tokens of a trajectory", [["tokens", perTrajectory]], { alarm: ["truncated"] }],
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
@@ -60,13 +54,13 @@ const CHARTS = [
 // The reward and the accuracy of each environment, and the accuracy of each held-out set, in runs with several.
 function environmentCharts(rows) {
   const namesOf = (key) => [...new Set(rows.flat().flatMap((row) => Object.keys(row[key] ?? {})))].sort();
-  const accuracy = (name, heldout) => [`Accuracy of ${name}`, "its held-out problems", [["accuracy", (row) => heldout(row)?.accuracy], ["pass@n", (row) => passAtMost(heldout(row))]], { low: 0, high: 1, sparse: true }];
+  const accuracy = (name, value) => [`Accuracy of ${name}`, "its held-out problems", [["accuracy", value]], { low: 0, high: 1, sparse: true }];
   return [
     ...namesOf("environments").flatMap((name) => [
       [`Reward of ${name}`, "mean of its trajectories", [["reward", (row) => row.environments?.[name]?.reward_mean]], {}],
-      accuracy(name, (row) => row.environments?.[name]?.heldout),
+      accuracy(name, (row) => row.environments?.[name]?.heldout?.accuracy),
     ]),
-    ...namesOf("heldout_sets").map((name) => accuracy(name, (row) => row.heldout_sets?.[name])),
+    ...namesOf("heldout_sets").map((name) => accuracy(name, (row) => row.heldout_sets?.[name]?.accuracy)),
   ];
 }
 
