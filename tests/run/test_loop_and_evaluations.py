@@ -41,7 +41,7 @@ class Fleet:
         return {"loss": 0.5, "trained_tokens": len(samples)}
 
     async def publish(self) -> Any:
-        return SimpleNamespace(version=self.version)
+        return SimpleNamespace(version=self.version, sent_bytes=0, changed=None)
 
     async def save(self, folder: Path) -> None:
         (folder / "model.safetensors").write_text(str(self.version))
@@ -89,7 +89,13 @@ class Run:
         )
         start: Resume | None = find_resume(folder / "run") if resume else None
         self.folder = RunDir(self.config, start)
-        runtime: Any = SimpleNamespace(policy=fleet, manager=fleet, group_runner=fleet.group_runner)
+        runtime: Any = SimpleNamespace(
+            policy=fleet,
+            manager=fleet,
+            teachers=None,
+            group_runner=fleet.group_runner,
+            training_runner=fleet.group_runner,
+        )
         self.loop = TrainingLoop(
             self.config, runtime, TRAINING, HELD_OUT, self.folder, SILENT, start
         )

@@ -16,7 +16,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.errors import InputError, StepError, TrainerError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.problems import JoinedProblems, Problem, Problems
+from turnwise.rollouts.problems import Problem, Problems
 from turnwise.run import commands, supervised
 from turnwise.run.display import SILENT, Display
 from turnwise.run.run_dir import RunDir, find_resume
@@ -138,27 +138,17 @@ async def test_rows_that_cannot_be_exact_are_left_out_and_named(config: Config) 
         ("rows:5", "nothing_to_train"),
         ("rows:6", "unknown_form"),
     }
-    counts = [row["refused"] for row in timeless(run) if "refused" in row]
-    assert sum(sum(each.values()) for each in counts) == 2
+    counts = [sum(row["dropped"].values()) for row in timeless(run)]
+    assert sum(counts) == 2
     assert all(row["trajectories"] == 4 for row in timeless(run))
 
 
 async def test_a_run_ends_if_most_rows_are_refused(config: Config) -> None:
-    with pytest.raises(StepError, match=r"rows are refused, more than rollout.max_failed_fractio"):
+    with pytest.raises(StepError, match=r"data.path: \d+ of \d+ .* failed \(\d+ nothing_to_train: r"):
         await play(config, Problems("rows", [MUTE] * 10 + solutions(2)))
     other = config.model_copy(update={"name": "other"})
-    with pytest.raises(InputError, match=r"data.eval_path: no row can be used"):
+    with pytest.raises(StepError, match=r"data.eval_path: 1 of 1 .* failed \(1 nothing_to_train: h"):
         await play(other, Problems("rows", solutions(4)), Problems("held", [MUTE]))
-
-
-async def test_several_held_out_sets_have_losses_of_their_own(config: Config) -> None:
-    rows = solutions(8)
-    sets = {"one": Problems("a", rows[:3], "", "one"), "two": Problems("b", rows[3:], "", "two")}
-    run = await play(config, Problems("rows", rows), JoinedProblems(sets))
-    last = timeless(run)[-1]
-    assert set(last["heldout_sets"]) == {"one", "two"}
-    losses = [one["loss"] for one in last["heldout_sets"].values()]
-    assert min(losses) <= last["loss_heldout"] <= max(losses)
 
 
 async def test_the_trajectories_of_a_run_that_earned_the_reward_train_the_next(

@@ -285,7 +285,7 @@ async def _resumable(run: Path, config: Config, supervised: bool = False) -> "Re
     home = {"name": saved.name, "output_dir": saved.output_dir}  # which may be spelled otherwise
     check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
-    if ("rows" in found.state) is not supervised:
+    if found.state.get("supervised", False) is not supervised:
         other = "train" if supervised else "sft"
         raise InputError(f"{run} is a run of another command: turnwise {other} --resume {run}")
     if found.step >= config.training.steps:

@@ -25,16 +25,22 @@ _FORMS = "messages, prompt and completion, or turns (of a trajectory or a trace)
 
 def supervised_config(config: Config) -> Config:
     """Return the configuration of a supervised run: plain log-probs and `cross_entropy`, or the
-    user's own loss; of `algorithm`, only the reduction is kept."""
+    user's own loss; of `algorithm`, only the reduction is kept. Rows are read a step ahead."""
     own = config.algorithm.loss
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
-    alone = {"colocated": False, "offload": [], "max_staleness": 0}
+    ahead = int(not config.deterministic)  # deterministic runs are synchronous
+    parts: dict[str, JsonObject] = {
+        "data": {"curriculum": False},
+        "rollout": {"oversample": 0.0},
+        "eval": {"background": False, "target": None},
+        "training": {"colocated": False, "offload": [], "max_staleness": ahead},
+        "weights": {"transport": "shm"},
+    }
     return config.model_copy(
         update={
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "sampling": SamplingConfig(),
-            "training": config.training.model_copy(update=alone),
-            "weights": config.weights.model_copy(update={"transport": "shm"}),
+            "sampling": SamplingConfig(n=1),
+            **{key: getattr(config, key).model_copy(update=own) for key, own in parts.items()},
         }
     )
 
