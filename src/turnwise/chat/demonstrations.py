@@ -62,12 +62,12 @@ def demonstrate(
     prompt: list[int] = []
     completion: list[int] = []
     before = 0  # messages up to and including the last assistant's turn
+    reason: str | None = None  # for which a branch begins since the last trained turn
     try:
         if tools:
             check_tools(template, said[: asked[0]], tools)
         for index in asked[: asked.index(max(trained)) + 1]:
             rendered, sampled = _turn(template, said, index, tools)
-            reason = None
             if before:
                 following = continue_turn(
                     template,
@@ -78,11 +78,12 @@ def demonstrate(
                 )
                 if following.token_ids is not None:
                     rendered = following.token_ids
-                reason = following.fork_reason
+                reason = following.fork_reason or reason
             prompt, completion, before = rendered, sampled, index + 1
             if index in trained:
                 zeros = [0.0] * len(sampled), [0] * len(sampled)
                 trajectory.add_turn(prompt, sampled, *zeros, "stop", fork_reason=reason)
+                reason = None
     except TrajectoryError:
         raise
     except InputError as error:

@@ -221,8 +221,6 @@ class StepMetrics:
     """Seconds from the evaluation's start to its end."""
     loss_heldout: float | None = None
     """In supervised training, the mean cross-entropy of the trained tokens of held-out rows."""
-    refused: Counts = None
-    """Rows that supervised training refuses, by reason; refused.jsonl names each."""
     epoch: float | None = None
     """Number of epochs of supervised training so far."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None

@@ -129,7 +129,7 @@ def sft(
         config, keys, values, None, data, eval_data, optional=["environment"], resume=resume
     )
     console, run = Console(quiet=not progress), None if resume is None else Path(resume)
-    work = partial(commands.sft, resolved, console, run, inputs)
+    work = partial(commands.train, resolved, console, run, inputs, supervised=True)
     return run_command(work, "the training run")
 
 

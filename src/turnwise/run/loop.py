@@ -260,5 +260,3 @@ class Loop(ABC):
         """Write and show a step's metrics; those of step 0 have no batch."""
         await run_in_thread(self._folder.metrics.write, metrics.to_json())
         self._progress.step(metrics)
-        if metrics.heldout or metrics.step == self._config.training.steps:
-            await run_in_thread(self._folder.draw)

@@ -143,6 +143,8 @@ class TrainingLoop(Loop):
         await super()._report(metrics, batch)
         for alarm in self._find_alarms(metrics.to_json()):
             self._progress.warn(alarm.message)
+        if metrics.heldout or metrics.step == self._config.training.steps:
+            await run_in_thread(self._folder.draw)
         if batch is not None:
             await self._show_samples(metrics.step or 0, batch)
 

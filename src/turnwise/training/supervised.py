@@ -1,12 +1,11 @@
 """Supervised training's samples: rows of data as trajectories, of which every sampled token is
 trained with advantage 1.
 
-A row is a conversation (`messages`, or `prompt` and `completion`), a trajectory of Turnwise, or a
+A row is a conversation (`messages`, and `tools` if it has some), a trajectory of Turnwise, or a
 training trace of OpenEnv. From stored ids nothing is rendered. A row that cannot be exact is
 refused, with a reason.
 """
 
-import json
 from collections.abc import Sequence
 
 from turnwise.chat.demonstrations import demonstrate, tools_of
@@ -20,12 +19,12 @@ from turnwise.training.samples import SampleBatch
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 from turnwise.trajectory.training_trace import from_training_trace
 
-_FORMS = "messages, prompt and completion, or turns (of a trajectory or a trace)"
-
 
 def supervised_config(config: Config) -> Config:
     """Return the configuration of a supervised run: plain log-probs and `cross_entropy`, or the
     user's own loss; of `algorithm`, only the reduction is kept. Rows are read a step ahead."""
+    if config.model.adapter is not None:
+        raise InputError("model.adapter: training starts from a whole model; merge it into one")
     own = config.algorithm.loss
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
     ahead = int(not config.deterministic)  # deterministic runs are synchronous
@@ -60,17 +59,23 @@ class RowReader:
             TrajectoryError: when the row is refused, with the reason by which it is counted.
             InputError: when it is a conversation, and the tokenizer has no chat template.
         """
-        row, name, stored = problem.row, problem.id, "turns" in problem.row
-        if self._template.missing and not stored:
+        row, name = problem.row, problem.id
+        if not {"messages", "turns"} & row.keys():
+            raise TrajectoryError(
+                "unknown_form",
+                "a row has messages, or the turns of a trajectory or a trace; this one has "
+                f"{', '.join(row)}",
+            )
+        if self._template.missing and "turns" not in row:
             raise InputError(self._template.missing)
         try:
-            if not stored:
-                return self._checked(
-                    demonstrate(self._template, _messages_of(row), tools_of(row), name=name)
-                )
-            if "problem_id" in row:
-                return self._checked(Trajectory.from_tree(row))
-            return self._checked(from_training_trace(row, name=name))
+            if "turns" not in row:
+                made = demonstrate(self._template, row["messages"], tools_of(row), name=name)
+            elif "problem_id" in row:
+                made = Trajectory.from_tree(row)
+            else:
+                made = from_training_trace(row, name=name)
+            return self._checked(made)
         except (InputError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             # Its values have other types than its keys promise.
             why = str(error) if isinstance(error, InputError) else repr(error)
@@ -93,20 +98,6 @@ class RowReader:
                 "unknown_token", f"token {largest} is none of this tokenizer's {self._known:,}"
             )
         return trajectory
-
-
-def _messages_of(row: JsonObject) -> list[JsonObject]:
-    """Return the messages of a row, of which those of a prompt are context."""
-    if "messages" in row:
-        messages = row["messages"]
-        return list(json.loads(messages) if isinstance(messages, str) else messages)
-    if "prompt" not in row or "completion" not in row:
-        raise TrajectoryError("unknown_form", f"a row has {_FORMS}; this one: {', '.join(row)}")
-    asked, said = (
-        [{"role": role, "content": part}] if isinstance(part, str) else [*part]
-        for role, part in (("user", row["prompt"]), ("assistant", row["completion"]))
-    )
-    return [{**message, "weight": 0} for message in asked] + said
 
 
 def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> SampleBatch:
