@@ -4,6 +4,7 @@ A row is a group of one trajectory; the next step's are read while the trainer t
 cannot be exact are left out for the rest of the run, counted by reason, and named in refused.jsonl.
 """
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -76,6 +77,9 @@ class SupervisedLoop(Loop):
         self._rows, self._heldout = len(problems), heldout
         self._stream = make_stream(config, problems)
         self._files = RunFiles(folder.path)
+        self._turn = (
+            asyncio.Lock()
+        )  # rows are ready in their order, so that steps are the same ones
         self._read_so_far = Outcomes()  # of the rows to train on
         self._measured: list[Sample] = []  # samples of held-out rows
 
@@ -104,7 +108,8 @@ class SupervisedLoop(Loop):
         return await run_in_thread(read)
 
     async def _read_to_train(self, problem: Problem, tag: str) -> Group:
-        group = await self._read(problem, tag)
+        async with self._turn:
+            group = await self._read(problem, tag)
         self._read_so_far.add(group)
         for reason in group.dropped:
             group.left_out = reason
