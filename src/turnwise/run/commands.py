@@ -192,7 +192,6 @@ async def train(
             data = await call_user_code(
                 all_problems, config, inputs, name="the data", seconds=_LOAD_SECONDS
             )
-        play = _play_rows if supervised else _play
         for attempt in itertools.count():
             folder = await run_in_thread(RunDir, config, resume)
             if not attempt:
@@ -202,7 +201,7 @@ async def train(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await play(config, inputs, data, folder, display, resume)
+                exactness = await _play(config, inputs, data, folder, display, resume, supervised)
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -224,38 +223,33 @@ async def _play(
     folder: "RunDir",
     display: "Display",
     start: "Resume | None",
+    supervised: bool,
 ) -> ExactnessReport:
     """Play a run to its end. (A function, so that nothing of an attempt that failed lives on in the
     next one.)"""
-    from turnwise.observe.prometheus import serving_metrics
-    from turnwise.run.trainer import TrainingLoop
-
     async with AsyncExitStack() as opened:
-        opening = _opened(config, inputs, data[0], display, folder.path)
-        runtime = await opened.enter_async_context(opening)
+        if supervised:
+            from turnwise.run.supervised import SupervisedLoop, open_trainer
+
+            opening = open_trainer(config, folder.path, display)
+            policy = await opened.enter_async_context(opening)
+            rows = await run_in_thread(
+                SupervisedLoop, config, policy, *data, folder, display, start
+            )
+            await rows.run()
+            return rows.exactness
+        from turnwise.observe.prometheus import serving_metrics
+        from turnwise.run.trainer import TrainingLoop
+
+        starting = _opened(config, inputs, data[0], display, folder.path)
+        runtime = await opened.enter_async_context(starting)
         if inputs.join is not None:
             data = await opened.enter_async_context(inputs.join(runtime, data))
         loop = TrainingLoop(config, runtime, *data, folder, display, start)
         host, port = config.serving.host, config.metrics.port
-        scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
-        async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
+        scheduler, lines = runtime.manager.scheduler, folder.metrics.rows
+        async with serving_metrics(host, port, lines, loop.in_flight, scheduler):
             await loop.run()
-        return loop.exactness
-
-
-async def _play_rows(
-    config: Config,
-    _: ProgramInputs,
-    data: "Datasets",
-    folder: "RunDir",
-    display: "Display",
-    start: "Resume | None",
-) -> ExactnessReport:
-    from turnwise.run.supervised import SupervisedLoop, open_trainer
-
-    async with open_trainer(config, folder.path, display) as policy:
-        loop = await run_in_thread(SupervisedLoop, config, policy, *data, folder, display, start)
-        await loop.run()
         return loop.exactness
 
 

@@ -26,8 +26,8 @@ from turnwise.rollouts.problems import make_stream
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.run.display import Display
 from turnwise.run.fleet import ray_running
-from turnwise.run.loop import Loop
 from turnwise.run.run_dir import Resume, RunDir
+from turnwise.run.trainer import Loop
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch
 from turnwise.training.supervised import RowReader, supervised_samples
@@ -77,9 +77,8 @@ class SupervisedLoop(Loop):
         self._rows, self._heldout = len(problems), heldout
         self._stream = make_stream(config, problems)
         self._files = RunFiles(folder.path)
-        self._turn = (
-            asyncio.Lock()
-        )  # rows are ready in their order, so that steps are the same ones
+        self._rollout = config.rollout
+        self._turn = asyncio.Lock()  # of reading: rows are ready, and so trained, in their order
         self._read_so_far = Outcomes()  # of the rows to train on
         self._measured: list[Sample] = []  # samples of held-out rows
 
@@ -115,7 +114,7 @@ class SupervisedLoop(Loop):
             group.left_out = reason
             read = self._read_so_far.finished + self._read_so_far.dropped.total()
             if read >= min(_FEW, self._rows):
-                self._read_so_far.check(self._config.rollout.max_failed_fraction, "data.path")
+                self._read_so_far.check(self._rollout.max_failed_fraction, "data.path")
         return group
 
     async def _begin(self) -> int:
@@ -126,12 +125,15 @@ class SupervisedLoop(Loop):
     async def _read_heldout(self) -> None:
         def add(group: Group) -> None:
             self._measured += supervised_samples(group.trajectories, 0).samples
+            self._progress.advance()
 
         self._progress.phase("read held-out rows", len(self._heldout))
-        read = await run_groups(self._read, self._heldout, "", on_group=add)
-        for reason, count in read.check(
-            self._config.rollout.max_failed_fraction, "data.eval_path"
-        ).items():
+        seconds, failed = self._rollout.environment_timeout, self._rollout.max_failed_fraction
+        with waiting("held-out rows"):  # in their order: one at a time
+            read = await run_groups(
+                self._read, self._heldout, "", on_group=add, at_once=1, row_seconds=seconds
+            )
+        for reason, count in read.check(failed, "data.eval_path").items():
             self._progress.warn(f"{count:,} held-out rows are refused: {read.causes[reason]}")
 
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
@@ -143,6 +145,8 @@ class SupervisedLoop(Loop):
         return await run_in_thread(supervised_samples, trajectories, self._policy.version)
 
     async def _train(self, samples: SampleBatch) -> JsonObject:
+        if not samples.samples:
+            return {}
         with waiting("the trainer to train"):
             trained = await self._policy.train(samples.samples)
         return {key: v for key, v in trained.items() if not key.startswith(_OF_ROLLOUTS)}

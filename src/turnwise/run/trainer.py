@@ -1,23 +1,271 @@
-"""The loop of reinforcement learning: rollouts, training, the engines' new weights, evaluations."""
+"""The training loops: a producer of groups, and a consumer that trains on them.
 
-from collections.abc import Sequence
+The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
+alternate, which is synchronous training; there is no separate loop for it. `Loop` is what
+reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`) share.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from turnwise.config import Config
-from turnwise.core.aio import run_in_thread
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
+from turnwise.core.stacks import write_report
+from turnwise.core.user_code import call_user_code, stuck_calls
+from turnwise.core.watchdog import waiting, watching_progress
 from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation
+from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
 from turnwise.run.evaluations import Evaluations
-from turnwise.run.loop import Loop
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime, TrainingStep
+from turnwise.run.token_values import columns_of
 from turnwise.training.samples import SampleBatch, gives_signal, recent_versions
-from turnwise.trajectory import Trajectory
+from turnwise.training.trainer_group import TrainerGroup
+from turnwise.trajectory import ExactnessReport, Trajectory
+
+
+class Loop(ABC):
+    """Trains the policy; a subclass makes samples of groups, and measures the new weights."""
+
+    _waits = "rollout"  # phase in which a step waits for its groups
+
+    def __init__(
+        self,
+        config: Config,
+        policy: TrainerGroup,
+        producer: GroupProducer,
+        folder: RunDir,
+        progress: Display,
+        resume: Resume | None,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._producer = producer
+        self._folder = folder
+        self._progress = progress
+        self._resume = resume
+        self.exactness = ExactnessReport()
+        """Audit of every token trained so far."""
+        self._seconds: dict[str, float] = {}
+        """Seconds since the last line of metrics, by the loop's phase."""
+        self._finished = 0 if resume is None else resume.step
+        """The last step that is finished."""
+        self._saved = self._finished
+        """The last step that is saved."""
+        self._saved_at = time.monotonic()
+        self._state_between_steps: JsonObject | None = None
+        """The producer's state after the last finished step, before groups of the next one begin:
+        needed where a run is asked to end after they have begun. None when asynchronous, and until
+        a step is finished."""
+        self._ending = Ending(lambda: self._finished > self._saved)
+        self._tasks: asyncio.TaskGroup  # what runs beside the steps
+
+    @abstractmethod
+    async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
+        """Return a step's samples, and add the groups' own metrics; StepError when too many
+        failed."""
+
+    @abstractmethod
+    async def _train(self, samples: SampleBatch) -> JsonObject:
+        """Train on a step's samples, if there are any; return the trainer's metrics."""
+
+    @abstractmethod
+    async def _measure(self, metrics: StepMetrics) -> None:
+        """Measure the weights after a step (0: before the first one), and whatever comes first."""
+
+    @abstractmethod
+    def _state(self) -> JsonObject:
+        """Return what a checkpoint keeps besides the step, the producer's state and the audit."""
+
+    def _is_written(self, step: int) -> bool:
+        """Return whether a step's trajectories and the values of their tokens are written."""
+        return True
+
+    @property
+    def _reached(self) -> bool:
+        """Whether the run ends before its last step, because the model is good enough."""
+        return False
+
+    def in_flight(self) -> int:
+        """Return the number of groups in flight; may be called from any thread."""
+        return self._producer.in_flight
+
+    async def run(self) -> None:
+        """Train until step `training.steps`, or until `eval.target` is reached; raise the error
+        that ended the run early. A run that is asked to end saves its last step first."""
+        seconds = self._config.watchdog_seconds
+        watchdog = watching_progress(seconds, self._report_stall, self._folder.path)
+        with self._ending:
+            async with watchdog, task_group() as self._tasks:
+                watch = self._tasks.create_task(self._policy.watch())
+                first = await self._begin()
+                if not self._reached:
+                    producing = self._tasks.create_task(self._producer.run())
+                    await self._consume(first)
+                    producing.cancel()
+                    complete = self._reached or self._finished == self._config.training.steps
+                    if self._ending.asked.is_set() and not complete:
+                        if self._finished > self._saved:
+                            self._progress.warn(
+                                f"asked to end: step {self._finished} is saved first, within "
+                                f"{SAVE_SECONDS:g} s (Ctrl-C again ends at once)"
+                            )
+                            await self._save(self._finished)
+                        await self._ending.finished()
+                watch.cancel()
+
+    def _report_stall(self, line: str) -> None:
+        stuck = stuck_calls()
+        line = f"{line}; {stuck}" if stuck else line
+        report = write_report(self._folder.path, line)
+        self._progress.warn(f"{line} (all stacks: {report})" if report else line)
+
+    async def _begin(self) -> int:
+        """Measure the weights of a new run as step 0, or restore those of a resumed one; return the
+        first step."""
+        if self._resume is None:
+            started = time.perf_counter()
+            metrics = StepMetrics(step=0)
+            await self._measure(metrics)
+            if metrics.heldout:
+                metrics.step_seconds = time.perf_counter() - started
+                metrics.phase_seconds = dict(self._seconds)
+                await self._report(metrics)
+            if self._reached:
+                await self._save(0)
+            return 1
+        self._progress.phase("resume")
+        state = self._resume.state
+        await self._policy.load(self._resume.checkpoint)
+        await call_user_code(  # which reads the rows that were in progress
+            *(self._producer.restore, state["producer"], self._resume.step),
+            name="the data",
+            seconds=self._config.training.step_timeout,
+            key="training.step_timeout",
+        )
+        self.exactness = ExactnessReport.from_dict(state["exactness"])
+        return self._resume.step + 1
+
+    async def _consume(self, first: int) -> None:
+        """Train steps from `first` on.
+
+        The order matters: the line of metrics before the checkpoint, so that no saved step lacks
+        its line (the seconds of saving are in the next step's line); then the next groups, so that
+        a checkpoint of a synchronous run holds none of them.
+        """
+        previous = time.perf_counter()
+        self._seconds = {}  # those of `_begin` are no part of the first step
+        self._saved_at = time.monotonic()
+        training = self._config.training
+        for step in range(first, training.steps + 1):
+            if (batch := await self._wait_for_batch(step)) is None:
+                break
+            metrics = StepMetrics(step=step)
+            await self._learn(step, batch, metrics)
+            await self._measure(metrics)
+            if self._is_written(step):
+                await run_in_thread(  # in no variable, which would keep them through the next step
+                    self._folder.write_trajectories,
+                    step,
+                    [t for group in batch.groups for t in group.trajectories],
+                )
+                await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
+            now = time.perf_counter()
+            metrics.step_seconds, previous = now - previous, now
+            waits = defaultdict[str, float](float)  # those of the step's trajectories
+            for phase, seconds in (each for g in batch.groups for each in g.seconds.items()):
+                waits[phase] += seconds
+            metrics.phase_seconds = {**self._seconds, **waits}
+            await self._report(metrics, batch)
+            self._seconds = {}
+            self._finished = step
+            if not training.max_staleness:
+                self._state_between_steps = self._producer.state()
+            every, minutes = training.checkpoint_every, training.checkpoint_minutes
+            old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+            if step == training.steps or self._reached or (every and step % every == 0) or old:
+                await self._save(step)
+            if self._reached or self._ending.asked.is_set():
+                break
+            await self._go_on(metrics)
+
+    async def _go_on(self, metrics: StepMetrics) -> None:
+        """Let the groups of the step after one that is finished begin."""
+        await self._producer.advance(metrics.step or 0)
+
+    async def _wait_for_batch(self, step: int) -> Batch | None:
+        """Wait for a step's groups; returns None if the run is asked to end before they are
+        there."""
+        self._progress.phase(self._waits, self._config.rollout.prompts_per_step)
+        with self._timed("idle"), waiting(f"the groups of step {step}"):
+            batch = asyncio.ensure_future(self._producer.next_batch())
+            asked = asyncio.ensure_future(self._ending.asked.wait())
+            try:
+                await asyncio.wait((batch, asked), return_when=asyncio.FIRST_COMPLETED)
+                return batch.result() if batch.done() else None
+            finally:
+                batch.cancel()
+                asked.cancel()
+
+    async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
+        """Train on a step's groups, and write what its tokens were trained with."""
+        version = self._policy.version
+        samples = await self._make_samples(batch, metrics)
+        self.exactness += samples.report
+        await run_in_thread(self._folder.write_exactness, self.exactness)
+        metrics.add_samples(samples)
+        if samples.samples:
+            self._progress.phase("train")
+        with self._timed("train"):
+            metrics.add(await self._train(samples))
+        trained = self._policy.trained_tokens
+        if not samples.samples or not trained or not self._is_written(step):
+            return
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        with self._timed("write"):
+            columns = await run_in_thread(
+                columns_of, trained, samples.origins, trajectories, version
+            )
+            await run_in_thread(self._folder.write_token_values, step, columns)
+
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint; called after the step's metrics are written, so none are lost."""
+        self._progress.phase("save")
+        with self._timed("save"), waiting(f"the trainer to save step {step}"):
+            place = await run_in_thread(self._folder.begin_checkpoint, step)
+            await self._policy.save(place)
+            state = {
+                "step": step,
+                "producer": self._state_between_steps or self._producer.state(),
+                "exactness": self.exactness.to_dict(),
+                **self._state(),
+            }
+            await run_in_thread(self._folder.commit_checkpoint, step, state)
+        self._saved, self._saved_at = step, time.monotonic()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent in a `with` block to a phase of the step."""
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    async def _report(self, metrics: StepMetrics, batch: Batch | None = None) -> None:
+        """Write and show a step's metrics; those of step 0 have no batch."""
+        await run_in_thread(self._folder.metrics.write, metrics.to_json())
+        self._progress.step(metrics)
 
 
 class TrainingLoop(Loop):

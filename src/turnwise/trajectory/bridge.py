@@ -44,6 +44,7 @@ _MAX_SEAMS = 256
 _QUESTION = "placeholder question"
 _SENTINEL = "sentinel 0f1e2d3c"
 """Content of the placeholder's assistant turn; no real conversation contains it."""
+THOUGHT_END = "</think>"
 _NEW_MESSAGE = "new message 5b6a7988"
 """Content of the new messages while the template is probed, followed by their index."""
 
@@ -289,6 +290,48 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
     if isinstance(rendered, Exception):
         raise rendered
     return _seam(template, answer, rendered, rendered)
+
+
+def sampled_text(
+    template: ChatTemplate, opening: str, ended: str, turn: Message, tools: Tools | None
+) -> str | None:
+    """Return what the model samples after a prompt to say a turn, the token that ends it included.
+
+    Args:
+        opening: Text of the prompt, which ends with the generation prompt.
+        ended: Text of the conversation that ends with the turn, without generation prompt.
+
+    Returns:
+        The text; None if the template writes a finished turn otherwise than behind its generation
+        prompt.
+    """
+    content = str(turn.get("content") or "")
+    if THOUGHT_END in content and (opened := overlap(opening, content)):
+        # The generation prompt opens the block of reasoning; the model goes on in it.
+        said = content[opened:]
+        return None if turn.get("tool_calls") else said + up_to_end(template, "", tools)
+    if not ended.startswith(opening):
+        return None
+    return up_to_end(template, ended[len(opening) :], tools)
+
+
+def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
+    """Return a turn's text up to the special token that ends it, if one does; of "", what the
+    template writes behind an answer."""
+    key = ("turn end", bool(tools))
+    if (ending := template.seams.get(key)) is None:
+        rendered = _probe(template, _conversation(_SENTINEL, False), [], tools)
+        if isinstance(rendered, Exception):
+            raise rendered
+        _, ending, _, _ = rendered
+        template.seams[key] = ending
+    assert isinstance(ending, str)
+    text, pattern = text or ending, template.special_token_pattern
+    if text.endswith(ending):  # what was said may quote special tokens
+        end = pattern.search(text, len(text) - len(ending))
+    else:  # a call may end otherwise
+        end = next(reversed([*pattern.finditer(text)]), None)
+    return text[: end.end()] if end else text
 
 
 _Rendering = tuple[str, str, str, int]
