@@ -49,9 +49,19 @@ def refusal(reader: RowReader, row: dict[str, Any]) -> tuple[str, str]:
     return refused.value.reason, str(refused.value)
 
 
-def test_only_the_reduction_of_the_algorithm_is_kept(config: Config) -> None:
+def test_only_what_rows_need_is_kept_of_a_configuration(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
     assert config.algorithm.loss.name == "cross_entropy"
     assert config.sampling.temperature == 1.0
+    ahead = {"sampling": {"stop_token_ids": [7]}, "eval": {"background": True, "target": 0.5}}
+    made = supervised_config(make_config(**ahead))
+    assert made.sampling.stop_token_ids == [7], "turns end there"
+    assert (made.sampling.n, made.eval.background, made.eval.target) == (1, False, None)
+    assert made.training.max_staleness == 1, "rows are read while the trainer trains"
+    repeated = made.model_copy(update={"deterministic": True})
+    assert supervised_config(repeated).training.max_staleness == 0
+    assert supervised_config(made) == made, "as when a run is resumed"
 
 
 def test_masks_are_those_of_a_search_in_the_calculators_template(

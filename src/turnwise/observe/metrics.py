@@ -73,7 +73,7 @@ class StepMetrics:
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
     dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
-    """Trajectories whose last attempt failed, by reason."""
+    """Trajectories whose last attempt failed, by reason; in supervised training, refused rows."""
     retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None

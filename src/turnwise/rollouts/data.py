@@ -12,7 +12,7 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -90,8 +90,16 @@ def _first(
     """Return the first rows, in a list, which finds mistakes early, unless they are many. With a
     condition all rows are read until there are enough."""
     if condition is not None:
-        meets = _meeting(condition)
-        numbers = array("Q", islice((i for i in range(len(rows)) if meets(read(i))), limit))
+        # The user's own code, as the classes are that a configuration names.
+        code = compile(condition, "data.filter", "eval")
+
+        def meets(number: int) -> bool:
+            fields = dict(read(number))
+            with suppress(Exception):  # such as of None >= 1
+                return bool(eval(code, fields))
+            return False
+
+        numbers = array("Q", islice(filter(meets, range(len(rows))), limit))
         if not numbers:
             fields = ", ".join(map(str, read(0)))
             raise InputError(
@@ -102,20 +110,6 @@ def _first(
     else:
         lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
-
-
-def _meeting(condition: str) -> Callable[[Row], bool]:
-    """Return a function that tells whether a row meets a condition, which is the user's own code as
-    the classes are that a configuration names."""
-    code = compile(condition, "data.filter", "eval")
-
-    def meets(row: Row) -> bool:
-        try:
-            return bool(eval(code, {**row}))
-        except Exception:  # such as of null >= 1
-            return False
-
-    return meets
 
 
 def load_heldout(

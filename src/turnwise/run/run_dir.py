@@ -87,13 +87,6 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
     return figure
 
 
-def _quality(row: JsonObject) -> float | None:
-    """Return what the best checkpoint has most of, accuracy or little loss, where it is known."""
-    loss: float | None = row.get("loss_heldout")
-    accuracy: float | None = row["accuracy_heldout"]
-    return accuracy if loss is None else -loss
-
-
 class RunDir:
     """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
     overwritten; a TurnwiseError when a file cannot be written, such as on a full disk."""
@@ -159,11 +152,12 @@ class RunDir:
         checkpoint.write_loop(folder, state)
         checkpoint.commit(folder)
         saved = {number_of(each) for each in checkpoint.list_checkpoints(folder.parent)}
-        measured = [
-            (quality, row["step"])
-            for row in self.metrics.rows
-            if row["step"] in saved and (quality := _quality(row)) is not None
-        ]
+        measured = []
+        for row in self.metrics.rows:
+            loss, quality = row.get("loss_heldout"), row["accuracy_heldout"]
+            quality = quality if loss is None else -loss
+            if row["step"] in saved and quality is not None:
+                measured.append((quality, row["step"]))
         best = max(measured)[1] if measured else None  # the newest if tied
         checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 

@@ -22,8 +22,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
-from turnwise.training.sample import Sample
-from turnwise.training.samples import SampleBatch
+from turnwise.training.samples import SampleBatch, add_trajectory
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
 from turnwise.trajectory.bridge import sampled_text
 from turnwise.trajectory.chat_template import Tools
@@ -126,24 +125,9 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     """
     batch = SampleBatch()
     for trajectory in trajectories:
-        branches = trajectory.samples()
-        batch.report += audit(trajectory, branches)
-        first = len(batch.samples)
-        for branch in branches:
-            sample = Sample.of(
-                branch.token_ids,
-                branch.response_mask,
-                branch.logprobs,
-                [version if trained else -1 for trained in branch.response_mask],
-                1.0,
-                sequence=len(batch.samples),
-                trajectory=first,
-                turns=branch.turns,
-                experts=branch.experts,
-            )
-            if sample.trained:  # nothing precedes the first token of a sequence
-                batch.samples.append(sample)
-                batch.origins[id(sample)] = trajectory
+        add_trajectory(batch, trajectory, [1.0] * len(trajectory.turns), oldest=0)
+    for sample in batch.samples:
+        sample.weight_versions_T[sample.response_mask_T] = version
     return batch
 
 

@@ -323,8 +323,7 @@ def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
         rendered = _probe(template, _conversation(_SENTINEL, False), [], tools)
         if isinstance(rendered, Exception):
             raise rendered
-        _, ending, _, _ = rendered
-        template.seams[key] = ending
+        ending = template.seams[key] = rendered[1]
     assert isinstance(ending, str)
     text, pattern = text or ending, template.special_token_pattern
     if text.endswith(ending):  # what was said may quote special tokens
