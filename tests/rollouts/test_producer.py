@@ -248,6 +248,17 @@ async def test_a_producer_goes_on_where_its_state_was_taken() -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
+    del state["numbers"]  # as in a checkpoint of an older version
+    older = Groups()
+    producer = GroupProducer(config(1), older, ProblemStream(PROBLEMS, 0), has_signal)
+    producer.restore(state, trained=1)
+    running = asyncio.create_task(producer.run())
+    await settled()
+    assert producer.waiting_for() == [*state["under_way"], *expected[8:12]]
+    assert older.started[0] == "group8"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
 
 async def test_data_that_changed_since_is_refused() -> None:
     state = GroupProducer(config(), Groups(), ProblemStream(PROBLEMS, 0), has_signal).state()

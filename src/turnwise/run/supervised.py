@@ -17,7 +17,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.ray import watching_ray
 from turnwise.core.watchdog import waiting
-from turnwise.errors import TrajectoryError
+from turnwise.errors import TrajectoryError, translate_unwritable
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, GroupProducer, Problem
 from turnwise.rollouts.evaluation import run_groups
@@ -35,6 +35,7 @@ from turnwise.training.trainer_group import TrainerGroup
 
 _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "staleness")
 """Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
+_REFUSED = "refused.jsonl"
 _SCORED = 64
 """Held-out samples in one call of the trainer, whose deadline is that of a call."""
 _FEW = 20  # rows of which so many may be refused by chance that it says nothing of the others
@@ -101,7 +102,8 @@ class SupervisedLoop(Loop):
                 group.dropped[error.reason] += 1
                 group.causes[error.reason] = f"{problem.id}: {error}"
                 why = {"row": problem.id, "reason": error.reason, "detail": str(error)}
-                self._files.append("refused.jsonl", json.dumps(why, ensure_ascii=False) + "\n")
+                with translate_unwritable(self._files.path(_REFUSED)):
+                    self._files.append(_REFUSED, json.dumps(why, ensure_ascii=False) + "\n")
             return group
 
         return await run_in_thread(read)

@@ -12,7 +12,6 @@ or hides something, for instance, or whose turns nothing ends.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from turnwise.chat.messages import plain
 from turnwise.chat.prompts import continue_turn, with_objects
@@ -138,26 +137,13 @@ def demonstrate(
     *,
     name: str = "demonstration",
 ) -> Trajectory:
-    """Return the trajectory of a written conversation, whose sampled tokens are the assistant's.
+    """Return the trajectory of a written conversation, whose sampled tokens are the assistant's,
+    with log-probs of 0.0. TrajectoryError, with a reason, when it cannot be exact.
 
     Args:
         messages: In OpenAI's format; arguments of calls are JSON texts or objects. An assistant's
             message with `weight` 0 is context; the others are trained. What follows the last
             assistant's message is left out.
-        tools: Descriptions of the tools that the conversation's prompt shows.
-        name: The trajectory's `problem_id`.
-
-    Returns:
-        A trajectory whose log-probs are 0.0, because nothing was sampled.
-
-    Raises:
-        TrajectoryError: with a reason, when the conversation cannot be exact.
-
-    Example:
-        >>> asked = {"role": "user", "content": "2 + 2?"}
-        >>> made = demonstrate(template, [asked, {"role": "assistant", "content": "4"}])
-        >>> template.decode_all(made.turns[0].completion_token_ids)
-        '4<|im_end|>'
     """
     said = [_checked(message) for message in messages]
     asked = [index for index, message in enumerate(said) if message["role"] == "assistant"]
@@ -233,10 +219,10 @@ def _turn(
             "opens reasoning, the message needs some, or model.template_args turns it off",
         )
     shown = _squeezed(text)
-    if lost := next((part for part in _parts(turn) if not _any_in(part, shown)), None):
-        raise TrajectoryError(
-            "content_changed", f"the template leaves out, or changes, {lost[0]!r} of {where}"
-        )
+    for spellings in _parts(turn):
+        if not any(_squeezed(spelling) in shown for spelling in spellings):
+            lost = f"{spellings[0]!r} of {where}"
+            raise TrajectoryError("content_changed", f"the template leaves out, or changes, {lost}")
     prompt, whole = template.encode(opening), template.encode(opening + text)
     sampled = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:
@@ -275,21 +261,14 @@ def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
                 yield (str(value),)
 
 
-def _any_in(spellings: Sequence[str], text: str) -> bool:
-    return any(_squeezed(spelling) in text for spelling in spellings)
-
-
 def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
 def tools_of(row: JsonObject) -> list[JsonObject] | None:
     """Return the tools of a row: a list, or its JSON text, as tables keep it; None without any."""
-    tools = row.get("tools")
-    with suppress(ValueError):
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tools = row.get("tools") or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
         raise TrajectoryError("malformed", "tools is no list of descriptions, nor its JSON text")
     return tools
