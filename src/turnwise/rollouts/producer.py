@@ -76,7 +76,7 @@ class GroupProducer:
         self._counted = 0  # number of groups begun, not counting discarded ones
         self._allowed = self._bound(0)
         """Number of groups that may begin until the next step is trained."""
-        self._resumed: list[tuple[int | None, Problem]] = []
+        self._resumed: list[tuple[int, Problem]] = []
         """Number and problem of groups that a resumed run begins first, because they were in
         flight."""
         self._started: dict[int, tuple[Problem, asyncio.Task[None]]] = {}
@@ -98,8 +98,7 @@ class GroupProducer:
                 if self._resumed:
                     number, problem = self._resumed.pop(0)
                 else:
-                    number, problem = None, await self._stream.take_one(self._row_seconds)
-                if number is None:
+                    problem = await self._stream.take_one(self._row_seconds)
                     number, self._number = self._number, self._number + 1
                 self._counted += 1
                 task = tasks.create_task(self._one(number, problem, time.perf_counter()))
@@ -231,9 +230,11 @@ class GroupProducer:
         self._allowed = self._bound(trained)
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}
-        numbers = state.get("numbers") or [None] * len(state["under_way"])  # older ones have none
-        begun = zip(numbers, state["under_way"], strict=True)
-        self._resumed = [(number, problems[name]) for number, name in begun]
+        begun = state["under_way"]
+        if (numbers := state.get("numbers")) is None:  # of an older version
+            numbers = range(self._number, self._number + len(begun))
+            self._number += len(begun)
+        self._resumed = [(n, problems[name]) for n, name in zip(numbers, begun, strict=True)]
         now = time.perf_counter()
         for entry in state["ready"]:
             problem, group = problems[entry["problem"]], Group.from_dict(entry["group"])
