@@ -45,6 +45,7 @@ _QUESTION = "placeholder question"
 _SENTINEL = "sentinel 0f1e2d3c"
 """Content of the placeholder's assistant turn; no real conversation contains it."""
 THOUGHT_END = "</think>"
+_HIDDEN = "the template leaves out the assistant's answer"
 _NEW_MESSAGE = "new message 5b6a7988"
 """Content of the new messages while the template is probed, followed by their index."""
 
@@ -320,10 +321,12 @@ def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
     template writes behind an answer."""
     key = ("turn end", bool(tools))
     if (ending := template.seams.get(key)) is None:
-        rendered = _probe(template, _conversation(_SENTINEL, False), [], tools)
-        if isinstance(rendered, Exception):
-            raise rendered
-        ending = template.seams[key] = rendered[1]
+        shown = _conversation(_SENTINEL, False)
+        rendered = template.render_text(shown, tools=tools, add_generation_prompt=False)
+        _, found, ending = rendered.rpartition(_SENTINEL)
+        if not found:
+            raise TrajectoryError("unlike_placeholder", _HIDDEN)
+        template.seams[key] = ending
     assert isinstance(ending, str)
     text, pattern = text or ending, template.special_token_pattern
     if text.endswith(ending):  # what was said may quote special tokens
@@ -401,8 +404,7 @@ def _probe(
         return error
     sentinels = alone.count(_SENTINEL)
     if not sentinels or continued.count(_SENTINEL) != sentinels:
-        hidden = "the template leaves out the assistant's answer"
-        return TrajectoryError("unlike_placeholder", hidden)
+        return TrajectoryError("unlike_placeholder", _HIDDEN)
     following = continued.split(_SENTINEL)[sentinels]
     positions = [following.find(f"{_NEW_MESSAGE} {index}.") for index in range(len(new))]
     if -1 in positions or positions != sorted(positions):
