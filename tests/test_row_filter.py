@@ -1,77 +1,63 @@
-"""`data.filter`: conditions on rows, of which only harmless parts exist."""
+"""`data.filter`: a condition on rows."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.config import parse_config
-from turnwise.config.row_filter import RowFilter
+from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
+from turnwise.rollouts.data import load_heldout, load_training
+from turnwise.run.commands import ProgramInputs, load_problems
 
-ROW: dict[str, Any] = {
-    "reward": 1.0,
-    "status": "completed",
-    "turns": [1, 2, 3],
-    "metrics": {"steps": 4, "of a shop": {"sold": True}},
-    "level": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("condition", "meets"),
-    [
-        ("reward >= 1", True),
-        ("reward >= 1 and len(turns) < 3", False),
-        ("0.5 < reward <= 1 and not status == 'length'", True),
-        ("status in ['completed', 'length']", True),
-        ("metrics.steps == 4 and metrics['of a shop'].sold", True),
-        ("turns[0] == 1 and turns[-1] == 3 and reward > -1", True),
-        ("level >= 3", False),
-        ("level == null or level >= 3", True),
-        ("metrics.none.of.these", False),
-        ("status >= 3", False),
-        ("nothing == null", True),
-        ("turns[9] == null", True),
-        ("true", True),
-    ],
-)
-def test_a_condition_reads_the_row(condition: str, meets: bool) -> None:
-    assert RowFilter(condition)(ROW) is meets
+ROWS: list[dict[str, Any]] = [
+    {"reward": 1.0, "status": "completed", "turns": [1, 2], "metrics": {"steps": 4}},
+    {"reward": 0.0, "status": "completed", "turns": [1]},
+    {"reward": None, "status": "length", "turns": []},
+    {"reward": 1.0, "status": "length"},
+]
 
 
 @pytest.mark.parametrize(
-    "condition",
+    ("condition", "meeting"),
     [
-        "__import__('os').system('true')",
-        "status.upper()",
-        "len(turns, 2)",
-        "[x for x in turns]",
-        "(lambda: 1)()",
-        "f'{reward}'",
-        "9 ** 9 ** 9",
-        "status * 99999999 == 1",
-        "reward is null",
-        "reward if status else 0",
-        "turns[:1]",
-        "(reward := 2)",
-        "reward =>",
-        "",
-        "a" * 501,
+        ("reward >= 1", [0, 3]),
+        ("reward >= 1 and len(turns) < 6", [0]),
+        ("0 <= reward < 1 or status == 'length'", [1, 3]),  # the third is no number
+        ("reward is None or reward >= 1", [0, 2, 3]),
+        ("metrics['steps'] == 4", [0]),
+        ("True", [0, 1, 2, 3]),
     ],
 )
-def test_anything_but_a_condition_is_refused(condition: str) -> None:
-    with pytest.raises(ValueError, match="condition"):
-        RowFilter(condition)
+def test_rows_that_meet_the_condition_are_used(
+    condition: str, meeting: list[int], make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = make_config(data={"path": str(path), "eval_path": str(path), "filter": condition})
+    expected = [ROWS[index] for index in meeting]
+    assert [problem.row for problem in load_training(config)] == expected
+    assert len(load_heldout(config)) == len(ROWS)
+    given = load_problems(config, ProgramInputs(rows=ROWS))
+    assert [problem.row for problem in given] == expected
+    limited = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
+    assert [problem.row for problem in load_training(limited)] == expected[:1]
 
 
-def test_names_of_python_are_only_fields_of_the_row() -> None:
-    assert RowFilter("__class__ == null and reward.__class__ == null")(ROW)
-    assert RowFilter("metrics.keys == null")(ROW)
-    assert RowFilter("reward >= 1 and metrics.steps > 2").fields == {"metrics", "reward"}
+def test_a_condition_that_no_row_meets_is_a_mistake(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config(data={"path": "d", "filter": "rewrad >= 1"})
+    fields = "data.filter: none of the 4 rows meets rewrad >= 1; the first one has the fields rew"
+    with pytest.raises(InputError, match=fields):
+        load_problems(config, ProgramInputs(rows=ROWS))
 
 
-def test_a_mistake_in_the_key_is_one_sentence() -> None:
-    tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "rows.jsonl"}}
-    tree["data"] = {"path": "rows.jsonl", "filter": "reward.count(1)"}
-    with pytest.raises(InputError, match=r"data.filter: 'reward.count\(1\)' cannot be part of a"):
-        parse_config(tree)
+@pytest.mark.parametrize("condition", ["reward =>", "", "import os", "a = 1"])
+def test_a_mistake_in_the_key_is_one_sentence(condition: str) -> None:
+    tree = {"environment": "a:B", "model": {"path": "m"}}
+    data = {"path": "rows.jsonl", "filter": condition}
+    with pytest.raises(InputError, match=r"data.filter: .* is no expression such as reward >= 1"):
+        parse_config({**tree, "data": data})

@@ -48,7 +48,7 @@ def test_a_run_is_resumed_and_exported(file: Path) -> None:
     assert "held-out loss" in whole.stdout
     assert "engine" not in whole.stdout
     names = {str(path.relative_to(run)) for path in run.rglob("*")}
-    assert {"reward.png", "exactness.json", "checkpoints/step-0004"} <= names
+    assert {"exactness.json", "checkpoints/step-0004"} <= names
     for trajectory in read_jsonl(run / "trajectories/step-0001.jsonl"):
         assert audit(trajectory).violations == 0
 

@@ -24,8 +24,8 @@ from examples.calculator.problems import (
 from examples.calculator.tokenizer import build_tokenizer
 from examples.calculator.tool import TOOL_SCHEMA, calculate
 from examples.calculator.warm_start import rows
-from turnwise.chat.demonstrations import demonstrate, tools_of
 from turnwise.errors import InputError
+from turnwise.training.supervised import demonstrate, tools_of
 from turnwise.trajectory import ChatTemplate, Trajectory, write_jsonl
 
 SEED = 3

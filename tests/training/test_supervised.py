@@ -49,9 +49,19 @@ def refusal(reader: RowReader, row: dict[str, Any]) -> tuple[str, str]:
     return refused.value.reason, str(refused.value)
 
 
-def test_only_the_reduction_of_the_algorithm_is_kept(config: Config) -> None:
+def test_only_what_rows_need_is_kept_of_a_configuration(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
     assert config.algorithm.loss.name == "cross_entropy"
     assert config.sampling.temperature == 1.0
+    ahead = {"sampling": {"stop_token_ids": [7]}, "eval": {"background": True, "target": 0.5}}
+    made = supervised_config(make_config(**ahead))
+    assert made.sampling.stop_token_ids == [7], "turns end there"
+    assert (made.sampling.n, made.eval.background, made.eval.target) == (1, False, None)
+    assert made.training.max_staleness == 1, "rows are read while the trainer trains"
+    repeated = made.model_copy(update={"deterministic": True})
+    assert supervised_config(repeated).training.max_staleness == 0
+    assert supervised_config(made) == made, "as when a run is resumed"
 
 
 def test_masks_are_those_of_a_search_in_the_calculators_template(
@@ -70,24 +80,19 @@ def _both(sample: Any) -> tuple[list[int], list[bool]]:
     return sample.token_ids_T.tolist(), sample.response_mask_T.tolist()
 
 
-def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader, tokenizer: Any) -> None:
+def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader) -> None:
     (row,) = solutions(1)
     whole = read(reader, row)
     (branch,) = whole.samples()
     stored = json.loads(replace(whole, reward=1.0).to_json())
-    asked, *said = row["messages"]
     forms = [
         stored,
         to_training_trace(whole),
-        {"prompt": [asked], "completion": said, "tools": json.dumps([TOOL_SCHEMA])},
-        {"messages": json.dumps(row["messages"]), "tools": [TOOL_SCHEMA]},
+        {**row, "tools": json.dumps([TOOL_SCHEMA])},
     ]
     for form in forms:
         (other,) = read(reader, form).samples()
         assert (other.token_ids, other.response_mask) == (branch.token_ids, branch.response_mask)
-    plain = read(reader, {"prompt": "2 + 2?", "completion": "4"})
-    template = ChatTemplate(tokenizer)
-    assert template.decode_all(plain.turns[0].completion_token_ids) == "4<|im_end|>"
 
 
 def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
@@ -108,7 +113,7 @@ def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     assert refusal(reader, json.loads(Trajectory("a").to_json()))[0] == "nothing_to_train"
     reason, why = refusal(reader, {"question": "2 + 2?", "answer": "4"})
     assert reason == "unknown_form"
-    assert "this one: question, answer" in why
+    assert "this one has question, answer" in why
     short = supervised_config(make_config(model={"path": "m", "max_length": 8}))
     assert refusal(RowReader(short, ChatTemplate(tokenizer)), row)[0] == "too_long"
 

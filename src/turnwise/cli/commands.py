@@ -124,8 +124,8 @@ async def sft(
 ) -> None:
     """Train on the rows of data.path themselves: conversations, trajectories or traces."""
     config = _config_of(command, file, overrides, resume, optional=("environment",))
-    result = await commands.sft(config, Console(), resume)
-    print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
+    result = await commands.train(config, Console(), resume, supervised=True)
+    print_text(f"{result.exactness}\nrun folder {result.folder}")
 
 
 @command_of(app)

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
-from turnwise.config.row_filter import RowFilter
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's description of an adapter, in its folder
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -139,7 +138,10 @@ def _checked_names(sets: dict[str, str]) -> dict[str, str]:
 
 
 def _checked_filter(expression: str) -> str:
-    RowFilter(expression)
+    try:
+        compile(expression, "data.filter", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no expression such as reward >= 1") from error
     return expression
 
 
@@ -152,9 +154,9 @@ class RowsConfig(Section):
     folder for the trajectories of its steps (`turnwise sft`). All values of a .csv or .tsv file are
     read as text."""
     filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
-    """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: fields of
-    the row, comparisons, and, or, not, in, and len(). `turnwise sft` applies it to held-out
-    rows too. Null uses all rows."""
+    """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: an
+    expression of Python, in which the fields of the row are variables. A row of which it cannot be
+    computed, because it lacks a field or one is null, does not meet it. Null uses all rows."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""

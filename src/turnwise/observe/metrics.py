@@ -73,7 +73,7 @@ class StepMetrics:
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
     dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
-    """Trajectories whose last attempt failed, by reason."""
+    """Trajectories whose last attempt failed, by reason; in supervised training, refused rows."""
     retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
@@ -220,8 +220,6 @@ class StepMetrics:
     """Seconds from the evaluation's start to its end."""
     loss_heldout: float | None = None
     """In supervised training, the mean cross-entropy of the trained tokens of held-out rows."""
-    refused: Counts = None
-    """Rows that supervised training refuses, by reason; refused.jsonl names each."""
     epoch: float | None = None
     """Number of epochs of supervised training so far."""
     step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None

@@ -12,14 +12,13 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
 from turnwise.config import Config
-from turnwise.config.row_filter import RowFilter
 from turnwise.core.files import numbered
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
@@ -31,21 +30,13 @@ from turnwise.rollouts.environment import (
     make_rows,
     name_of,
 )
-from turnwise.rollouts.problems import (
-    ChosenRows,
-    Joined,
-    JoinedProblems,
-    Lazy,
-    Problems,
-    Row,
-)
+from turnwise.rollouts.problems import Joined, JoinedProblems, Lazy, Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
 _EAGER_BYTES = 2**22  # maximum size of a JSON Lines or CSV file whose rows are made at once
-_FIRST_ROWS = 100  # rows in which a condition's fields are looked for
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -55,9 +46,11 @@ def load_rows(
     split: str,
     subset: str | None = None,
     limit: int | None = None,
+    condition: str | None = None,
     agent_env: Sequence[str] = (),
 ) -> Sequence[Row]:
-    """Return the first `limit` rows, in their order.
+    """Return the first `limit` rows, in their order; of those that meet the condition, if there is
+    one (`data.filter`).
 
     Args:
         path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
@@ -81,19 +74,41 @@ def load_rows(
         rows = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
     elif file.suffix in DATA_FILES and not file.is_dir():
         with _naming_file(file):
-            rows = _READERS[file.suffix](file, limit)
+            rows = _READERS[file.suffix](file, limit if condition is None else None)
     elif steps := numbered(file / "trajectories", "step", ".jsonl"):
         rows = Joined([_read_jsonl(step, None) for step in steps])
     else:
         rows = _read_dataset(path, split, subset)
     if not rows:
         raise InputError(f"{path} has no rows")
-    return _first(rows, limit, rows.__getitem__)
+    return _first(rows, limit, rows.__getitem__, condition)
 
 
-def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -> Sequence[Row]:
-    """Return the first rows, in a list, which finds mistakes early, unless they are many."""
-    lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
+def _first(
+    rows: Sequence[Row], limit: int | None, read: Callable[[int], Row], condition: str | None
+) -> Sequence[Row]:
+    """Return the first rows, in a list, which finds mistakes early, unless they are many. With a
+    condition all rows are read until there are enough."""
+    if condition is not None:
+        # The user's own code, as the classes are that a configuration names.
+        code = compile(condition, "data.filter", "eval")
+
+        def meets(number: int) -> bool:
+            fields = dict(read(number))
+            with suppress(Exception):  # such as of None >= 1
+                return bool(eval(code, fields))
+            return False
+
+        numbers = array("Q", islice(filter(meets, range(len(rows))), limit))
+        if not numbers:
+            fields = ", ".join(map(str, read(0)))
+            raise InputError(
+                f"data.filter: none of the {len(rows):,} rows meets {condition}; the first one has "
+                f"the fields {fields}"
+            )
+        lazy = Lazy(len(numbers), lambda index: read(numbers[index]))
+    else:
+        lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
@@ -137,45 +152,24 @@ def _rows_of(
         split, path, part, limit = "train", data.path, data.split, data.limit
     else:
         raise InputError("data.path must be set: there are no rows")
-    condition = None if split == "eval" else data.filter
-    most = limit if condition is None else None
-    name = of = path
+    condition = data.filter if split == "train" else None
     if path == ENVIRONMENT:
         environment = environment or configured_environment(config)
-        name, of = split, f"{name_of(environment)}.rows({split!r})"
-        rows = checked_rows(make_rows(environment, split), of, most)
-    else:
-        agent_env = config.rollout.agent_env
-        rows = load_rows(path, split=part, subset=data.subset, limit=most, agent_env=agent_env)
-    return name, rows if condition is None else chosen_rows(rows, condition, of, limit)
+        name = f"{name_of(environment)}.rows({split!r})"
+        return split, checked_rows(make_rows(environment, split), name, limit, condition)
+    return path, load_rows(
+        path,
+        split=part,
+        subset=data.subset,
+        limit=limit,
+        condition=condition,
+        agent_env=config.rollout.agent_env,
+    )
 
 
-def chosen_rows(
-    rows: Sequence[Row], condition: str, name: str, limit: int | None = None
-) -> ChosenRows:
-    """Return the first rows that meet `data.filter`, which reads all until there are enough.
-
-    Raises:
-        InputError: when no row meets it, or none of the first ones has a field that it reads.
-    """
-    meets, numbers = RowFilter(condition), array("Q")
-    known = dict.fromkeys(key for row in islice(rows, _FIRST_ROWS) for key in row)
-    if unknown := sorted(meets.fields - known.keys()):
-        raise InputError(
-            f"data.filter: rows of {name} have no field {unknown[0]}; they have "
-            f"{', '.join(map(str, known))}"
-        )
-    for number, row in enumerate(rows, start=1):
-        if meets(row):
-            numbers.append(number)
-            if len(numbers) == limit:
-                break
-    if not numbers:
-        raise InputError(f"data.filter: none of the {len(rows):,} rows of {name} meets {condition}")
-    return ChosenRows(rows, numbers)
-
-
-def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
+def checked_rows(
+    rows: Sequence[Row], name: str, limit: int | None, condition: str | None = None
+) -> Sequence[Row]:
     """Return the first rows of a program, called `name` in errors; each must be a dictionary."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
@@ -186,7 +180,7 @@ def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[
             raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
         return dict(row)
 
-    return _first(rows, limit, read)
+    return _first(rows, limit, read, condition)
 
 
 @contextmanager

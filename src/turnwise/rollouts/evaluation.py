@@ -19,7 +19,7 @@ from pathlib import Path
 from turnwise.config import Config
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right, turn_times, write_times
+from turnwise.rollouts.group import Group, Outcomes, is_right, turn_times, write_times
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
@@ -190,7 +190,7 @@ async def run_groups(
         problem = await problem_at(problems, place, row_seconds)
         group = await run_group(problem, tag)
         if group.left_out:
-            left_out.append(group.causes[TOO_LONG])
+            left_out.append(group.causes[group.left_out])
         else:
             outcomes.add(group)
             if keep is not None:

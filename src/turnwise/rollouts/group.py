@@ -49,15 +49,12 @@ class Group:
     """Names of files in the run folder, and texts for their ends, on the way to the driver."""
     environment: str = ""
     """Name of the environment in `environments`; "" if the run has one environment."""
+    left_out: str = ""
+    """Reason why the problem cannot be used and is left out from now on, a key of `causes`."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Group":
         return cls(problem.id, environment=problem.environment)
-
-    @property
-    def left_out(self) -> bool:
-        """Whether the group was not run, because its prompt is too long."""
-        return TOO_LONG in self.causes
 
     @property
     def judged(self) -> int:

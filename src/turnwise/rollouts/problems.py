@@ -6,7 +6,7 @@ that were reported, so a restored stream continues exactly where the earlier one
 
 import logging
 import random
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,14 +64,6 @@ class Joined(Lazy[_T]):
         super().__init__(ends[-1] if ends else 0, item)
 
 
-class ChosenRows(Lazy[Row]):
-    """Some of the rows of a sequence, by their numbers in it, which count from 1 and increase."""
-
-    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
-        super().__init__(len(numbers), lambda index: rows[numbers[index] - 1])
-        self.numbers = numbers
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     id: str
@@ -91,18 +83,11 @@ class Problems(Lazy[Problem]):
     ) -> None:
         super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
         self._name = "/".join(filter(None, (environment, heldout_set, Path(path).name)))
-        self._numbers: Sequence[int] = range(1, len(rows) + 1)
-        if isinstance(rows, ChosenRows):
-            self._numbers = rows.numbers
         self.in_memory = isinstance(rows, list)  # reading a row runs no other code
 
     def name(self, index: int) -> str:
         """Return the id of a problem without reading its row."""
-        return f"{self._name}:{self._numbers[index]}"
-
-    def index_of(self, number: int) -> int:
-        """Return the index of the problem of a row, or any other if there is none."""
-        return bisect_left(self._numbers, number)
+        return f"{self._name}:{index + 1}"
 
 
 class JoinedProblems(Joined[Problem]):
@@ -174,13 +159,10 @@ class ProblemStream:
 
     def _index(self, name: str) -> int:
         problems, number = self._problems, name.rpartition(":")[2]
-        if number.isdecimal():  # as `Problems` names
+        if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
             index = int(number) - 1
-            if isinstance(problems, Problems):
-                index = problems.index_of(int(number))
-                if index < len(problems) and name == problems.name(index):
-                    return index
-            elif 0 <= index < len(problems) and name == problems[index].id:
+            known = problems.name(index) if isinstance(problems, Problems) else problems[index].id
+            if name == known:
                 return index
         if not isinstance(problems, Problems):
             for index, problem in enumerate(problems):

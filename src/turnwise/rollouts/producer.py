@@ -19,7 +19,7 @@ from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
-from turnwise.rollouts.group import TOO_LONG, Group, check_failures, is_right
+from turnwise.rollouts.group import Group, check_failures, is_right
 from turnwise.rollouts.problems import Pool, Problem, Stream
 
 _MAX_ROUNDS = 10
@@ -76,8 +76,9 @@ class GroupProducer:
         self._counted = 0  # number of groups begun, not counting discarded ones
         self._allowed = self._bound(0)
         """Number of groups that may begin until the next step is trained."""
-        self._resumed: list[Problem] = []
-        """Problems that a resumed run begins first, because their groups were in flight."""
+        self._resumed: list[tuple[int, Problem]] = []
+        """Number and problem of groups that a resumed run begins first, because they were in
+        flight."""
         self._started: dict[int, tuple[Problem, asyncio.Task[None]]] = {}
         self._ready: dict[int, _Ready] = {}
         self._discarded: list[tuple[str, Group]] = []
@@ -94,11 +95,11 @@ class GroupProducer:
                     if self._counted >= self._allowed:
                         self._changed.notify_all()  # see `all_begun`
                     await self._changed.wait_for(lambda: self._counted < self._allowed)
-                resumed = self._resumed[:1]
-                problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
-                del self._resumed[:1]
-                number = self._number
-                self._number += 1
+                if self._resumed:
+                    number, problem = self._resumed.pop(0)
+                else:
+                    problem = await self._stream.take_one(self._row_seconds)
+                    number, self._number = self._number, self._number + 1
                 self._counted += 1
                 task = tasks.create_task(self._one(number, problem, time.perf_counter()))
                 self._started[number] = problem, task
@@ -128,8 +129,8 @@ class GroupProducer:
             else:
                 self._counted -= 1
                 self._discarded.append((reason, group))
-                if reason == TOO_LONG:
-                    self._stream.leave_out(problem, group.causes[TOO_LONG])
+                if group.left_out:
+                    self._stream.leave_out(problem, group.causes[reason])
                 else:
                     self._check_discarded()
             self._changed.notify_all()
@@ -137,7 +138,7 @@ class GroupProducer:
     async def _judge(self, group: Group) -> tuple[str, Pool | None]:
         """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
         if group.left_out:
-            return TOO_LONG, None
+            return group.left_out, None
         if group.judged < min(2, self._config.sampling.n):
             return "failed", None
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
@@ -213,7 +214,8 @@ class GroupProducer:
         return {
             "stream": self._stream.state(),
             "number": self._number,
-            "under_way": [*self.waiting_for(), *(problem.id for problem in self._resumed)],
+            "under_way": [*self.waiting_for(), *(problem.id for _, problem in self._resumed)],
+            "numbers": [*self._started, *(number for number, _ in self._resumed)],
             "ready": [
                 {"number": number, "problem": ready.problem.id, "group": ready.group.to_dict()}
                 for number, ready in sorted(self._ready.items())
@@ -228,7 +230,11 @@ class GroupProducer:
         self._allowed = self._bound(trained)
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}
-        self._resumed = [problems[name] for name in state["under_way"]]
+        begun = state["under_way"]
+        if (numbers := state.get("numbers")) is None:  # of an older version
+            numbers = range(self._number, self._number + len(begun))
+            self._number += len(begun)
+        self._resumed = [(n, problems[name]) for n, name in zip(numbers, begun, strict=True)]
         now = time.perf_counter()
         for entry in state["ready"]:
             problem, group = problems[entry["problem"]], Group.from_dict(entry["group"])

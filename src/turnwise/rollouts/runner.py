@@ -395,7 +395,7 @@ class Runner:
                     await run_in_thread(lambda: self.tool_parser)
         compares = self.rewards.compares
         if too_long := await stage.known_too_long(problem):
-            group.causes[TOO_LONG] = too_long
+            group.left_out, group.causes[TOO_LONG] = TOO_LONG, too_long
         else:
             async with task_group() as tasks:
                 for index in range(sampling.n):
@@ -448,7 +448,7 @@ class Runner:
                     return
                 reason, message = failure
                 if reason == TOO_LONG:
-                    group.causes[TOO_LONG] = message
+                    group.left_out, group.causes[TOO_LONG] = TOO_LONG, message
                     return
                 counts = group.dropped if number == tries else group.retried
                 counts[reason] += 1

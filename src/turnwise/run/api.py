@@ -100,19 +100,14 @@ def sft(
     progress: bool = True,
     **keys: object,
 ) -> TrainingResult:
-    """Train a model on rows themselves (supervised), without engines and without rewards.
+    """Train a model on rows themselves (supervised), without engines and without rewards; the other
+    arguments are those of `train`.
 
     Args:
-        model: Folder or Hugging Face name of the model to start from (model.path).
         data: Rows, or a path or name (data.path): dictionaries with `messages`, and `tools` if
             there are any; trajectories of a run, or its folder; or training traces.
         steps: Training steps of `rollout.prompts_per_step` rows each (training.steps).
         eval_data: Held-out rows, as `data` (data.eval_path), whose loss is measured.
-        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
-        resume: Folder of a supervised run to continue from its last complete checkpoint, with its
-            own configuration; cannot be combined with `config`.
-        progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration, over `config`.
 
     Raises:
         InputError: when anything that was given cannot be used.
@@ -129,7 +124,7 @@ def sft(
         config, keys, values, None, data, eval_data, optional=["environment"], resume=resume
     )
     console, run = Console(quiet=not progress), None if resume is None else Path(resume)
-    work = partial(commands.sft, resolved, console, run, inputs)
+    work = partial(commands.train, resolved, console, run, inputs, supervised=True)
     return run_command(work, "the training run")
 
 

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
     Datasets = tuple[Sequence[Problem], Sequence[Problem]]
     """Problems to train on, and held-out ones."""
     Join = Callable[[Runtime, Datasets], AbstractAsyncContextManager[Datasets]]
-    Play = Callable[
-        [Datasets, RunDir, Display, Resume | None], Coroutine[object, object, ExactnessReport]
-    ]
-    """Plays a run in its folder, from a checkpoint if there is one."""
 
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
@@ -155,11 +151,10 @@ def load_problems(
             "environments has its own environments and rows, and the program gives one too: leave "
             "out environment, data and eval_data, or environments"
         )
-    from turnwise.rollouts.data import checked_rows, chosen_rows, load_heldout, load_training
+    from turnwise.rollouts.data import checked_rows, load_heldout, load_training
     from turnwise.rollouts.problems import JoinedProblems, Problems
 
     data, rows = config.data, inputs.eval_rows if heldout else inputs.rows
-    condition = None if heldout else data.filter
     if rows is None:
         load = load_heldout if heldout else load_training
         return load(config, inputs.environment_for(config))
@@ -167,9 +162,8 @@ def load_problems(
     if isinstance(rows, Mapping):
         checked = {of: checked_rows(each, f"{name}[{of!r}]", limit) for of, each in rows.items()}
         return JoinedProblems({of: Problems(name, each, "", of) for of, each in checked.items()})
-    if condition is not None:
-        return Problems(name, chosen_rows(checked_rows(rows, name, None), condition, name, limit))
-    return Problems(name, checked_rows(rows, name, limit))
+    condition = None if heldout else data.filter
+    return Problems(name, checked_rows(rows, name, limit, condition))
 
 
 async def train(
@@ -177,75 +171,20 @@ async def train(
     console: Console,
     run: Path | None = None,
     inputs: ProgramInputs = FROM_CONFIG,
+    *,
+    supervised: bool = False,
 ) -> TrainingResult:
-    """Train to the last step, from the newest complete checkpoint of `run` on, if it is given."""
+    """Train to the last step, from the newest complete checkpoint of `run` on, if it is given; if
+    `supervised`, on the rows themselves, without engines."""
+    if supervised:
+        from turnwise.training.supervised import supervised_config
+
+        config = supervised_config(config)
     check_sampled(config)
-    resume = None if run is None else await _resumable(run, config)
+    resume = None if run is None else await _resumable(run, config, supervised)
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, key)
-
-    async def play(
-        data: "Datasets", folder: "RunDir", display: "Display", start: "Resume | None"
-    ) -> ExactnessReport:
-        # A function, so that nothing of an attempt that failed lives on in the next one.
-        from turnwise.observe.prometheus import serving_metrics
-        from turnwise.run.trainer import TrainingLoop
-
-        async with AsyncExitStack() as opened:
-            opening = _opened(config, inputs, data[0], display, folder.path)
-            runtime = await opened.enter_async_context(opening)
-            if inputs.join is not None:
-                data = await opened.enter_async_context(inputs.join(runtime, data))
-            loop = TrainingLoop(config, runtime, *data, folder, display, start)
-            host, port = config.serving.host, config.metrics.port
-            scheduler, rows = runtime.manager.scheduler, folder.metrics.rows
-            async with serving_metrics(host, port, rows, loop.in_flight, scheduler):
-                await loop.run()
-            return loop.exactness
-
-    return await _trained(config, console, inputs, resume, play)
-
-
-async def sft(
-    config: Config,
-    console: Console,
-    run: Path | None = None,
-    inputs: ProgramInputs = FROM_CONFIG,
-) -> TrainingResult:
-    """Train on the rows themselves, without engines, as `train` does."""
-    from turnwise.training.supervised import supervised_config
-
-    config = supervised_config(config)
-    if config.model.adapter is not None:
-        raise InputError("model.adapter: training starts from a whole model; merge it into one")
-    resume = None if run is None else await _resumable(run, config, supervised=True)
-    check_sources(config, *inputs.paths(config))
-
-    async def play(
-        data: "Datasets", folder: "RunDir", display: "Display", start: "Resume | None"
-    ) -> ExactnessReport:
-        from turnwise.run.supervised import SupervisedLoop, open_trainer
-
-        async with open_trainer(config, folder.path, display) as policy:
-            loop = await run_in_thread(
-                lambda: SupervisedLoop(config, policy, *data, folder, display, start)
-            )
-            await loop.run()
-            return loop.exactness
-
-    return await _trained(config, console, inputs, resume, play)
-
-
-async def _trained(
-    config: Config,
-    console: Console,
-    inputs: ProgramInputs,
-    resume: "Resume | None",
-    play: "Play",
-) -> TrainingResult:
-    """Read the data, and play a run to its end, again from its last checkpoint where the trainer
-    dies."""
     with ExitStack() as stack, _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume
@@ -262,7 +201,7 @@ async def _trained(
             if resume is not None:
                 display.warn(f"continuing from {resume.checkpoint}")
             try:
-                exactness = await play(data, folder, display, resume)
+                exactness = await _play(config, inputs, data, folder, display, resume, supervised)
                 break
             except TrainerError as error:
                 if attempt >= config.training.restarts:
@@ -277,7 +216,44 @@ async def _trained(
     return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
 
 
-async def _resumable(run: Path, config: Config, supervised: bool = False) -> "Resume":
+async def _play(
+    config: Config,
+    inputs: ProgramInputs,
+    data: "Datasets",
+    folder: "RunDir",
+    display: "Display",
+    start: "Resume | None",
+    supervised: bool,
+) -> ExactnessReport:
+    """Play a run to its end. (A function, so that nothing of an attempt that failed lives on in the
+    next one.)"""
+    async with AsyncExitStack() as opened:
+        if supervised:
+            from turnwise.run.supervised import SupervisedLoop, open_trainer
+
+            opening = open_trainer(config, folder.path, display)
+            policy = await opened.enter_async_context(opening)
+            rows = await run_in_thread(
+                SupervisedLoop, config, policy, *data, folder, display, start
+            )
+            await rows.run()
+            return rows.exactness
+        from turnwise.observe.prometheus import serving_metrics
+        from turnwise.run.trainer import TrainingLoop
+
+        starting = _opened(config, inputs, data[0], display, folder.path)
+        runtime = await opened.enter_async_context(starting)
+        if inputs.join is not None:
+            data = await opened.enter_async_context(inputs.join(runtime, data))
+        loop = TrainingLoop(config, runtime, *data, folder, display, start)
+        host, port = config.serving.host, config.metrics.port
+        scheduler, lines = runtime.manager.scheduler, folder.metrics.rows
+        async with serving_metrics(host, port, lines, loop.in_flight, scheduler):
+            await loop.run()
+        return loop.exactness
+
+
+async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
     """Return the newest complete checkpoint of a run, if the configuration can go on with it."""
     from turnwise.run.run_dir import find_resume
 
@@ -285,7 +261,7 @@ async def _resumable(run: Path, config: Config, supervised: bool = False) -> "Re
     home = {"name": saved.name, "output_dir": saved.output_dir}  # which may be spelled otherwise
     check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
-    if ("rows" in found.state) is not supervised:
+    if found.state.get("supervised", False) is not supervised:
         other = "train" if supervised else "sft"
         raise InputError(f"{run} is a run of another command: turnwise {other} --resume {run}")
     if found.step >= config.training.steps:

@@ -18,7 +18,6 @@ from turnwise.trajectory import Trajectory
 
 _QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
-_SUPERVISED = ("now", "elapsed", "step", "train tok/s", "left")  # columns of supervised training
 _Result = TypeVar("_Result")
 
 
@@ -88,10 +87,6 @@ class Display:
             parts += [f"epoch {metrics.epoch or 0:.2f}", f"loss {_known(metrics.loss)}", train]
             if metrics.loss_heldout is not None:
                 parts.append(f"held-out loss {metrics.loss_heldout:.4f}")
-            if metrics.refused:
-                parts.append(
-                    f"refused: {', '.join(f'{k} {n}' for k, n in metrics.refused.items())}"
-                )
         else:
             parts += [
                 f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
@@ -183,10 +178,6 @@ class Display:
                 "staleness": str(last.staleness_max) if last else "–",
                 "left": self._time_left() or "–",
             }
-            if last and last.reward_mean is None:  # supervised training
-                columns = {name: columns[name] for name in _SUPERVISED} | {
-                    "loss": _known(last.loss)
-                }
         for name in columns:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())

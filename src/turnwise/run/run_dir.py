@@ -49,17 +49,13 @@ def find_resume(run: Path) -> Resume:
 
 
 def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) -> "Figure":
-    """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right; or the
-    losses of supervised training."""
+    """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right."""
     from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
     from matplotlib.ticker import MaxNLocator
 
     trained = [row for row in rows if row["step"] > 0]
     measured = [row for row in rows if row["accuracy_heldout"] is not None]
-    drawn, label = "reward_mean", "mean reward of the step's trajectories"
-    if any("reward_mean" not in row for row in trained):  # supervised training
-        drawn, label = "loss", "loss"
-    rewards = [row[drawn] for row in trained]
+    rewards = [row["reward_mean"] for row in trained]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     lines = axes.plot(
@@ -67,13 +63,11 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
         rewards,
         color="#5a6fa8",
         marker=".",
-        label=label,
+        label="mean reward of the step's trajectories",
     )
-    axes.set_ylabel("reward" if drawn == "reward_mean" else label)
+    axes.set_ylabel("reward")
     if all(0 <= reward <= 1 for reward in rewards):
         axes.set_ylim(_SHARE)
-    if losses := {row["step"]: row["loss_heldout"] for row in rows if "loss_heldout" in row}:
-        lines += axes.plot([*losses], [*losses.values()], color="#d95f02", label="held-out loss")
     if measured:
         beside = axes.twinx()
         beside.set_ylim(_SHARE)
@@ -91,13 +85,6 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
     axes.set_title(name)
     figure.legend(handles=lines, loc="outside lower center", ncols=2)
     return figure
-
-
-def _quality(row: JsonObject) -> float | None:
-    """Return what the best checkpoint has most of, accuracy or little loss, where it is known."""
-    loss: float | None = row.get("loss_heldout")
-    accuracy: float | None = row["accuracy_heldout"]
-    return accuracy if loss is None else -loss
 
 
 class RunDir:
@@ -155,14 +142,6 @@ class RunDir:
         with translate_unwritable(path):
             write_file(path, json.dumps(report.to_dict(), indent=1) + "\n")
 
-    def write_refused(self, refused: Sequence[JsonObject]) -> None:
-        """Append rows that supervised training refuses, if there are any: name, reason, detail."""
-        if not refused:
-            return
-        path = self.path / "refused.jsonl"
-        with translate_unwritable(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in refused)
-
     def begin_checkpoint(self, step: int) -> Path:
         """Return the folder that a step's checkpoint is written to until it is whole."""
         return checkpoint.begin(checkpoint.folder_of(self.path, step).resolve())
@@ -173,16 +152,17 @@ class RunDir:
         checkpoint.write_loop(folder, state)
         checkpoint.commit(folder)
         saved = {number_of(each) for each in checkpoint.list_checkpoints(folder.parent)}
-        measured = [
-            (quality, row["step"])
-            for row in self.metrics.rows
-            if row["step"] in saved and (quality := _quality(row)) is not None
-        ]
+        measured = []
+        for row in self.metrics.rows:
+            loss, quality = row.get("loss_heldout"), row["accuracy_heldout"]
+            quality = quality if loss is None else -loss
+            if row["step"] in saved and quality is not None:
+                measured.append((quality, row["step"]))
         best = max(measured)[1] if measured else None  # the newest if tied
         checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 
     def draw(self) -> None:
-        """Draw reward or loss, and what was measured on held-out rows, against the step."""
+        """Draw reward, and held-out accuracy where it was measured, against the step."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return

@@ -1,11 +1,13 @@
-"""The training loop: a producer of groups, and a consumer that trains on them.
+"""The training loops: a producer of groups, and a consumer that trains on them.
 
 The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
-alternate, which is synchronous training; there is no separate loop for it.
+alternate, which is synchronous training; there is no separate loop for it. `Loop` is what
+reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`) share.
 """
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,6 @@ from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
-from turnwise.rollouts.evaluation import Evaluation
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
@@ -29,43 +30,31 @@ from turnwise.run.evaluations import Evaluations
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
-from turnwise.training.samples import gives_signal, recent_versions
+from turnwise.training.samples import SampleBatch, gives_signal, recent_versions
+from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 
-class TrainingLoop:
-    """Trains the policy; see the module's docstring."""
+class Loop(ABC):
+    """Trains the policy; a subclass makes samples of groups, and measures the new weights."""
+
+    _waits = "rollout"  # phase in which a step waits for its groups
 
     def __init__(
         self,
         config: Config,
-        runtime: Runtime,
-        problems: Sequence[Problem],
-        heldout: Sequence[Problem],
+        policy: TrainerGroup,
+        producer: GroupProducer,
         folder: RunDir,
         progress: Display,
-        resume: Resume | None = None,
+        resume: Resume | None,
     ) -> None:
-        assert runtime.policy is not None
         self._config = config
-        self._policy = runtime.policy
+        self._policy = policy
+        self._producer = producer
         self._folder = folder
         self._progress = progress
         self._resume = resume
-        self._step = step = TrainingStep(config, runtime)
-        self._producer = GroupProducer(
-            config,
-            runtime.training_runner(config.sampling),
-            make_stream(config, problems),
-            lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
-            progress.advance,
-        )
-        ready = self._producer.all_begun
-        self._evaluations = Evaluations(config, runtime, heldout, folder, progress, ready)
-        runtime.manager.keeps_version = lambda: self._evaluations.running
-        self._find_alarms = alarm_finder(config)
-        for row in folder.metrics.rows:  # of the run that is resumed
-            self._find_alarms(row)
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
@@ -80,6 +69,33 @@ class TrainingLoop:
         needed where a run is asked to end after they have begun. None when asynchronous, and until
         a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
+        self._tasks: asyncio.TaskGroup  # what runs beside the steps
+
+    @abstractmethod
+    async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
+        """Return a step's samples, and add the groups' own metrics; StepError when too many
+        failed."""
+
+    @abstractmethod
+    async def _train(self, samples: SampleBatch) -> JsonObject:
+        """Train on a step's samples, if there are any; return the trainer's metrics."""
+
+    @abstractmethod
+    async def _measure(self, metrics: StepMetrics) -> None:
+        """Measure the weights after a step (0: before the first one), and whatever comes first."""
+
+    @abstractmethod
+    def _state(self) -> JsonObject:
+        """Return what a checkpoint keeps besides the step, the producer's state and the audit."""
+
+    def _is_written(self, step: int) -> bool:
+        """Return whether a step's trajectories and the values of their tokens are written."""
+        return True
+
+    @property
+    def _reached(self) -> bool:
+        """Whether the run ends before its last step, because the model is good enough."""
+        return False
 
     def in_flight(self) -> int:
         """Return the number of groups in flight; may be called from any thread."""
@@ -91,13 +107,12 @@ class TrainingLoop:
         seconds = self._config.watchdog_seconds
         watchdog = watching_progress(seconds, self._report_stall, self._folder.path)
         with self._ending:
-            async with watchdog, task_group() as tasks:
-                watch = tasks.create_task(self._policy.watch())
-                first = await self._begin(tasks)
+            async with watchdog, task_group() as self._tasks:
+                watch = self._tasks.create_task(self._policy.watch())
+                first = await self._begin()
                 if not self._reached:
-                    producing = tasks.create_task(self._producer.run())
-                    await self._consume(first, tasks)
-                    await self._evaluations.settle(self._ending.asked)
+                    producing = self._tasks.create_task(self._producer.run())
+                    await self._consume(first)
                     producing.cancel()
                     complete = self._reached or self._finished == self._config.training.steps
                     if self._ending.asked.is_set() and not complete:
@@ -109,15 +124,6 @@ class TrainingLoop:
                             await self._save(self._finished)
                         await self._ending.finished()
                 watch.cancel()
-        if self._reached:
-            self._progress.warn(
-                f"held-out accuracy {self._evaluations.accuracy:.3f} reaches eval.target "
-                f"{self._config.eval.target:g}: the run ends"
-            )
-
-    @property
-    def _reached(self) -> bool:
-        return self._config.eval.reached(self._evaluations.accuracy)
 
     def _report_stall(self, line: str) -> None:
         stuck = stuck_calls()
@@ -125,24 +131,14 @@ class TrainingLoop:
         report = write_report(self._folder.path, line)
         self._progress.warn(f"{line} (all stacks: {report})" if report else line)
 
-    async def _begin(self, tasks: asyncio.TaskGroup) -> int:
-        """Bring the engines to the trainer's weights; return the first step. Those of a new run are
-        evaluated as step 0; those of a resumed one, if the end of the run cut that short."""
+    async def _begin(self) -> int:
+        """Measure the weights of a new run as step 0, or restore those of a resumed one; return the
+        first step."""
         if self._resume is None:
             started = time.perf_counter()
-            update = await self._update_weights()
-            if (evaluation := await self._evaluate(0)) is not None:
-                metrics = StepMetrics(
-                    step=0,
-                    reward_mean=evaluation.summary["reward_mean"],
-                    rollout_tokens_per_s=evaluation.tokens_per_s,
-                    logprob_diff_mean=update["canary_diff_mean"],
-                    logprob_diff_max=update["canary_diff_max"],
-                    trajectories=evaluation.finished,
-                    dropped=dict(evaluation.dropped),
-                )
-                metrics.add(update)
-                metrics.add_evaluation(evaluation)
+            metrics = StepMetrics(step=0)
+            await self._measure(metrics)
+            if metrics.heldout:
                 metrics.step_seconds = time.perf_counter() - started
                 metrics.phase_seconds = dict(self._seconds)
                 await self._report(metrics)
@@ -152,9 +148,6 @@ class TrainingLoop:
         self._progress.phase("resume")
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
-        self._step.versions = recent_versions(
-            self._config, self._policy.version, state.get("versions")
-        )
         await call_user_code(  # which reads the rows that were in progress
             *(self._producer.restore, state["producer"], self._resume.step),
             name="the data",
@@ -162,70 +155,59 @@ class TrainingLoop:
             key="training.step_timeout",
         )
         self.exactness = ExactnessReport.from_dict(state["exactness"])
-        update = await self._update_weights()
-        if self._evaluations.cut_short(self._resume.step):
-            self._evaluations.begin(tasks, self._resume.step, update["weight_version"])
         return self._resume.step + 1
 
-    async def _consume(self, first: int, tasks: asyncio.TaskGroup) -> None:
+    async def _consume(self, first: int) -> None:
         """Train steps from `first` on.
 
-        The order matters: an evaluation beside training ends before the weights that it measures
-        are replaced; weights before evaluation, which is of the new ones; the line of metrics
-        before the checkpoint, so that no saved step lacks its line (the seconds of saving are in
-        the next step's line); then `advance`, so that a checkpoint of a synchronous run holds no
-        group of the next step; an evaluation beside training last, because rollouts begin first.
+        The order matters: the line of metrics before the checkpoint, so that no saved step lacks
+        its line (the seconds of saving are in the next step's line); then the next groups, so that
+        a checkpoint of a synchronous run holds none of them.
         """
         previous = time.perf_counter()
         self._seconds = {}  # those of `_begin` are no part of the first step
         self._saved_at = time.monotonic()
-        for step in range(first, self._config.training.steps + 1):
+        training = self._config.training
+        for step in range(first, training.steps + 1):
             if (batch := await self._wait_for_batch(step)) is None:
                 break
             metrics = StepMetrics(step=step)
-            failed = self._config.rollout.max_failed_fraction
-            metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
             await self._learn(step, batch, metrics)
-            if self._evaluations.running:
-                self._progress.phase("evaluate")
-                with self._timed("evaluate"):
-                    await self._evaluations.settle(self._ending.asked)
-            update = await self._update_weights()
-            metrics.add(update)
-            metrics.add_evaluation(await self._evaluate(step))
-            await run_in_thread(  # in no variable, which would keep them through the next step
-                self._folder.write_trajectories,
-                step,
-                [t for group in batch.groups for t in group.trajectories],
-            )
-            await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
+            await self._measure(metrics)
+            if self._is_written(step):
+                await run_in_thread(  # in no variable, which would keep them through the next step
+                    self._folder.write_trajectories,
+                    step,
+                    [t for group in batch.groups for t in group.trajectories],
+                )
+                await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
             waits = defaultdict[str, float](float)  # those of the step's trajectories
             for phase, seconds in (each for g in batch.groups for each in g.seconds.items()):
                 waits[phase] += seconds
             metrics.phase_seconds = {**self._seconds, **waits}
-            await self._report(metrics)
-            await self._show_samples(step, batch)
+            await self._report(metrics, batch)
             self._seconds = {}
             self._finished = step
-            if not self._config.training.max_staleness:
+            if not training.max_staleness:
                 self._state_between_steps = self._producer.state()
-            training = self._config.training
             every, minutes = training.checkpoint_every, training.checkpoint_minutes
             old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
             if step == training.steps or self._reached or (every and step % every == 0) or old:
                 await self._save(step)
             if self._reached or self._ending.asked.is_set():
                 break
-            await self._producer.advance(step)
-            if self._evaluations.due_beside(step):
-                self._evaluations.begin(tasks, step, update["weight_version"])
+            await self._go_on(metrics)
+
+    async def _go_on(self, metrics: StepMetrics) -> None:
+        """Let the groups of the step after one that is finished begin."""
+        await self._producer.advance(metrics.step or 0)
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
-        """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
-        to end before they are there."""
-        self._progress.phase("rollout", self._config.rollout.prompts_per_step)
+        """Wait for a step's groups; returns None if the run is asked to end before they are
+        there."""
+        self._progress.phase(self._waits, self._config.rollout.prompts_per_step)
         with self._timed("idle"), waiting(f"the groups of step {step}"):
             batch = asyncio.ensure_future(self._producer.next_batch())
             asked = asyncio.ensure_future(self._ending.asked.wait())
@@ -239,16 +221,16 @@ class TrainingLoop:
     async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
         """Train on a step's groups, and write what its tokens were trained with."""
         version = self._policy.version
-        samples = await self._step.make_samples(batch.groups, batch.discarded)
+        samples = await self._make_samples(batch, metrics)
         self.exactness += samples.report
         await run_in_thread(self._folder.write_exactness, self.exactness)
         metrics.add_samples(samples)
         if samples.samples:
             self._progress.phase("train")
         with self._timed("train"):
-            metrics.add(await self._step.learn(samples))
+            metrics.add(await self._train(samples))
         trained = self._policy.trained_tokens
-        if not samples.samples or not trained:
+        if not samples.samples or not trained or not self._is_written(step):
             return
         trajectories = [t for group in batch.groups for t in group.trajectories]
         with self._timed("write"):
@@ -257,17 +239,151 @@ class TrainingLoop:
             )
             await run_in_thread(self._folder.write_token_values, step, columns)
 
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint; called after the step's metrics are written, so none are lost."""
+        self._progress.phase("save")
+        with self._timed("save"), waiting(f"the trainer to save step {step}"):
+            place = await run_in_thread(self._folder.begin_checkpoint, step)
+            await self._policy.save(place)
+            state = {
+                "step": step,
+                "producer": self._state_between_steps or self._producer.state(),
+                "exactness": self.exactness.to_dict(),
+                **self._state(),
+            }
+            await run_in_thread(self._folder.commit_checkpoint, step, state)
+        self._saved, self._saved_at = step, time.monotonic()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent in a `with` block to a phase of the step."""
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    async def _report(self, metrics: StepMetrics, batch: Batch | None = None) -> None:
+        """Write and show a step's metrics; those of step 0 have no batch."""
+        await run_in_thread(self._folder.metrics.write, metrics.to_json())
+        self._progress.step(metrics)
+
+
+class TrainingLoop(Loop):
+    """Trains the policy on what its engines sample."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        problems: Sequence[Problem],
+        heldout: Sequence[Problem],
+        folder: RunDir,
+        progress: Display,
+        resume: Resume | None = None,
+    ) -> None:
+        assert runtime.policy is not None
+        self._step = step = TrainingStep(config, runtime)
+        producer = GroupProducer(
+            config,
+            runtime.training_runner(config.sampling),
+            make_stream(config, problems),
+            lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
+            progress.advance,
+        )
+        super().__init__(config, runtime.policy, producer, folder, progress, resume)
+        ready = producer.all_begun
+        self._evaluations = Evaluations(config, runtime, heldout, folder, progress, ready)
+        runtime.manager.keeps_version = lambda: self._evaluations.running
+        self._find_alarms = alarm_finder(config)
+        for row in folder.metrics.rows:  # of the run that is resumed
+            self._find_alarms(row)
+
+    async def run(self) -> None:
+        await super().run()
+        if self._reached:
+            self._progress.warn(
+                f"held-out accuracy {self._evaluations.accuracy:.3f} reaches eval.target "
+                f"{self._config.eval.target:g}: the run ends"
+            )
+
+    @property
+    def _reached(self) -> bool:
+        return self._config.eval.reached(self._evaluations.accuracy)
+
+    async def _begin(self) -> int:
+        """Bring the engines to the trainer's weights too; evaluate those of a resumed run if its
+        end cut that short."""
+        first = await super()._begin()
+        if self._resume is not None:
+            version = self._policy.version
+            known = self._resume.state.get("versions")
+            self._step.versions = recent_versions(self._config, version, known)
+            update = await self._update_weights()
+            if self._evaluations.cut_short(self._resume.step):
+                self._evaluations.begin(self._tasks, self._resume.step, update["weight_version"])
+        return first
+
+    async def _consume(self, first: int) -> None:
+        await super()._consume(first)
+        await self._evaluations.settle(self._ending.asked)
+
+    async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
+        failed = self._config.rollout.max_failed_fraction
+        metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
+        return await self._step.make_samples(batch.groups, batch.discarded)
+
+    async def _train(self, samples: SampleBatch) -> JsonObject:
+        return await self._step.learn(samples)
+
+    async def _measure(self, metrics: StepMetrics) -> None:
+        """Bring the engines to the trainer's weights and evaluate these. An evaluation beside
+        training ends before the weights that it measures are replaced."""
+        step = metrics.step or 0
+        if self._evaluations.running:
+            self._progress.phase("evaluate")
+            with self._timed("evaluate"):
+                await self._evaluations.settle(self._ending.asked)
+        update = await self._update_weights()
+        metrics.add(update)
+        evaluation = await self._evaluations.between(step)
+        metrics.add_evaluation(evaluation)
+        if evaluation is None:
+            return
+        self._seconds["evaluate"] = self._seconds.get("evaluate", 0.0) + evaluation.seconds
+        if not step:
+            metrics.reward_mean = evaluation.summary["reward_mean"]
+            metrics.rollout_tokens_per_s = evaluation.tokens_per_s
+            metrics.logprob_diff_mean = update["canary_diff_mean"]
+            metrics.logprob_diff_max = update["canary_diff_max"]
+            metrics.trajectories = evaluation.finished
+            metrics.dropped = dict(evaluation.dropped)
+
     async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories."""
         self._progress.phase("update weights")
         with self._timed("weights"):
             return await self._step.update_weights()
 
-    async def _evaluate(self, step: int) -> Evaluation | None:
-        evaluation = await self._evaluations.between(step)
-        if evaluation is not None:
-            self._seconds["evaluate"] = self._seconds.get("evaluate", 0.0) + evaluation.seconds
-        return evaluation
+    def _state(self) -> JsonObject:
+        return {
+            "versions": list(self._step.versions),
+            "accuracy_heldout": self._evaluations.accuracy,
+        }
+
+    async def _go_on(self, metrics: StepMetrics) -> None:
+        """Let the next rollouts begin; an evaluation beside training begins after them."""
+        await super()._go_on(metrics)
+        step, version = metrics.step, metrics.weight_version
+        if step is not None and version is not None and self._evaluations.due_beside(step):
+            self._evaluations.begin(self._tasks, step, version)
+
+    async def _report(self, metrics: StepMetrics, batch: Batch | None = None) -> None:
+        await super()._report(metrics, batch)
+        for alarm in self._find_alarms(metrics.to_json()):
+            self._progress.warn(alarm.message)
+        if metrics.heldout or metrics.step == self._config.training.steps:
+            await run_in_thread(self._folder.draw)
+        if batch is not None:
+            await self._show_samples(metrics.step or 0, batch)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""
@@ -285,35 +401,3 @@ class TrainingLoop:
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await run_in_thread(self._folder.metrics.write_samples, step, both)
-
-    async def _save(self, step: int) -> None:
-        """Save a checkpoint; called after the step's metrics are written, so none are lost."""
-        self._progress.phase("save")
-        with self._timed("save"), waiting(f"the trainer to save step {step}"):
-            place = await run_in_thread(self._folder.begin_checkpoint, step)
-            await self._policy.save(place)
-            state = {
-                "step": step,
-                "producer": self._state_between_steps or self._producer.state(),
-                "versions": list(self._step.versions),
-                "exactness": self.exactness.to_dict(),
-                "accuracy_heldout": self._evaluations.accuracy,
-            }
-            await run_in_thread(self._folder.commit_checkpoint, step, state)
-        self._saved, self._saved_at = step, time.monotonic()
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent in a `with` block to a phase of the step."""
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    async def _report(self, metrics: StepMetrics) -> None:
-        await run_in_thread(self._folder.metrics.write, metrics.to_json())
-        self._progress.step(metrics)
-        for alarm in self._find_alarms(metrics.to_json()):
-            self._progress.warn(alarm.message)
-        last = metrics.step == self._config.training.steps
-        if metrics.accuracy_heldout is not None or last:
-            await run_in_thread(self._folder.draw)

@@ -161,7 +161,7 @@ def _add_group(
             number = len(batch.samples)  # without tokens, it counts in the batch's mean
             batch.samples.append(Sample.of([], [], [], [], 0.0, number, counted_only=True))
             continue
-        _add(
+        add_trajectory(
             batch,
             trajectory,
             advantage,
@@ -173,18 +173,19 @@ def _add_group(
         )
 
 
-def _add(
+def add_trajectory(
     batch: SampleBatch,
     trajectory: Trajectory,
     advantage: Sequence[float],
     oldest: int,
-    pair_id: int | None,
+    pair_id: int | None = None,
     *,
-    counted_only: bool,
-    as_reward: bool,
-    teacher: TeacherConfig | None,
+    counted_only: bool = False,
+    as_reward: bool = False,
+    teacher: TeacherConfig | None = None,
 ) -> None:
-    """Add the branches of one trajectory, with tokens of versions before `oldest` masked.
+    """Add the branches of one trajectory, with the advantage of each turn, and with tokens of
+    versions before `oldest` masked.
 
     A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
     the rest at the last token of each branch.

@@ -1,40 +1,60 @@
 """Supervised training's samples: rows of data as trajectories, of which every sampled token is
 trained with advantage 1.
 
-A row is a conversation (`messages`, or `prompt` and `completion`), a trajectory of Turnwise, or a
-training trace of OpenEnv. From stored ids nothing is rendered. A row that cannot be exact is
-refused, with a reason.
+A row is a conversation (`messages`, and `tools` if it has some), a trajectory of Turnwise, or a
+training trace of OpenEnv. From stored ids nothing is rendered. A written conversation gets the ids
+that a rollout would have had: each assistant's turn is what the model would sample after the prompt
+of that turn, and prompts are continued by the bridge. So masks follow from the ids, with any chat
+template, and never from searching a rendered text; where the bridge begins a branch, so does the
+trajectory. A row that cannot be exact is refused, with a reason: one of which the template changes
+or hides something, for instance, or whose turns nothing ends.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from turnwise.chat.demonstrations import demonstrate, tools_of
+from turnwise.chat.messages import plain
+from turnwise.chat.prompts import continue_turn, with_objects
 from turnwise.config import AlgorithmConfig, Config, OwnLoss, SamplingConfig
 from turnwise.config.algorithm import CrossEntropy
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
-from turnwise.training.sample import Sample
-from turnwise.training.samples import SampleBatch
-from turnwise.trajectory import ChatTemplate, Trajectory, audit
+from turnwise.training.samples import SampleBatch, add_trajectory
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
+from turnwise.trajectory.bridge import sampled_text
+from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.left_out import check_tools
 from turnwise.trajectory.training_trace import from_training_trace
 
-_FORMS = "messages, prompt and completion, or turns (of a trajectory or a trace)"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys in which a message may have reasoning apart from its content."""
 
 
 def supervised_config(config: Config) -> Config:
     """Return the configuration of a supervised run: plain log-probs and `cross_entropy`, or the
-    user's own loss; of `algorithm`, only the reduction is kept."""
-    own = config.algorithm.loss
+    user's own loss; of `algorithm`, only the reduction is kept, and of `sampling` where turns stop.
+    Rows are read a step ahead."""
+    if config.model.adapter is not None:
+        raise InputError("model.adapter: training starts from a whole model; merge it into one")
+    own, sampling = config.algorithm.loss, config.sampling
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
-    alone = {"colocated": False, "offload": [], "max_staleness": 0}
+    ahead = int(not config.deterministic)  # deterministic runs are synchronous
+    parts: dict[str, JsonObject] = {
+        "data": {"curriculum": False},
+        "rollout": {"oversample": 0.0},
+        "eval": {"background": False, "target": None},
+        "training": {"colocated": False, "offload": [], "max_staleness": ahead},
+        "weights": {"transport": "shm", "delta": False},
+    }
     return config.model_copy(
         update={
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "sampling": SamplingConfig(),
-            "training": config.training.model_copy(update=alone),
-            "weights": config.weights.model_copy(update={"transport": "shm"}),
+            "sampling": SamplingConfig(
+                n=1, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids
+            ),
+            **{key: getattr(config, key).model_copy(update=new) for key, new in parts.items()},
         }
     )
 
@@ -54,17 +74,23 @@ class RowReader:
             TrajectoryError: when the row is refused, with the reason by which it is counted.
             InputError: when it is a conversation, and the tokenizer has no chat template.
         """
-        row, name, stored = problem.row, problem.id, "turns" in problem.row
-        if self._template.missing and not stored:
+        row, name = problem.row, problem.id
+        if not {"messages", "turns"} & row.keys():
+            raise TrajectoryError(
+                "unknown_form",
+                "a row has messages, or the turns of a trajectory or a trace; this one has "
+                f"{', '.join(row)}",
+            )
+        if self._template.missing and "turns" not in row:
             raise InputError(self._template.missing)
         try:
-            if not stored:
-                return self._checked(
-                    demonstrate(self._template, _messages_of(row), tools_of(row), name=name)
-                )
-            if "problem_id" in row:
-                return self._checked(Trajectory.from_tree(row))
-            return self._checked(from_training_trace(row, name=name))
+            if "turns" not in row:
+                made = demonstrate(self._template, row["messages"], tools_of(row), name=name)
+            elif "problem_id" in row:
+                made = Trajectory.from_tree(row)
+            else:
+                made = from_training_trace(row, name=name)
+            return self._checked(made)
         except (InputError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             # Its values have other types than its keys promise.
             why = str(error) if isinstance(error, InputError) else repr(error)
@@ -89,20 +115,6 @@ class RowReader:
         return trajectory
 
 
-def _messages_of(row: JsonObject) -> list[JsonObject]:
-    """Return the messages of a row, of which those of a prompt are context."""
-    if "messages" in row:
-        messages = row["messages"]
-        return list(json.loads(messages) if isinstance(messages, str) else messages)
-    if "prompt" not in row or "completion" not in row:
-        raise TrajectoryError("unknown_form", f"a row has {_FORMS}; this one: {', '.join(row)}")
-    asked, said = (
-        [{"role": role, "content": part}] if isinstance(part, str) else [*part]
-        for role, part in (("user", row["prompt"]), ("assistant", row["completion"]))
-    )
-    return [{**message, "weight": 0} for message in asked] + said
-
-
 def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> SampleBatch:
     """Return the samples of a step, one for each branch, whose trained tokens all have advantage 1,
     with an audit of each token.
@@ -112,22 +124,151 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     """
     batch = SampleBatch()
     for trajectory in trajectories:
-        branches = trajectory.samples()
-        batch.report += audit(trajectory, branches)
-        first = len(batch.samples)
-        for branch in branches:
-            sample = Sample.of(
-                branch.token_ids,
-                branch.response_mask,
-                branch.logprobs,
-                [version if trained else -1 for trained in branch.response_mask],
-                1.0,
-                sequence=len(batch.samples),
-                trajectory=first,
-                turns=branch.turns,
-                experts=branch.experts,
-            )
-            if sample.trained:  # nothing precedes the first token of a sequence
-                batch.samples.append(sample)
-                batch.origins[id(sample)] = trajectory
+        add_trajectory(batch, trajectory, [1.0] * len(trajectory.turns), oldest=0)
+    for sample in batch.samples:
+        sample.weight_versions_T[sample.response_mask_T] = version
     return batch
+
+
+def demonstrate(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    *,
+    name: str = "demonstration",
+) -> Trajectory:
+    """Return the trajectory of a written conversation, whose sampled tokens are the assistant's,
+    with log-probs of 0.0. TrajectoryError, with a reason, when it cannot be exact.
+
+    Args:
+        messages: In OpenAI's format; arguments of calls are JSON texts or objects. An assistant's
+            message with `weight` 0 is context; the others are trained. What follows the last
+            assistant's message is left out.
+    """
+    said = [_checked(message) for message in messages]
+    asked = [index for index, message in enumerate(said) if message["role"] == "assistant"]
+    trained = {index for index in asked if messages[index].get("weight", 1)}
+    if not trained:
+        raise TrajectoryError("nothing_to_train", "no message of an assistant is to be trained")
+    trajectory = Trajectory(name, messages=said, status="completed")
+    prompt: list[int] = []
+    completion: list[int] = []
+    before = 0  # messages up to and including the last assistant's turn
+    reason: str | None = None  # for which a branch begins since the last trained turn
+    try:
+        if tools:
+            check_tools(template, said[: asked[0]], tools)
+        for index in asked[: asked.index(max(trained)) + 1]:
+            rendered, sampled = _turn(template, said, index, tools)
+            if before:
+                following = continue_turn(
+                    template,
+                    prompt_token_ids=prompt,
+                    completion_token_ids=completion,
+                    new_messages=said[before:index],
+                    tools=tools,
+                )
+                if following.token_ids is not None:
+                    rendered = following.token_ids
+                reason = following.fork_reason or reason
+            prompt, completion, before = rendered, sampled, index + 1
+            if index in trained:
+                zeros = [0.0] * len(sampled), [0] * len(sampled)
+                trajectory.add_turn(prompt, sampled, *zeros, "stop", fork_reason=reason)
+                reason = None
+    except TrajectoryError:
+        raise
+    except InputError as error:
+        raise TrajectoryError("tools_hidden", str(error)) from error
+    except Exception as error:  # a template may raise anything
+        raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
+    return trajectory
+
+
+def _checked(message: Foreign) -> Message:
+    """Return a message as templates take it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise TrajectoryError("malformed", f"{repr(message)[:80]} is no message with a role")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content or ""]
+    if not all(isinstance(p, str) or (isinstance(p, dict) and "text" in p) for p in parts):
+        raise TrajectoryError("not_text", f"the content of a {message['role']} is not only text")
+    shown = plain({key: value for key, value in message.items() if key != "weight"})
+    try:
+        made = with_objects(shown)
+        named = [call["function"]["name"] for call in made.get("tool_calls") or ()]
+    except (TypeError, KeyError, ValueError):
+        named = [None]
+    if not all(isinstance(name, str) for name in named):
+        raise TrajectoryError("malformed", "a call has no function with a name")
+    return made
+
+
+def _turn(
+    template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools | None
+) -> tuple[list[int], list[int]]:
+    """Return the ids of the rendered prompt of an assistant's turn, and those that say the turn."""
+    turn, where = messages[index], f"message {index + 1}"
+    opening = template.render_text(messages[:index], tools=tools)
+    ended = template.render_text(messages[: index + 1], tools=tools, add_generation_prompt=False)
+    text = sampled_text(template, opening, ended, turn, tools)
+    if text is None:
+        raise TrajectoryError(
+            "unlike_generation",
+            f"the template writes {where} otherwise than behind its generation prompt; if that "
+            "opens reasoning, the message needs some, or model.template_args turns it off",
+        )
+    shown = _squeezed(text)
+    for spellings in _parts(turn):
+        if not any(_squeezed(spelling) in shown for spelling in spellings):
+            lost = f"{spellings[0]!r} of {where}"
+            raise TrajectoryError("content_changed", f"the template leaves out, or changes, {lost}")
+    prompt, whole = template.encode(opening), template.encode(opening + text)
+    sampled = whole[len(prompt) :]
+    if whole[: len(prompt)] != prompt:
+        sampled = template.encode(text)
+        if template.decode_all([*prompt, *sampled]) != template.decode_all(whole):
+            raise TrajectoryError(
+                "token_boundary", f"a token would reach from the prompt into {where}"
+            )
+    if not sampled or sampled[-1] not in template.special_tokens:
+        raise TrajectoryError(
+            "no_turn_end",
+            f"the template ends {where} with no token at which sampling could stop, so the model "
+            "would not learn to stop",
+        )
+    if template.stop_token_ids.intersection(sampled[:-1]):
+        raise TrajectoryError(
+            "stops_early",
+            f"{where} quotes a token at which sampling stops, so no model could say it",
+        )
+    return prompt, sampled
+
+
+def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
+    """Yield what a turn's text must show, each in the spellings that it may have."""
+    for text in str(turn["content"]).replace("<think>", "\0").replace("</think>", "\0").split("\0"):
+        yield (text,)
+    for key in _REASONING:
+        yield (str(turn.get(key) or ""),)
+    for call in turn.get("tool_calls") or ():
+        yield (str(call["function"]["name"]),)
+        arguments = call["function"].get("arguments")
+        for value in arguments.values() if isinstance(arguments, dict) else ():
+            if isinstance(value, str):
+                yield value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
+            elif type(value) is int:
+                yield (str(value),)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def tools_of(row: JsonObject) -> list[JsonObject] | None:
+    """Return the tools of a row: a list, or its JSON text, as tables keep it; None without any."""
+    tools = row.get("tools") or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise TrajectoryError("malformed", "tools is no list of descriptions, nor its JSON text")
+    return tools

@@ -44,6 +44,8 @@ _MAX_SEAMS = 256
 _QUESTION = "placeholder question"
 _SENTINEL = "sentinel 0f1e2d3c"
 """Content of the placeholder's assistant turn; no real conversation contains it."""
+THOUGHT_END = "</think>"
+_HIDDEN = "the template leaves out the assistant's answer"
 _NEW_MESSAGE = "new message 5b6a7988"
 """Content of the new messages while the template is probed, followed by their index."""
 
@@ -291,6 +293,49 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
     return _seam(template, answer, rendered, rendered)
 
 
+def sampled_text(
+    template: ChatTemplate, opening: str, ended: str, turn: Message, tools: Tools | None
+) -> str | None:
+    """Return what the model samples after a prompt to say a turn, the token that ends it included.
+
+    Args:
+        opening: Text of the prompt, which ends with the generation prompt.
+        ended: Text of the conversation that ends with the turn, without generation prompt.
+
+    Returns:
+        The text; None if the template writes a finished turn otherwise than behind its generation
+        prompt.
+    """
+    content = str(turn.get("content") or "")
+    if THOUGHT_END in content and (opened := overlap(opening, content)):
+        # The generation prompt opens the block of reasoning; the model goes on in it.
+        said = content[opened:]
+        return None if turn.get("tool_calls") else said + up_to_end(template, "", tools)
+    if not ended.startswith(opening):
+        return None
+    return up_to_end(template, ended[len(opening) :], tools)
+
+
+def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
+    """Return a turn's text up to the special token that ends it, if one does; of "", what the
+    template writes behind an answer."""
+    key = ("turn end", bool(tools))
+    if (ending := template.seams.get(key)) is None:
+        shown = _conversation(_SENTINEL, False)
+        rendered = template.render_text(shown, tools=tools, add_generation_prompt=False)
+        _, found, ending = rendered.rpartition(_SENTINEL)
+        if not found:
+            raise TrajectoryError("unlike_placeholder", _HIDDEN)
+        template.seams[key] = ending
+    assert isinstance(ending, str)
+    text, pattern = text or ending, template.special_token_pattern
+    if text.endswith(ending):  # what was said may quote special tokens
+        end = pattern.search(text, len(text) - len(ending))
+    else:  # a call may end otherwise
+        end = next(reversed([*pattern.finditer(text)]), None)
+    return text[: end.end()] if end else text
+
+
 _Rendering = tuple[str, str, str, int]
 """A rendered placeholder conversation: its text before the question; the text behind the last
 sentinel if it ends with that turn; the text from there to the first new message's content, or to
@@ -359,8 +404,7 @@ def _probe(
         return error
     sentinels = alone.count(_SENTINEL)
     if not sentinels or continued.count(_SENTINEL) != sentinels:
-        hidden = "the template leaves out the assistant's answer"
-        return TrajectoryError("unlike_placeholder", hidden)
+        return TrajectoryError("unlike_placeholder", _HIDDEN)
     following = continued.split(_SENTINEL)[sentinels]
     positions = [following.find(f"{_NEW_MESSAGE} {index}.") for index in range(len(new))]
     if -1 in positions or positions != sorted(positions):

@@ -18,10 +18,9 @@ from functools import partial
 from typing import NamedTuple
 
 from turnwise.errors import InputError, first_line
-from turnwise.trajectory.bridge import bridge
+from turnwise.trajectory.bridge import THOUGHT_END, bridge, sampled_text, up_to_end
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.left_out import left_out
-from turnwise.trajectory.sampled_text import THOUGHT_END, sampled_text, up_to_end
 from turnwise.trajectory.trajectory import Message
 
 TOOLS: Tools = [

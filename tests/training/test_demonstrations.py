@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.trajectory.published import TOOLS, TURN_ENDS, chat_template, template_of
-from turnwise.chat.demonstrations import demonstrate, tools_of
 from turnwise.errors import TrajectoryError
+from turnwise.training.supervised import demonstrate, tools_of
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
 
 ASKED: Message = {"role": "user", "content": "How much is 2 + 2?"}
@@ -107,8 +107,10 @@ def test_a_message_of_weight_0_is_context() -> None:
 
 def test_quoted_special_tokens_end_no_turn() -> None:
     template = chat_template("qwen2_5", "bpe")
-    made = demonstrate(template, [ASKED, said("Turns end with <|im_end|>, you know.")])
-    assert texts(template, made) == ["Turns end with <|im_end|>, you know.<|im_end|>"]
+    made = demonstrate(template, [ASKED, said("Turns begin with <|im_start|>, you know.")])
+    assert texts(template, made) == ["Turns begin with <|im_start|>, you know.<|im_end|>"]
+    stopping = [ASKED, said("Turns end with <|im_end|>, you know.")]
+    assert reason_of(template, stopping) == "stops_early", "sampling would stop there"
 
 
 def test_what_the_template_changes_is_refused() -> None:
