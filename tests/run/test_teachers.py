@@ -15,11 +15,10 @@ from tests.training.test_samples import config, group
 from turnwise.config import Config, SamplingConfig, TeacherConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts import Group, Problem
-from turnwise.run import teacher_server
+from turnwise.rollouts import Group, Problem, chat_endpoint
+from turnwise.run import teachers as teachers_module
 from turnwise.run.runtime import TrainingStep
-from turnwise.run.teacher_server import TeacherServer
-from turnwise.run.teachers import Teachers, check_teachers
+from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -34,21 +33,12 @@ class Server:
         self.headers: dict[str, str] = {}
         self.failures: list[int] = []
         """Statuses of the next answers."""
-        self.answer: Answer = self.vllm
+        self.answer: Answer = self.echo
 
     def text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
-    def vllm(self, body: dict[str, Any]) -> Any:
-        rows = [
-            {str(token): {"logprob": -float(token), "rank": 1, "decoded_token": self.text(token)}}
-            for token in body["prompt"]
-        ]
-        return {"choices": [{"text": "a", "logprobs": None, "prompt_logprobs": [None, *rows[1:]]}]}
-
-    def openai(self, body: dict[str, Any]) -> Any:
-        if not body.get("echo"):
-            raise web.HTTPBadRequest(text="unknown key prompt_logprobs")
+    def echo(self, body: dict[str, Any]) -> Any:
         ids = [*body["prompt"], 5]  # and the one that it samples
         logprobs = [None, *(-float(token) for token in ids[1:])]
         tokens = [self.text(token) for token in ids]
@@ -77,46 +67,39 @@ async def server(tokenizer: Any) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def teacher(
+def teacher(
     server: Server, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Awaitable[TeacherServer]]]:
+) -> Callable[..., Awaitable[TeacherServer]]:
     """Starts a teacher at the server, which does not wait long before it repeats a request."""
-    monkeypatch.setattr(teacher_server, "_PAUSES", (0.01, 0.01))
-    started: list[TeacherServer] = []
+    monkeypatch.setattr(chat_endpoint, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(teachers_module, "_RETRIES", 2)
 
     async def start(**keys: Any) -> TeacherServer:
-        settings = TeacherConfig(url=server.url, **keys)
-        made = TeacherServer(settings, "algorithm.teacher", tokenizer, 20.0)
-        started.append(made)
+        made = TeacherServer(
+            config(), "algorithm.teacher", TeacherConfig(url=server.url, **keys), tokenizer
+        )
         await made.start()
         return made
 
-    yield start
-    for one in started:
-        await one.stop()
+    return start
 
 
-@pytest.mark.parametrize("form", ["vllm", "openai"])
-async def test_a_server_scores_by_vllms_prompt_logprobs_or_by_openais_echo(
-    server: Server, teacher: Any, form: str
-) -> None:
-    server.answer = getattr(server, form)
+async def test_a_server_scores_by_echoed_prompts(server: Server, teacher: Any) -> None:
     made = await teacher(model="big")
     assert await made.score([3, 4, 7]) == [None, -4.0, -7.0]
     body = server.asked[-1]
     assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4, 7], "big", 1)
-    assert ("prompt_logprobs" in body) == (form == "vllm")
     assert server.asked[0]["prompt"] != [3, 4, 7]  # texts of tokens are compared first
 
 
-async def test_headers_may_name_a_variable(
+async def test_the_servers_key_is_that_of_a_variable(
     server: Server, teacher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
-    await teacher(headers={"Authorization": "Bearer ${TEACHER_KEY}"})
+    await teacher(api_key_variable="TEACHER_KEY")
     assert server.headers["Authorization"] == "Bearer secret"
-    with pytest.raises(InputError, match=r"algorithm.teacher: headers names .* NO_SUCH"):
-        await teacher(headers={"Authorization": "${NO_SUCH}"})
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* variable NO_SUCH is not set"):
+        await teacher(api_key_variable="NO_SUCH")
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -125,7 +108,7 @@ async def test_a_busy_server_is_asked_again(server: Server, teacher: Any, status
     server.failures = [status, status]
     assert await made.score([3, 4]) == [None, -4.0]
     server.failures = [status] * 3
-    with pytest.raises(TrajectoryError, match=f"answered {status}: not now") as caught:
+    with pytest.raises(TrajectoryError, match=f"code: {status} - not now") as caught:
         await made.score([3, 4])
     assert caught.value.reason == "teacher_error"
 
@@ -133,7 +116,7 @@ async def test_a_busy_server_is_asked_again(server: Server, teacher: Any, status
 async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: Any) -> None:
     made = await teacher()
     server.failures = [400]
-    with pytest.raises(TrajectoryError, match="answered 400"):
+    with pytest.raises(TrajectoryError, match="code: 400"):
         await made.score([3, 4])
     assert server.failures == []
     assert await made.score([3, 4]) == [None, -4.0]
@@ -142,10 +125,13 @@ async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: An
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ([], "gave the log-probs of 1 of 2 tokens"),
-        ([{"prompt_logprobs": [None]}], "gave the log-probs of 1 of 2 tokens"),
-        ([{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}], "1 of 2 tokens"),
-        ([{"prompt_logprobs": [None, {"4": {"logprob": "much"}}]}], "sent a wrong answer"),
+        ([], "gave the log-probs of 0 of 2 tokens"),
+        ([{"logprobs": None}], "gave the log-probs of 0 of 2 tokens"),
+        ([{"logprobs": {"tokens": ["a"], "token_logprobs": [None]}}], "of 1 of 2 tokens"),
+        (
+            [{"logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, "much"]}}],
+            "sent a wrong answer",
+        ),
         ("none", "sent a wrong answer"),
     ],
 )
@@ -176,10 +162,10 @@ async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled
     server: Server, teacher: Any
 ) -> None:
     server.answer = lambda _: {"choices": [{"text": "hello", "logprobs": None}]}
-    with pytest.raises(InputError, match=r"algorithm.teacher: .* cannot teach: it gave"):
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* gave the log-probs of 0 of"):
         await teacher()
     server.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(InputError, match="cannot teach: it cannot be reached"):
+    with pytest.raises(InputError, match=r"Connection error.*: it cannot teach"):
         await teacher()
 
 
@@ -211,7 +197,7 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
 async def test_engines_score_a_sequence_by_one_request() -> None:
     made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
     teachers = Teachers(made, tokenizer=None)  # type: ignore[arg-type]
-    (teacher,) = teachers._started.values()
+    (teacher,) = teachers._started
     engine = SimulatedEngine(name="teacher-0", seed=1)
     teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
     scored = group(0.0, 1.0)
@@ -234,7 +220,7 @@ async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
     await teachers.stop()
     assert (len(made.trajectories), made.dropped) == (1, {"teacher_error": 1})
     assert made.dropped_tokens == {"teacher_error": 6}
-    assert "answered 413: not now" in made.causes["teacher_error"]
+    assert "code: 413 - not now" in made.causes["teacher_error"]
 
 
 async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
@@ -259,18 +245,25 @@ async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
 
 def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None:
     entry = {"environment": "a:B", "data": {"path": "d"}}
-    own = entry | {"teacher": {"url": "http://other/v1"}}
+    own, heavy = (
+        entry | {"teacher": {"url": "http://other/v1", "weight": weight}} for weight in (1, 2)
+    )
     made = Teachers(
         config(
             environment=None,
             data={},
-            environments={"one": entry, "two": entry, "three": own},
+            environments={"one": entry, "two": entry, "three": own, "four": heavy},
             algorithm={"teacher": {"url": "http://host/v1"}},
         ),
         tokenizer,
     )
     assert made._outside["one"] is made._outside["two"]
+    assert made._outside["three"] is made._outside["four"]
     assert made._outside["three"] is not made._outside["one"]
+    assert len(made._started) == 2
+    who = [str(teacher._endpoint) for teacher in made._started]  # type: ignore[union-attr]
+    assert who[0] == "algorithm.teacher: the teacher at http://host/v1"
+    assert who[1] == "environments.three.teacher: the teacher at http://other/v1"
 
 
 def test_a_model_with_another_tokenizer_is_refused_before_anything_is_started(

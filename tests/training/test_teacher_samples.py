@@ -97,10 +97,10 @@ def test_stale_tokens_learn_nothing_from_a_teacher() -> None:
     [
         ({"algorithm": {"teacher": {}}}, "a model, or the url of a server"),
         (
-            {"algorithm": {"teacher": {"model": "t", "headers": {"a": "b"}}}},
-            "headers apply to a url",
+            {"algorithm": {"teacher": {"model": "t", "api_key_variable": "KEY"}}},
+            "api_key_variable applies to a url",
         ),
-        ({"algorithm": {"teacher": {"url": "http://h", "engines": 1}}}, "engines and dtype"),
+        ({"algorithm": {"teacher": {"url": "http://h", "engines": 1}}}, "engines to a model"),
         ({"algorithm": {"teacher": {"model": "t", "wieght": 1}}}, "algorithm.teacher.wieght"),
         ({"algorithm": {"advantage": "none"}}, "none leaves nothing to train on"),
         ({"algorithm": {"teacher": {"model": "t"}, "loss": "dpo"}}, "loss dpo"),
@@ -111,6 +111,10 @@ def test_stale_tokens_learn_nothing_from_a_teacher() -> None:
         ),
         (
             {"algorithm": {"teacher": {"model": "t"}, "kl": {"coef": 0.1}}},
+            "one model beside the policy",
+        ),
+        (
+            {"algorithm": {"teacher": {"model": "t"}, "kl": {"sync_steps": 1}}},
             "one model beside the policy",
         ),
     ],

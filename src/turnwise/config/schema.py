@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from turnwise.config.algorithm import AlgorithmConfig, Dpo, NoAdvantage, TeacherConfig
+from turnwise.config.algorithm import AlgorithmConfig, Dpo, Gae, NoAdvantage, TeacherConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
@@ -135,6 +135,37 @@ class Config(Section):
         """Return the teachers of the environments that have one, by the names of `parts`."""
         found = {name: part.algorithm.teacher for name, part in self.parts().items()}
         return {name: teacher for name, teacher in found.items() if teacher is not None}
+
+    def teacher_key(self, environment: str) -> str:
+        """Return where the teacher of an environment is set."""
+        entry = self.environments.get(environment)
+        own = entry is not None and entry.teacher is not None
+        return f"environments.{environment}.teacher" if own else "algorithm.teacher"
+
+    def for_teacher(self, teacher: TeacherConfig) -> "Config":
+        """Return the configuration of a teacher's engines."""
+        assert teacher.model is not None
+        kept = {
+            key: getattr(self.model, key) for key in ("dtype", "max_length", "trust_remote_code")
+        }
+        changes: dict[str, dict[str, object]] = {
+            "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
+            "engine": {"routing_replay": False, "logits_processors": []},
+            "training": {"colocated": False},
+            "metrics": {"port": None},
+        }
+        parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
+        model = ModelConfig(path=teacher.model, **kept)
+        return self.model_copy(update=parts | {"model": model, "weights": WeightsConfig()})
+
+    def other_models(self) -> dict[str, str]:
+        """Return the paths that are set for models other than the policy, by key."""
+        models = {"algorithm.kl.model.path": self.algorithm.kl.model.path}
+        if isinstance(self.algorithm.advantage, Gae):
+            models["algorithm.advantage.model.path"] = self.algorithm.advantage.model.path
+        for name, teacher in self.teachers().items():
+            models[self.teacher_key(name)] = None if teacher.url else teacher.model
+        return {key: path for key, path in models.items() if path is not None}
 
     @property
     def loops(self) -> set[str]:
@@ -289,11 +320,9 @@ def _training_mistakes(config: Config) -> Iterator[str]:
 
 def _teacher_mistakes(config: Config) -> Iterator[str]:
     parts, sampling, teachers = config.algorithm, config.sampling, config.teachers()
-    inside = {(teacher.model, teacher.dtype) for teacher in teachers.values() if teacher.in_ranks}
-    reference = (parts.kl.model.path, parts.kl.model.dtype)
-    if parts.kl.coef or parts.kl.model.path:
-        inside |= {reference} if inside else set()
-    if len(inside) > 1:
+    inside = {teacher.model for teacher in teachers.values() if teacher.in_ranks}
+    kl = parts.kl
+    if len(inside) > 1 or (inside and (kl.coef or kl.model.path or kl.sync_steps)):
         yield (
             "algorithm.teacher: the trainer's ranks hold one model beside the policy, a teacher or "
             "the reference model of algorithm.kl: set engines, or a url, of the other teachers"

@@ -284,7 +284,7 @@ class ConfigChecks:
         check_model(self.config.model.path)
         if self.config.model.tokenizer is not None:
             check_tokenizer(self.config.model.tokenizer)
-        for key, other in self.config.algorithm.other_models().items():
+        for key, other in self.config.other_models().items():
             check_model(other, key)
         weights = _weight_bytes(self.config)
         known = f", {size(weights)} of weights" if weights else ", from the Hugging Face Hub"

@@ -182,7 +182,7 @@ async def train(
     check_sampled(config)
     resume = None if run is None else await _resumable(run, config)
     check_sources(config, *inputs.paths(config))
-    for key, other in config.algorithm.other_models().items():
+    for key, other in config.other_models().items():
         check_model(other, key)
 
     async def play(

@@ -63,7 +63,7 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
         beside["value"] = needed.model
     for part in config.parts().values():
         if (teacher := part.algorithm.teacher) is not None and teacher.in_ranks:
-            beside["reference"] = OtherModel(path=teacher.model, dtype=teacher.dtype)
+            beside["reference"] = OtherModel(path=teacher.model)
     return beside
 
 
