@@ -184,7 +184,7 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
         return group(0.0, 1.0)
 
     made = await teachers.scoring(run_group)(Problem("p", {}), "tag")
-    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(made)
     await teachers.stop()
     for trajectory in made.trajectories:  # 1, 2 are the prompt's, 6 a tool's
         assert trajectory.teacher_logprobs == [[0.0, 0.0, -3.0, -4.0, -5.0, 0.0, -7.0, -8.0, -9.0]]
@@ -201,7 +201,7 @@ async def test_engines_score_a_sequence_by_one_request() -> None:
     engine = SimulatedEngine(name="teacher-0", seed=1)
     teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
     scored = group(0.0, 1.0)
-    await teachers.complete([scored], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(scored)
     sampling = SamplingConfig(max_tokens=1, prompt_logprobs=True)
     done = await generate(engine, Request(list(range(1, 10)), sampling, "again"))
     assert done.prompt_logprobs is not None
@@ -216,26 +216,18 @@ async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
     await teachers.start()
     server.failures = [413]
     made = group(0.0, 1.0)
-    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(made)
     await teachers.stop()
     assert (len(made.trajectories), made.dropped) == (1, {"teacher_error": 1})
     assert made.dropped_tokens == {"teacher_error": 6}
     assert "code: 413 - not now" in made.causes["teacher_error"]
 
 
-async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
-    made = config(algorithm={"advantage": "none", "teacher": {"model": "t"}})
-
-    class Trainer:
-        version = 5
-
-        async def score(self, name: str, ids: Any, masks: Any) -> list[list[float]]:
-            assert name == "reference"
-            pairs = (zip(*both, strict=True) for both in zip(ids, masks, strict=True))
-            return [[-float(token * mask) for token, mask in pair] for pair in pairs]
-
+async def test_a_step_scores_what_no_teacher_has_scored(server: Server, tokenizer: Any) -> None:
+    """Groups of pipelines, and of a checkpoint of a run without a teacher."""
+    made, teachers = scored_by(server, tokenizer)
     runtime: Any = SimpleNamespace(
-        manager=None, policy=Trainer(), teachers=Teachers(made, tokenizer=None)
+        manager=None, policy=SimpleNamespace(version=5), teachers=teachers
     )
     batch = await TrainingStep(made, runtime).make_samples([group(1.0)])
     (sample,) = batch.samples

@@ -255,8 +255,8 @@ class TeacherConfig(Section):
     engines: NonNegativeInt = 0
     """Number of engines that hold the model, and score while trajectories run; 0 holds it in the
     trainer's ranks, in place of a reference model, and scores before each step."""
-    weight: NonNegativeFloat = 1.0
-    """Factor of the reverse KL divergence from the teacher; 0 only measures it."""
+    weight: PositiveFloat = 1.0
+    """Factor of the reverse KL divergence from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"
     """Place of the divergence: subtracted from each token's advantage, or added to its loss."""
 

@@ -339,8 +339,7 @@ def _teacher_mistakes(config: Config) -> Iterator[str]:
             "algorithm.teacher: engines and servers give log-probs at temperature 1: set "
             "sampling.temperature to 1, or remove engines and url"
         )
-    trains = parts.has_penalties or any(teacher.weight for teacher in teachers.values())
-    if isinstance(parts.advantage, NoAdvantage) and not trains:
+    if isinstance(parts.advantage, NoAdvantage) and not (parts.has_penalties or teachers):
         yield "algorithm.advantage none leaves nothing to train on: set algorithm.teacher"
 
 

@@ -10,13 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.core.ray import watching_ray
@@ -240,7 +239,7 @@ class TrainingStep:
         """Return a step's samples, scored by their teachers; discarded groups, each after its
         reason, are only accounted for."""
         if self._teachers is not None:
-            await self._teachers.complete(groups, partial(self.score, "reference"))
+            await together(self._teachers.score(group) for group in groups)
         version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest

@@ -1,8 +1,8 @@
 """Teachers of on-policy distillation: other models' log-probs of the policy's own tokens.
 
 Each branch is scored as the engine had it, tool results included. Engines and servers score a group
-when it ends, while others run; a teacher in the trainer's ranks scores before the step trains. A
-trajectory that cannot be scored is dropped, under `teacher_error` or `teacher_timeout`.
+when it ends, while others run; a trajectory that they cannot score is dropped, under
+`teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks is part of the step.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from turnwise.serving.worker_handle import WorkerHandle
 
-_Sequences = Sequence[Sequence[int]]
 _ERROR = "teacher_error"
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 _LEAST = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
@@ -199,12 +198,10 @@ class Teachers:
     """
 
     def __init__(self, config: Config, tokenizer: "Tokenizer", share: float = 0.0) -> None:
-        self._inside = set[str]()  # environments whose teacher is in the ranks
-        self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # of the others
+        self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # by environment
         started: dict[tuple[object, ...], TeacherEngines | TeacherServer] = {}
         for name, teacher in config.teachers().items():
             if teacher.in_ranks:
-                self._inside.add(name)
                 continue
             if teacher.source not in started:
                 engines = f"teacher{name and '-'}{name}"
@@ -227,32 +224,13 @@ class Teachers:
 
         async def run(problem: Problem, tag: str) -> Group:
             group = await run_group(problem, tag)
-            await self._score_outside(group)
+            await self.score(group)
             return group
 
         return run
 
-    async def complete(
-        self,
-        groups: Sequence[Group],
-        in_ranks: Callable[[_Sequences, _Sequences], Awaitable[list[list[float]]]],
-    ) -> None:
-        """Score the trajectories that have a teacher, and that none has scored yet; `in_ranks`
-        scores sequences at the tokens of their masks, with the model in the ranks."""
-        await together(self._score_outside(group) for group in groups)
-        own = [group for group in groups if group.environment in self._inside]
-        missing = [t for group in own for t in group.trajectories if not t.teacher_logprobs]
-        branches = [branch for trajectory in missing for branch in trajectory.samples()]
-        if not branches:
-            return
-        began = time.perf_counter()
-        masks = [branch.response_mask for branch in branches]
-        scored = iter(await in_ranks([branch.token_ids for branch in branches], masks))
-        own[0].seconds["teacher"] += time.perf_counter() - began
-        for trajectory in missing:
-            trajectory.teacher_logprobs = [next(scored) for _ in trajectory.samples()]
-
-    async def _score_outside(self, group: Group) -> None:
+    async def score(self, group: Group) -> None:
+        """Score the trajectories of a group that none has scored yet, if its teacher is here."""
         if (teacher := self._outside.get(group.environment)) is None:
             return
         missing = [t for t in group.trajectories if not t.teacher_logprobs]

@@ -92,6 +92,7 @@ class TrainerRank:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         self._algorithm, algorithm = config.algorithm, make_algorithm(config.algorithm)
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
+        self._teaches = any(teacher.in_ranks for teacher in config.teachers().values())
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
         checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
@@ -220,9 +221,13 @@ class TrainerRank:
             for batch in batches:
                 if penalised or (corrected and updates > 1):
                     batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
-                if self._loss.needs_reference or kl.coef:
+                taught_N = batch.tokens.teacher_logprobs_N
+                if self._loss.needs_reference or kl.coef or self._teaches:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
+                if self._teaches and taught_N is not None:
+                    taught_N = torch.where(taught_N.isnan(), reference_N, taught_N)
+                    batch.tokens = replace(batch.tokens, teacher_logprobs_N=taught_N)
                 tokens, penalties_N = batch.tokens, None
                 if penalised:
                     assert batch.old_logprobs_N is not None
@@ -291,7 +296,10 @@ class TrainerRank:
         else:
             old_N = logprobs_N.detach()  # the only update of its step
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
-        tokens, taught_N = teach(tokens)
+        taught_N = None
+        if (teaching := teach(tokens)) is not None:
+            tokens, taught_N, divergence_N = teaching
+            report.sums["teacher_kl"] += float(divergence_N.sum())
         rollout, bonus = self._config.rollout, None
         turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
         if self._algorithm.entropy.has_bonus:
@@ -338,8 +346,7 @@ class TrainerRank:
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
-        why = missing_model(self._config.algorithm, name)
-        if why and not (name == "reference" and self._models.reference):
+        if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])
         scored: list[tuple[int, list[float]]] = []
