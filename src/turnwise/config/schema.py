@@ -142,6 +142,15 @@ class Config(Section):
         own = entry is not None and entry.teacher is not None
         return f"environments.{environment}.teacher" if own else "algorithm.teacher"
 
+    def teacher_engines(self) -> dict[str, TeacherConfig]:
+        """Return the teachers that have engines, each once, by a key of it."""
+        of_sources = {
+            teacher.source: (self.teacher_key(name), teacher)
+            for name, teacher in self.teachers().items()
+            if teacher.engines
+        }
+        return dict(of_sources.values())
+
     def for_teacher(self, teacher: TeacherConfig) -> "Config":
         """Return the configuration of a teacher's engines."""
         assert teacher.model is not None
@@ -153,10 +162,12 @@ class Config(Section):
             "engine": {"routing_replay": False, "logits_processors": []},
             "training": {"colocated": False},
             "metrics": {"port": None},
+            "algorithm": {"teacher": None},
         }
         parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
         model = ModelConfig(path=teacher.model, **kept)
-        return self.model_copy(update=parts | {"model": model, "weights": WeightsConfig()})
+        others = {"model": model, "weights": WeightsConfig(), "environments": {}}
+        return self.model_copy(update=parts | others)
 
     def other_models(self) -> dict[str, str]:
         """Return the paths that are set for models other than the policy, by key."""

@@ -432,12 +432,14 @@ class ConfigChecks:
         return findings or [Finding("ports", "ok", ", ".join(free) or "free ones are chosen")]
 
     def servers(self) -> Sequence[Finding]:
-        """Check that the servers answer that the environment, the agent and the tools need."""
+        """Check that the servers answer that the environment, agent, tools and teachers need."""
         findings, rollout = list[Finding](), self.config.rollout
         environments, others = dict[str, str](), {"rollout.agent": rollout.agent or ""}
         for name, part in self.config.parts().items():
             own = f"environments.{name}." if name else ""
             environments[f"{own}environment"] = (part.environment or "").partition(":")[2]
+            if (teacher := part.algorithm.teacher) is not None and teacher.url:
+                others[f"{self.config.teacher_key(name)}.url"] = teacher.url
             section = "rollout." if part.rollout.tools is rollout.tools else own
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:
