@@ -280,7 +280,9 @@ def test_servers_that_a_configuration_needs_are_asked(tmp_path: Path) -> None:
             },
             "algorithm": {"teacher": {"url": f"http://127.0.0.1:{port}/v1"}},
         }
-        environment, agent, teacher, tools = ConfigChecks(parse_config(tree(tmp_path) | named)).servers()
+        environment, agent, teacher, tools = ConfigChecks(
+            parse_config(tree(tmp_path) | named)
+        ).servers()
     assert environment.detail == f"127.0.0.1:{port} (environment) answers"
     assert agent.detail == f"127.0.0.1:{port} (rollout.agent) answers"
     assert teacher.detail == f"127.0.0.1:{port} (algorithm.teacher.url) answers"
