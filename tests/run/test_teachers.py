@@ -171,7 +171,7 @@ async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled
 
 def scored_by(server: Server, tokenizer: Any) -> tuple[Config, Teachers]:
     made = config(algorithm={"advantage": "none", "teacher": {"url": server.url}})
-    return made, Teachers(made, tokenizer)
+    return made, Teachers(made, tokenizer, 0.0, training=True)
 
 
 async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
@@ -196,7 +196,7 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
 
 async def test_engines_score_a_sequence_by_one_request() -> None:
     made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
-    teachers = Teachers(made, tokenizer=None)  # type: ignore[arg-type]
+    teachers = Teachers(made, None, 0.0, training=True)  # type: ignore[arg-type]
     (teacher,) = teachers._started
     engine = SimulatedEngine(name="teacher-0", seed=1)
     teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
@@ -248,6 +248,8 @@ def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None
             algorithm={"teacher": {"url": "http://host/v1"}},
         ),
         tokenizer,
+        0.0,
+        training=True,
     )
     assert made._outside["one"] is made._outside["two"]
     assert made._outside["three"] is made._outside["four"]

@@ -103,7 +103,7 @@ def test_a_teacher_takes_the_place_of_the_reference(
     make_policy: Make, model_path: str, reference_path: str
 ) -> None:
     policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
-    assert policy._teaches
+    assert policy._models.reference is not None
     assert close(scored(policy, "policy"), direct_logprobs(model_path))
     with pytest.raises(InputError, match="there is no reference model"):
         scored(policy, "reference")

@@ -321,11 +321,16 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             f"training.colocated needs one rank per engine device: serving.workers {workers} * "
             f"engine.tensor_parallel_size {size} is not training.ranks {ranks}"
         )
+    yield from _weights_mistakes(config)
+
+
+def _weights_mistakes(config: Config) -> Iterator[str]:
+    training, ranks = config.training, config.training.ranks
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
     if config.weights.delta and training.colocated and ranks == 1:
         yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
-    if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":
+    if config.weights.delta and config.model.lora.rank and config.weights.lora == "adapter":
         yield "weights.delta: all values of an adapter change in each update: set it to false"
 
 

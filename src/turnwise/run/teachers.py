@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_li
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.chat_endpoint import Endpoint
 from turnwise.rollouts.producer import RunGroup
+from turnwise.run.display import SILENT, Display
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.trajectory import Trajectory
@@ -195,12 +197,15 @@ class Teachers:
 
     Args:
         share: Share of a GPU for each device of a teacher's engines.
+        training: Whether anything is trained; else there are none.
     """
 
-    def __init__(self, config: Config, tokenizer: "Tokenizer", share: float = 0.0) -> None:
+    def __init__(
+        self, config: Config, tokenizer: "Tokenizer", share: float, training: bool
+    ) -> None:
         self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # by environment
         started: dict[tuple[object, ...], TeacherEngines | TeacherServer] = {}
-        for name, teacher in config.teachers().items():
+        for name, teacher in config.teachers().items() if training else ():
             if teacher.in_ranks:
                 continue
             if teacher.source not in started:
@@ -213,8 +218,9 @@ class Teachers:
             self._outside[name] = started[teacher.source]
         self._started = list(started.values())
 
-    async def start(self) -> None:
-        await together(teacher.start() for teacher in self._started)
+    async def start(self, progress: Display = SILENT) -> None:
+        with progress.part("starting teachers") if self._started else nullcontext():
+            await together(teacher.start() for teacher in self._started)
 
     async def stop(self) -> None:
         await together(t.stop() for t in self._started if isinstance(t, TeacherEngines))

@@ -92,7 +92,6 @@ class TrainerRank:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         self._algorithm, algorithm = config.algorithm, make_algorithm(config.algorithm)
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
-        self._teaches = any(teacher.in_ranks for teacher in config.teachers().values())
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
         checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
@@ -216,16 +215,17 @@ class TrainerRank:
         """Compute what the losses need before the first update of a step: log-probs of the policy
         and of the reference model, values, and from them each token's advantage."""
         kl, corrected = self._algorithm.kl, self._algorithm.correction.name != "none"
+        teaches = any(teacher.in_ranks for teacher in self._config.teachers().values())
         penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
         with torch.no_grad():
             for batch in batches:
                 if penalised or (corrected and updates > 1):
                     batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
                 taught_N = batch.tokens.teacher_logprobs_N
-                if self._loss.needs_reference or kl.coef or self._teaches:
+                if self._loss.needs_reference or kl.coef or teaches:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
-                if self._teaches and taught_N is not None:
+                if teaches and taught_N is not None:
                     taught_N = torch.where(taught_N.isnan(), reference_N, taught_N)
                     batch.tokens = replace(batch.tokens, teacher_logprobs_N=taught_N)
                 tokens, penalties_N = batch.tokens, None
