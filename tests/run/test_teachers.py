@@ -13,9 +13,10 @@ from aiohttp import web
 from tests.simulated import SimulatedEngine
 from tests.training.test_samples import config, group
 from turnwise.config import Config, SamplingConfig, TeacherConfig
+from turnwise.core import endpoint
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts import Group, Problem, chat_endpoint
+from turnwise.rollouts import Group, Problem
 from turnwise.run import teachers as teachers_module
 from turnwise.run.runtime import TrainingStep
 from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
@@ -71,7 +72,7 @@ def teacher(
     server: Server, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Awaitable[TeacherServer]]:
     """Starts a teacher at the server, which does not wait long before it repeats a request."""
-    monkeypatch.setattr(chat_endpoint, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(teachers_module, "_RETRIES", 2)
 
     async def start(**keys: Any) -> TeacherServer:
@@ -108,7 +109,7 @@ async def test_a_busy_server_is_asked_again(server: Server, teacher: Any, status
     server.failures = [status, status]
     assert await made.score([3, 4]) == [None, -4.0]
     server.failures = [status] * 3
-    with pytest.raises(TrajectoryError, match=f"code: {status} - not now") as caught:
+    with pytest.raises(TrajectoryError, match=f"answered {status}: not now") as caught:
         await made.score([3, 4])
     assert caught.value.reason == "teacher_error"
 
@@ -116,7 +117,7 @@ async def test_a_busy_server_is_asked_again(server: Server, teacher: Any, status
 async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: Any) -> None:
     made = await teacher()
     server.failures = [400]
-    with pytest.raises(TrajectoryError, match="code: 400"):
+    with pytest.raises(TrajectoryError, match="answered 400"):
         await made.score([3, 4])
     assert server.failures == []
     assert await made.score([3, 4]) == [None, -4.0]
@@ -125,9 +126,9 @@ async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: An
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ([], "gave the log-probs of 0 of 2 tokens"),
-        ([{"logprobs": None}], "gave the log-probs of 0 of 2 tokens"),
-        ([{"logprobs": {"tokens": ["a"], "token_logprobs": [None]}}], "of 1 of 2 tokens"),
+        ([], "gave no log-probs of all 2 tokens"),
+        ([{"logprobs": None}], "gave no log-probs of all 2 tokens"),
+        ([{"logprobs": {"tokens": ["a"], "token_logprobs": [None]}}], "of all 2 tokens"),
         (
             [{"logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, "much"]}}],
             "sent a wrong answer",
@@ -162,10 +163,10 @@ async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled
     server: Server, teacher: Any
 ) -> None:
     server.answer = lambda _: {"choices": [{"text": "hello", "logprobs": None}]}
-    with pytest.raises(InputError, match=r"algorithm.teacher: .* gave the log-probs of 0 of"):
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* gave no log-probs of all"):
         await teacher()
     server.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(InputError, match=r"Connection error.*: it cannot teach"):
+    with pytest.raises(InputError, match=r"cannot be reached.*: it cannot teach"):
         await teacher()
 
 
@@ -220,7 +221,7 @@ async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
     await teachers.stop()
     assert (len(made.trajectories), made.dropped) == (1, {"teacher_error": 1})
     assert made.dropped_tokens == {"teacher_error": 6}
-    assert "code: 413 - not now" in made.causes["teacher_error"]
+    assert "answered 413: not now" in made.causes["teacher_error"]
 
 
 async def test_a_step_scores_what_no_teacher_has_scored(server: Server, tokenizer: Any) -> None:

@@ -152,20 +152,22 @@ class Config(Section):
         return dict(of_sources.values())
 
     def for_teacher(self, teacher: TeacherConfig) -> "Config":
-        """Return the configuration of a teacher's engines."""
+        """Return the configuration of a teacher's engines, which sample a token after each
+        sequence."""
         assert teacher.model is not None
-        kept = {
-            key: getattr(self.model, key) for key in ("dtype", "max_length", "trust_remote_code")
-        }
+        model = ModelConfig(
+            path=teacher.model,
+            dtype=self.model.dtype,
+            max_length=self.model.max_length + 1,
+            trust_remote_code=self.model.trust_remote_code,
+        )
         changes: dict[str, dict[str, object]] = {
             "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
             "engine": {"routing_replay": False, "logits_processors": []},
             "training": {"colocated": False},
-            "metrics": {"port": None},
             "algorithm": {"teacher": None},
         }
         parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
-        model = ModelConfig(path=teacher.model, **kept)
         others = {"model": model, "weights": WeightsConfig(), "environments": {}}
         return self.model_copy(update=parts | others)
 

@@ -1,13 +1,14 @@
 """torchao: the state of its AdamW with moments of 8 bits."""
 
+from typing import Any
+
 import torch
 from torchao.optim import AdamW8bit
 
-from turnwise.core.optional import Foreign
 from turnwise.internals import internal
 
 
-def new_moments(optimizer: Foreign, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def new_moments(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a weight's moments before its first step, which a checkpoint's values go into; torchao
     itself makes them in that step."""
     mean, square = (optimizer._new_buffer(weight, signed) for signed in (True, False))

@@ -1,5 +1,4 @@
-"""Clients of another model behind a URL, asked with retries within a deadline: `Endpoint`, and that
-of Chat Completions.
+"""A client of Chat Completions: another model behind a URL, asked with retries within a deadline.
 
 What the server answers is not trusted: it is read up to a largest size, and only as its type.
 """
@@ -9,9 +8,9 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NotRequired, TypeVar
+from typing import NamedTuple, NotRequired
 
 import aiohttp
 from pydantic import TypeAdapter
@@ -20,7 +19,7 @@ from typing_extensions import TypedDict
 from turnwise.core.deadlines import deadline
 from turnwise.core.optional import Foreign
 from turnwise.core.spans import trace_headers
-from turnwise.core.untrusted import IDENTITY, MAX_BYTES, AnswerError, read_answer, read_body
+from turnwise.core.untrusted import IDENTITY, AnswerError, read_answer, read_body
 from turnwise.core.user_code import use_daemon_threads
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
 from turnwise.trajectory import Message
@@ -30,7 +29,6 @@ _PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same reques
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
 _jitter = random.Random()  # the global one is the run's
 _SHOWN = 300  # characters of an error's body that a message has
-_T = TypeVar("_T")
 
 
 class _Choice(TypedDict):
@@ -62,15 +60,15 @@ class _FailedAttempt(Exception):
         self.pause = pause
 
 
-class Endpoint:
-    """The model of one URL; None is the server's own. Failures are `REASON_error` and
-    `REASON_timeout`; `who` ("the judge") and `key`, that of the timeout, are for messages.
-    InputError when the variable of the server's key is not set; None sends none."""
+class ChatEndpoint:
+    """The model of one URL. Failures are `REASON_error` and `REASON_timeout`; `who` ("the judge")
+    and `key`, that of the timeout, are for messages. InputError when the variable of the server's
+    key is not set; None sends none."""
 
     def __init__(
         self,
         url: str,
-        model: str | None,
+        model: str,
         *,
         who: str,
         reason: str,
@@ -86,31 +84,27 @@ class Endpoint:
         self._reason, self._timeout, self._key, self._retries = reason, timeout, key, retries
         self._headers = IDENTITY | {"authorization": f"Bearer {api_key}"}
 
-    async def post(
+    async def ask(
         self,
-        path: str,
-        body: Mapping[str, object],
-        read: Callable[[bytes], Awaitable[_T]],
+        messages: Sequence[Message],
+        request: Mapping[str, object],
         spent: Counter[str],
-        largest: int = MAX_BYTES,
-    ) -> _T:
-        """Return what `read` makes of the answer, of at most `largest` bytes, to a request; adds to
-        `spent` the requests and retries.
+        check: Callable[[str], object] = bool,
+    ) -> Reply:
+        """Return the answer to messages; adds to `spent` the requests, retries and tokens.
 
-        Connection errors, 408, 409, 429, 5xx and answers that `read` refuses with an AnswerError
+        Connection errors, 408, 409, 429, 5xx and texts that `check` refuses with an AnswerError
         are tried again, after growing pauses or after the time that the server names.
         TrajectoryError, with the server's own words, when no attempt succeeds in time.
         """
-        body = {"model": self.model, **body} if self.model else body
+        body = {"model": self.model, **request, "messages": list(messages)}
         failure = _FailedAttempt("")
         try:
             async with deadline(self._timeout, f"{self} did not answer", self._key):
                 for attempt in range(self._retries + 1):
                     spent["retries" if attempt else "requests"] += 1
                     try:
-                        return await read(await self._attempt(path, body, largest))
-                    except AnswerError as error:
-                        failure = _FailedAttempt(f"it {error}")
+                        return await self._attempt(body, spent, check)
                     except _FailedAttempt as error:
                         failure = error
                     growing = _FIRST_PAUSE * 2**attempt * _jitter.uniform(0.75, 1.0)
@@ -124,8 +118,10 @@ class Endpoint:
         what = f"{self} gave no answer in up to {self._retries + 1} attempts"
         raise TrajectoryError(f"{self._reason}_error", f"{what}: {failure}") from failure
 
-    async def _attempt(self, path: str, body: Mapping[str, object], largest: int) -> bytes:
-        url, headers = f"{self._url}/{path}", self._headers | trace_headers()
+    async def _attempt(
+        self, body: Mapping[str, object], spent: Counter[str], check: Callable[[str], object]
+    ) -> Reply:
+        url, headers = f"{self._url}/chat/completions", self._headers | trace_headers()
         # aiohttp looks names up in the default executor.
         use_daemon_threads(asyncio.get_running_loop())
         timeout = aiohttp.ClientTimeout(total=None)
@@ -134,34 +130,12 @@ class Endpoint:
                 aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
                 session.post(url, json=body, headers=headers) as response,
             ):
-                answer = await read_body(response, largest)
-        except (aiohttp.ClientError, OSError) as error:
-            raise _FailedAttempt(f"Connection error. ({first_line(error)})") from error
-        if response.status >= 400:
-            passes = response.status in _PASSING or response.status >= 500
-            said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
-            message = f"Error code: {response.status} - {said}"
-            raise _FailedAttempt(message, named_pause(response.headers) if passes else None)
-        return answer
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self._who, self.model, "at", self._url)))
-
-
-class ChatEndpoint(Endpoint):
-    """An endpoint of Chat Completions."""
-
-    async def ask(
-        self,
-        messages: Sequence[Message],
-        request: Mapping[str, object],
-        spent: Counter[str],
-        check: Callable[[str], object] = bool,
-    ) -> Reply:
-        """Return the answer to messages, as `post` does; adds to `spent` the tokens, too. Texts
-        that `check` refuses with an AnswerError are tried again."""
-
-        async def read(answer: bytes) -> Reply:
+                answer = await read_body(response)
+            if response.status >= 400:
+                passes = response.status in _PASSING or response.status >= 500
+                said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
+                message = f"Error code: {response.status} - {said}"
+                raise _FailedAttempt(message, named_pause(response.headers) if passes else None)
             completion = read_answer(answer, _COMPLETION)
             usage = completion.get("usage") or {}
             for name in ("prompt_tokens", "completion_tokens"):
@@ -173,9 +147,13 @@ class ChatEndpoint(Endpoint):
             reply = Reply(str(choice["message"].get("content") or ""), choice.get("finish_reason"))
             check(reply.text)
             return reply
+        except AnswerError as error:
+            raise _FailedAttempt(f"it {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _FailedAttempt(f"Connection error. ({first_line(error)})") from error
 
-        body = {**request, "messages": list(messages)}
-        return await self.post("chat/completions", body, read, spent)
+    def __str__(self) -> str:
+        return f"{self._who} {self.model} at {self._url}"
 
 
 def without_thoughts(text: str) -> str:

@@ -7,7 +7,6 @@ when it ends, while others run; a trajectory that they cannot score is dropped, 
 
 import asyncio
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,23 +21,19 @@ from typing_extensions import TypedDict
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config, ModelConfig, SamplingConfig, TeacherConfig
 from turnwise.core.aio import run_in_thread, together
-from turnwise.core.gguf import resolve_model
-from turnwise.core.untrusted import AnswerError, Number, read_answer
+from turnwise.core.endpoint import Endpoint
+from turnwise.core.untrusted import Number, read_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_line
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.chat_endpoint import Endpoint
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import SILENT, Display
-from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.serving.placement import WorkerStarter
+from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from turnwise.serving.worker_handle import WorkerHandle
 
 _ERROR = "teacher_error"
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
@@ -52,47 +47,17 @@ class TeacherEngines:
     """Engines of a teacher's own, each device of which has a share of a GPU."""
 
     def __init__(self, config: Config, name: str, share: float) -> None:
-        self._config, self._name, self._share = config, name, share
-        self._manager: AsyncLLMServerManager | None = None
+        self._manager = make_manager(config, share, prefix=f"{name}-")
+        self.start, self.stop = self._manager.start, self._manager.shutdown
         self._numbers = itertools.count()
-
-    async def start(self) -> None:
-        config = await run_in_thread(_within_context, self._config)
-        starter = WorkerStarter(config, self._share)
-        seconds = config.engine.start_timeout + config.engine.request_timeout
-
-        async def start(_: str, index: int) -> "WorkerHandle":
-            return await starter(f"{self._name}-{index}", index)
-
-        self._manager = AsyncLLMServerManager(start, config.serving, config.weights, seconds)
-        await self._manager.start()
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Return the log-prob of each token after those before it; None for the first."""
-        assert self._manager is not None, "the teacher is not started"
-        request = Request(list(token_ids), _SCORING, f"{self._name}:{next(self._numbers)}")
+        request = Request(list(token_ids), _SCORING, f"teacher:{next(self._numbers)}")
         try:
             return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
         except TurnwiseError as error:  # such as a sequence of more than the model's context
             raise TrajectoryError(_ERROR, str(error)) from error
-
-    async def stop(self) -> None:
-        if self._manager is not None:
-            await self._manager.shutdown()
-
-
-def _within_context(config: Config) -> Config:
-    """Return the configuration of engines that sample a token after the longest sequence, if the
-    model's context has room for it."""
-    from transformers import AutoConfig
-
-    model = config.model
-    shape = AutoConfig.from_pretrained(
-        resolve_model(model.path), trust_remote_code=model.trust_remote_code
-    )
-    most = getattr(shape.get_text_config(), "max_position_embeddings", None) or math.inf
-    longest = int(min(model.max_length + 1, most))
-    return config.model_copy(update={"model": model.model_copy(update={"max_length": longest})})
 
 
 class _Logprobs(TypedDict):
@@ -122,19 +87,16 @@ class TeacherServer:
         self, config: Config, key: str, teacher: TeacherConfig, tokenizer: "Tokenizer"
     ) -> None:
         assert teacher.url is not None
-        try:
-            self._endpoint = Endpoint(
-                teacher.url,
-                teacher.model,
-                who=f"{key}: the teacher",
-                reason="teacher",
-                timeout=config.rollout.stall_timeout,
-                retries=_RETRIES,
-                api_key_variable=teacher.api_key_variable,
-                key="rollout.stall_timeout",
-            )
-        except InputError as error:
-            raise InputError(f"{key}: {error}") from None
+        self._endpoint = Endpoint(
+            teacher.url,
+            teacher.model,
+            who=f"{key}: the teacher",
+            reason="teacher",
+            timeout=config.rollout.stall_timeout,
+            retries=_RETRIES,
+            api_key_variable=teacher.api_key_variable,
+            key="rollout.stall_timeout",
+        )
         self._tokenizer = tokenizer
         self._texts = cache(self._texts_of)
         self._places = asyncio.Semaphore(_AT_ONCE)
@@ -166,15 +128,12 @@ class TeacherServer:
             return await self._endpoint.post("completions", body, read, Counter(), _BYTES * size)
 
     def _read(self, said: bytes, token_ids: Sequence[int], most: int) -> Sequence[float | None]:
-        try:
-            choices = read_answer(said, _ANSWER, most)["choices"]
-        except AnswerError as error:  # another attempt would be answered in the same way
-            raise TrajectoryError(_ERROR, f"{self._endpoint} {error}") from error
+        choices = read_answer(said, _ANSWER, most)["choices"]
         found = choices[0]["logprobs"] if choices else None
         texts, logprobs = (found["tokens"], found["token_logprobs"]) if found else ([], [])
-        if min(len(texts), len(logprobs)) < len(token_ids):
-            said_of = f"gave the log-probs of {len(logprobs)} of {len(token_ids)} tokens"
-            raise TrajectoryError(_ERROR, f"{self._endpoint} {said_of}")
+        if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
+            gave = f"gave no log-probs of all {len(token_ids)} tokens of a prompt"
+            raise TrajectoryError(_ERROR, f"{self._endpoint} {gave}")
         for token, text in zip(token_ids, texts, strict=False):  # one is sampled, too
             own = self._texts(token)
             # The text of a part of a character depends on the tokens beside it.
@@ -256,13 +215,8 @@ async def _score(
     found = list[list[float]]()
     try:
         for branch in trajectory.samples():
-            row, mask = await teacher.score(branch.token_ids), branch.response_mask
-            known = [value for value in row[1:] if value is not None and not math.isnan(value)]
-            if 1 + len(known) != len(mask):
-                said = f"the teacher gave {len(known)} log-probs for {len(mask)} tokens"
-                raise TrajectoryError(_ERROR, said)
-            pairs = zip([0.0, *known], mask, strict=True)
-            found.append([max(value, _LEAST) if trained else 0.0 for value, trained in pairs])
+            row = zip(await teacher.score(branch.token_ids), branch.response_mask, strict=True)
+            found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
     except TrajectoryError as error:
         return error
     trajectory.teacher_logprobs = found

@@ -1,0 +1,117 @@
+"""A client of HTTP servers that answer with JSON: other models behind a URL, sandboxes elsewhere.
+
+A request is tried again within one deadline. What a server answers is not trusted: it is read up to
+a largest size, and a redirect is an error.
+"""
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import aiohttp
+
+from turnwise.core.deadlines import deadline
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import IDENTITY, MAX_BYTES, AnswerError, read_body
+from turnwise.core.user_code import use_daemon_threads
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
+
+_T = TypeVar("_T")
+_PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
+_jitter = random.Random()  # the global one is the run's
+_ENDLESS = aiohttp.ClientTimeout(total=None)  # there is a deadline
+_SHOWN = 300  # characters of an error's body that a message has
+
+
+class Endpoint:
+    """The server at a URL, and its model of which each request has the name; None names none. Its
+    failures are `REASON_error` and `REASON_timeout`, over all attempts; `who` ("the judge") and
+    `key`, that of the timeout, are for messages. InputError when the variable of the server's key
+    is not set; None sends none."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        *,
+        who: str,
+        reason: str,
+        timeout: float,
+        retries: int,
+        api_key_variable: str | None,
+        key: str = "timeout",
+    ) -> None:
+        self.model, self.url, self._who = model, url.rstrip("/"), who
+        self._reason, self._timeout, self._key, self._retries = reason, timeout, key, retries
+        self._headers = dict(IDENTITY)
+        if api_key_variable is not None:
+            if not (secret := os.environ.get(api_key_variable)):
+                raise InputError(f"{who}: the environment variable {api_key_variable} is not set")
+            self._headers["authorization"] = f"Bearer {secret}"
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        read: Callable[[bytes], Awaitable[_T]],
+        spent: Counter[str],
+        largest: int = MAX_BYTES,
+    ) -> _T:
+        """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes; adds
+        the `requests` and `retries` to `spent`.
+
+        Connection errors, 408, 409, 429, 5xx and answers that `read` refuses with an AnswerError
+        are tried again, after growing pauses or after the seconds that the server names.
+        TrajectoryError, with the server's own words, when no attempt succeeds in time.
+        """
+        body = {"model": self.model, **body} if self.model else body
+        url, headers = f"{self.url}/{path}", self._headers | trace_headers()
+        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
+        failure = AnswerError("")
+        try:
+            async with deadline(self._timeout, f"{self} did not answer", self._key):
+                for attempt in range(self._retries + 1):
+                    spent["retries" if attempt else "requests"] += 1
+                    pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
+                    pause *= _jitter.uniform(0.75, 1.0)
+                    try:
+                        async with (
+                            aiohttp.ClientSession(timeout=_ENDLESS, trust_env=True) as session,
+                            session.post(
+                                url, json=body, headers=headers, allow_redirects=False
+                            ) as response,
+                        ):
+                            answer = await read_body(response, largest)
+                        if (status := response.status) // 100 == 2:
+                            return await read(answer)
+                        said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
+                        failure = AnswerError(f"answered {status}: {said}")
+                        if status < 500 and status not in _PASSING:
+                            break
+                        pause = named_pause(response.headers) or pause
+                    except AnswerError as error:
+                        failure = error
+                    except (aiohttp.ClientError, OSError) as error:
+                        failure = AnswerError(f"cannot be reached: {first_line(error)}")
+                    if attempt == self._retries or pause > self._timeout:
+                        break
+                    await asyncio.sleep(pause)
+        except DeadlineError as error:
+            last = f"; in its last attempt, it {failure}" if str(failure) else ""
+            raise TrajectoryError(f"{self._reason}_timeout", f"{error}{last}") from error
+        raise TrajectoryError(f"{self._reason}_error", f"{self} {failure}") from failure
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self._who, self.model, "at", self.url)))
+
+
+def named_pause(headers: Mapping[str, str]) -> float:
+    """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); 0 if it has no number."""
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return 0.0
