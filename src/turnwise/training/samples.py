@@ -195,7 +195,7 @@ def _add(
     first = len(batch.samples)
     by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
     taught = trajectory.teacher_logprobs if teacher is not None else []
-    assert taught or teacher is None or teacher.in_ranks, "the teacher has not scored it"
+    assert teacher is None or teacher.in_ranks or len(taught) == len(masked), "not scored"
     for number, branch in enumerate(masked):
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
