@@ -213,6 +213,7 @@ class Config(Section):
                 "conversation has no room left for a summary"
             )
         yield from _engine_mistakes(self)
+        yield from _layout_mistakes(self)
         yield from _training_mistakes(self)
         yield from _teacher_mistakes(self)
 
@@ -267,14 +268,12 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
         )
 
 
-def _training_mistakes(config: Config) -> Iterator[str]:
-    training, model, ranks = config.training, config.model, config.training.ranks
-    if training.max_staleness and config.deterministic:
-        yield "deterministic runs are synchronous: set training.max_staleness to 0"
-    if ranks % training.context_parallel:
+def _layout_mistakes(config: Config) -> Iterator[str]:
+    training = config.training
+    if training.ranks % training.context_parallel:
         yield (
             f"training.context_parallel {training.context_parallel} does not divide "
-            f"training.ranks {ranks}: each sequence is shared by as many ranks"
+            f"training.ranks {training.ranks}: each sequence is shared by as many ranks"
         )
     if training.context_parallel > 1 and training.attention != "auto":
         yield (
@@ -292,6 +291,12 @@ def _training_mistakes(config: Config) -> Iterator[str]:
                 "training.packing: shared computes the beginning of several sequences once, which "
                 f"{key} does not support: set that to {set_to}, or training.packing to packed"
             )
+
+
+def _training_mistakes(config: Config) -> Iterator[str]:
+    training, model, ranks = config.training, config.model, config.training.ranks
+    if training.max_staleness and config.deterministic:
+        yield "deterministic runs are synchronous: set training.max_staleness to 0"
     if training.offload and not training.colocated:
         yield (
             "training.offload frees memory for engines in the trainer's processes: set "
@@ -323,16 +328,11 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             f"training.colocated needs one rank per engine device: serving.workers {workers} * "
             f"engine.tensor_parallel_size {size} is not training.ranks {ranks}"
         )
-    yield from _weights_mistakes(config)
-
-
-def _weights_mistakes(config: Config) -> Iterator[str]:
-    training, ranks = config.training, config.training.ranks
     if config.weights.transport in ("ipc", "collective") and (mistake := stream_mistake(config)):
         yield mistake
     if config.weights.delta and training.colocated and ranks == 1:
         yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
-    if config.weights.delta and config.model.lora.rank and config.weights.lora == "adapter":
+    if config.weights.delta and model.lora.rank and config.weights.lora == "adapter":
         yield "weights.delta: all values of an adapter change in each update: set it to false"
 
 

@@ -1,18 +1,15 @@
 """torchao: the state of its AdamW with moments of 8 bits."""
 
-from typing import Any
-
 import torch
 from torchao.optim import AdamW8bit
 
 from turnwise.internals import internal
 
+_new_buffer = internal(AdamW8bit, "_new_buffer", "self", "p", "signed")
 
-def new_moments(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+
+def new_moments(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a weight's moments before its first step, which a checkpoint's values go into; torchao
     itself makes them in that step."""
-    mean, square = (optimizer._new_buffer(weight, signed) for signed in (True, False))
+    mean, square = (_new_buffer(optimizer, weight, signed) for signed in (True, False))
     return {"step": torch.zeros(()), "exp_avg": mean, "exp_avg_sq": square}
-
-
-internal(AdamW8bit, "_new_buffer", "self", "p", "signed")

@@ -125,7 +125,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     taught = config.teacher_engines().items()
     teachers = {key: _engine(config.for_teacher(one), machine, share)[0] for key, one in taught}
-    beside = sum(one.engines * config.engine.devices * teachers[key].peak for key, one in taught)
+    apart = sum(one.engines * config.engine.devices * teachers[key].peak for key, one in taught)
     training, limit = config.training, machine.device_bytes
 
     def load(device: str, ranks: int, beside: int) -> Load:
@@ -138,13 +138,13 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         copies = 2 if config.weights.transport == "shm" else 0
         if config.weights.delta:  # of the trainer, and of each engine's workers
             copies += 1 + workers
-        beside += workers * engine.peak
+        beside = workers * engine.peak
         beside += copies * model_size(config).parameters * dtype_of(config).itemsize
-        loads = [load("memory of the machine", training.ranks, beside)]
+        loads = [load("memory of the machine", training.ranks, beside + apart)]
     elif training.colocated:
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
         away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
-        shared = beside if share < 1 else 0  # only teachers share a GPU with a rank then
+        shared = apart if share < 1 else 0  # only teachers share a GPU with a rank then
         held = sum(rank.parts[p] for p in rank.lasting - away) + engine.peak + shared
         loads = [
             Load("GPU while engines run", held, held, held, limit),

@@ -31,6 +31,10 @@ def supervised_config(config: Config) -> Config:
     alone = {"colocated": False, "offload": [], "max_staleness": 0}
     return config.model_copy(
         update={
+            "environments": {
+                name: entry.model_copy(update={"teacher": None})
+                for name, entry in config.environments.items()
+            },
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
             "sampling": SamplingConfig(),
             "training": config.training.model_copy(update=alone),
