@@ -277,7 +277,7 @@ class TeacherConfig(Section):
     def mistakes(self) -> Iterator[str]:
         if self.model is None and self.url is None:
             yield "a teacher is a model, or the url of a server: set one of them"
-        if self.engines if self.url else self.api_key_variable:
+        if (self.engines and self.url) or (self.api_key_variable and not self.url):
             yield "api_key_variable applies to a url, engines to a model without one"
 
 

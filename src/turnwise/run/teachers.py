@@ -74,6 +74,7 @@ class _Answer(TypedDict):
 
 
 _ANSWER = TypeAdapter(_Answer)
+_NOTHING = _Logprobs(tokens=[], token_logprobs=[])
 
 
 class TeacherServer:
@@ -129,8 +130,8 @@ class TeacherServer:
 
     def _read(self, said: bytes, token_ids: Sequence[int], most: int) -> Sequence[float | None]:
         choices = read_answer(said, _ANSWER, most)["choices"]
-        found = choices[0]["logprobs"] if choices else None
-        texts, logprobs = (found["tokens"], found["token_logprobs"]) if found else ([], [])
+        found = (choices[0]["logprobs"] if choices else None) or _NOTHING
+        texts, logprobs = found["tokens"], found["token_logprobs"]
         if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
             gave = f"gave no log-probs of all {len(token_ids)} tokens of a prompt"
             raise TrajectoryError(_ERROR, f"{self._endpoint} {gave}")
@@ -164,7 +165,7 @@ class Teachers:
     ) -> None:
         self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # by environment
         started: dict[tuple[object, ...], TeacherEngines | TeacherServer] = {}
-        for name, teacher in config.teachers().items() if training else ():
+        for name, teacher in (config.teachers() if training else {}).items():
             if teacher.in_ranks:
                 continue
             if teacher.source not in started:
@@ -229,17 +230,19 @@ def check_teachers(config: Config, tokenizer: "Tokenizer") -> None:
     Raises:
         InputError: naming the first token that differs, or a teacher without tokenizer.
     """
-    trust, teachers = config.model.trust_remote_code, config.teachers().items()
-    for path, name in {t.model: name for name, t in teachers if t.model and not t.url}.items():
-        key = f"{config.teacher_key(name)}: {path}"
+    trust = config.model.trust_remote_code
+    for key, path in config.other_models().items():
+        if not key.endswith(".teacher"):
+            continue
+        who = f"{key}: {path}"
         try:
             theirs = read_tokenizer(ModelConfig(path=path, trust_remote_code=trust))
         except Exception as error:
-            raise InputError(f"{key} has no tokenizer: {first_line(error)}") from error
+            raise InputError(f"{who} has no tokenizer: {first_line(error)}") from error
         tokens = {index: token for token, index in theirs.get_vocab().items()}
         for token, index in sorted(tokenizer.get_vocab().items(), key=itemgetter(1)):
             if tokens.get(index) != token:
                 raise InputError(
-                    f"{key} has another tokenizer than the policy: token {index} is {token!r} in "
+                    f"{who} has another tokenizer than the policy: token {index} is {token!r} in "
                     f"the policy's, and {tokens.get(index)!r} in the teacher's"
                 )

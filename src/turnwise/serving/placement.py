@@ -148,7 +148,7 @@ def gpu_share(config: Config, gpus: float, training: bool) -> float:
     It is 1, or less if there are fewer GPUs than devices and ranks.
     """
     takers, said, also = config.serving.fewest_workers * config.engine.devices, "", ""
-    for key, teacher in config.teacher_engines().items() if training else ():
+    for key, teacher in (config.teacher_engines() if training else {}).items():
         takers += teacher.engines * config.engine.devices
         said += f", {teacher.engines * config.engine.devices} of them of {key}"
         also += f" or {key}.engines"
