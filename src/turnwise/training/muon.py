@@ -15,13 +15,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.optional import Foreign
-from turnwise.internals.torch import muon_rate, orthogonalised
-
-_MOMENTUM = 0.95
+from turnwise.internals.torch import whole_matrices
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -37,9 +34,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([{**group} for group in (*matrices, *others)], {"lr": rate})
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(
-                Muon(matrices, lr=rate, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw")
-            )
+            self._parts.append(torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw"))
         if others:
             self._parts.append(torch.optim.AdamW(others, lr=rate, betas=betas))
         self.param_groups = [group for part in self._parts for group in part.param_groups]
@@ -49,38 +44,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "steps follow a backward pass"
-        for part in self._parts:
-            part.step()
-
-
-class Muon(torch.optim.Muon):
-    """torch's Muon, also for matrices of which each rank holds rows (FSDP2).
-
-    torch would multiply the shards, and add up the parts in bfloat16, so that the step would depend
-    on the number of ranks. Here each rank gathers an update and orthogonalises it whole.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "steps follow a backward pass"
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, weight.grad, group)
-
-    def _move(self, weight: torch.Tensor, gradient: torch.Tensor, group: Foreign) -> None:
-        state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(state["momentum_buffer"], group["momentum"])
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        update = orthogonalised(whole, group)
-        if isinstance(weight, DTensor):  # this rank's rows, without communication
-            mesh, places = weight.device_mesh, weight.placements
-            update = distribute_tensor(update, mesh, places, src_data_rank=None)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update, alpha=-muon_rate(group, weight.shape))
+        with whole_matrices():
+            for part in self._parts:
+                part.step()
 
 
 def matrices_of(module: nn.Module) -> set[int]:
