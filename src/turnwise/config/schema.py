@@ -154,22 +154,17 @@ class Config(Section):
     def for_teacher(self, teacher: TeacherConfig) -> "Config":
         """Return the configuration of a teacher's engines, which sample a token after each
         sequence."""
-        assert teacher.model is not None
-        model = ModelConfig(
-            path=teacher.model,
-            dtype=self.model.dtype,
-            max_length=self.model.max_length + 1,
-            trust_remote_code=self.model.trust_remote_code,
-        )
+        kept = self.model.model_dump(include={"dtype", "trust_remote_code"})
+        length = self.model.max_length + 1
         changes: dict[str, dict[str, object]] = {
             "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
             "engine": {"routing_replay": False, "logits_processors": []},
             "training": {"colocated": False},
-            "algorithm": {"teacher": None},
         }
         parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
-        others = {"model": model, "weights": WeightsConfig(), "environments": {}}
-        return self.model_copy(update=parts | others)
+        parts |= {"algorithm": AlgorithmConfig(), "weights": WeightsConfig(), "environments": {}}
+        parts["model"] = ModelConfig(path=teacher.model or "", max_length=length, **kept)
+        return self.model_copy(update=parts)
 
     def other_models(self) -> dict[str, str]:
         """Return the paths that are set for models other than the policy, by key."""
