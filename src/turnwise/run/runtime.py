@@ -121,8 +121,8 @@ async def open_runtime(
         share = gpu_share(config, gpus, training=training)
         teachers = Teachers(config, runner.tokenizer, share, training)
         stack.push_async_callback(teachers.stop)
-        trainer = await stack.enter_async_context(AsyncExitStack())
-        start_policy = partial(_start_policy, config, folder, share, trainer, progress)
+        closing = await stack.enter_async_context(AsyncExitStack())
+        start_policy = partial(_start_policy, config, folder, share, closing, progress)
         policy = await start_policy() if config.training.colocated else None
         hosts = None if policy is None else policy.actors  # engines run in its processes
         manager = make_manager(config, share, hosts)
