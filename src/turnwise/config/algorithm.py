@@ -266,7 +266,7 @@ class TeacherConfig(Section):
 
     @property
     def source(self) -> tuple[object, ...]:
-        """What scores; teachers with the same are one."""
+        """The scorer: teachers with the same one share it."""
         return self.model, self.url, self.engines, self.api_key_variable
 
     @property
