@@ -96,6 +96,7 @@ class Run:
             manager=fleet,
             teachers=Teachers(self.config, none, 0.0, training=True),
             group_runner=fleet.group_runner,
+            training_runner=fleet.group_runner,
         )
         self.loop = TrainingLoop(
             self.config, runtime, TRAINING, HELD_OUT, self.folder, SILENT, start

@@ -6,9 +6,9 @@ a largest size, and a redirect is an error.
 
 import asyncio
 import os
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import aiohttp
@@ -22,9 +22,8 @@ from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_li
 _T = TypeVar("_T")
 _PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
-_jitter = random.Random()  # the global one is the run's
 _ENDLESS = aiohttp.ClientTimeout(total=None)  # there is a deadline
-_SHOWN = 300  # characters of an error's body that a message has
+_SHOWN = 300  # bytes of an error's body that a message has
 
 
 class Endpoint:
@@ -65,7 +64,7 @@ class Endpoint:
         the `requests` and `retries` to `spent`.
 
         Connection errors, 408, 409, 429, 5xx and answers that `read` refuses with an AnswerError
-        are tried again, after growing pauses or after the seconds that the server names.
+        are tried again, after growing pauses, or later if the server names more seconds.
         TrajectoryError, with the server's own words, when no attempt succeeds in time.
         """
         body = {"model": self.model, **body} if self.model else body
@@ -77,7 +76,6 @@ class Endpoint:
                 for attempt in range(self._retries + 1):
                     spent["retries" if attempt else "requests"] += 1
                     pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
-                    pause *= _jitter.uniform(0.75, 1.0)
                     try:
                         async with (
                             aiohttp.ClientSession(timeout=_ENDLESS, trust_env=True) as session,
@@ -88,14 +86,15 @@ class Endpoint:
                             answer = await read_body(response, largest)
                         if (status := response.status) // 100 == 2:
                             return await read(answer)
-                        said = answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
+                        said = answer[:_SHOWN].decode(errors="replace")
                         failure = AnswerError(f"answered {status}: {said}")
                         if status < 500 and status not in _PASSING:
                             break
-                        pause = named_pause(response.headers) or pause
+                        with suppress(ValueError):  # `Retry-After` of RFC 9110 may be a date
+                            pause = max(pause, float(response.headers.get("retry-after", "")))
                     except AnswerError as error:
                         failure = error
-                    except (aiohttp.ClientError, OSError) as error:
+                    except (aiohttp.ClientError, OSError, ValueError) as error:
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
                     if attempt == self._retries or pause > self._timeout:
                         break
@@ -107,11 +106,3 @@ class Endpoint:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self._who, self.model, "at", self.url)))
-
-
-def named_pause(headers: Mapping[str, str]) -> float:
-    """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); 0 if it has no number."""
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except ValueError:
-        return 0.0

@@ -81,6 +81,10 @@ class Runtime:
         """The engines, in the form that agent loops sample from."""
         return self.manager.scheduler
 
+    def training_runner(self, sampling: SamplingConfig) -> RunGroup:
+        """Return what `group_runner` does, of groups that teachers score when they end."""
+        return self.teachers.scoring(self.group_runner(sampling))
+
     def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
         """Return a function that runs the group of a problem, under a unique tag; if `last`, its
         trajectories begin after all others that wait."""

@@ -55,7 +55,7 @@ class TrainingLoop:
         self._step = step = TrainingStep(config, runtime)
         self._producer = GroupProducer(
             config,
-            runtime.teachers.scoring(runtime.group_runner(config.sampling)),
+            runtime.training_runner(config.sampling),
             make_stream(config, problems),
             lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
