@@ -13,7 +13,6 @@ from turnwise.rollouts.problems import Problems
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import SILENT
 from turnwise.run.run_dir import Resume, RunDir, find_resume
-from turnwise.run.teachers import Teachers
 from turnwise.run.trainer import TrainingLoop
 from turnwise.trajectory import Trajectory, read_jsonl
 
@@ -90,11 +89,10 @@ class Run:
         )
         start: Resume | None = find_resume(folder / "run") if resume else None
         self.folder = RunDir(self.config, start)
-        none: Any = None
         runtime: Any = SimpleNamespace(
             policy=fleet,
             manager=fleet,
-            teachers=Teachers(self.config, none, 0.0, training=True),
+            teachers=None,
             group_runner=fleet.group_runner,
             training_runner=fleet.group_runner,
         )

@@ -172,7 +172,7 @@ async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled
 
 def scored_by(server: Server, tokenizer: Any) -> tuple[Config, Teachers]:
     made = config(algorithm={"advantage": "none", "teacher": {"url": server.url}})
-    return made, Teachers(made, tokenizer, 0.0, training=True)
+    return made, Teachers(made, tokenizer, 0.0)
 
 
 async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
@@ -197,7 +197,7 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
 
 async def test_engines_score_a_sequence_by_one_request() -> None:
     made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
-    teachers = Teachers(made, None, 0.0, training=True)  # type: ignore[arg-type]
+    teachers = Teachers(made, None, 0.0)  # type: ignore[arg-type]
     (teacher,) = teachers._started
     engine = SimulatedEngine(name="teacher-0", seed=1)
     teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
@@ -250,7 +250,6 @@ def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None
         ),
         tokenizer,
         0.0,
-        training=True,
     )
     assert made._outside["one"] is made._outside["two"]
     assert made._outside["three"] is made._outside["four"]

@@ -69,8 +69,8 @@ class Runtime:
     runner: Runner
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
-    teachers: Teachers
-    """Teachers of what is trained."""
+    teachers: Teachers | None
+    """Teachers of what is trained; None if nothing is."""
     processes: RolloutProcesses | None = None
     """Processes that run groups; None if the driver runs them."""
     grouping: Callable[[SamplingConfig], RunGroup] | None = None
@@ -83,7 +83,8 @@ class Runtime:
 
     def training_runner(self, sampling: SamplingConfig) -> RunGroup:
         """Return what `group_runner` does, of groups that teachers score when they end."""
-        return self.teachers.scoring(self.group_runner(sampling))
+        run_group = self.group_runner(sampling)
+        return run_group if self.teachers is None else self.teachers.scoring(run_group)
 
     def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
         """Return a function that runs the group of a problem, under a unique tag; if `last`, its
@@ -123,8 +124,9 @@ async def open_runtime(
         stack.callback(parser.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=training)
-        teachers = Teachers(config, runner.tokenizer, share, training)
-        stack.push_async_callback(teachers.stop)
+        teachers = Teachers(config, runner.tokenizer, share) if training else None
+        if teachers is not None:
+            stack.push_async_callback(teachers.stop)
         closing = await stack.enter_async_context(AsyncExitStack())
         start_policy = partial(_start_policy, config, folder, share, closing, progress)
         policy = await start_policy() if config.training.colocated else None
@@ -142,7 +144,8 @@ async def open_runtime(
                 name = f"starting {count} rollout processes"
                 starting.create_task(show_part(progress, name, processes.start))
             starting.create_task(_start_rewards(config, runner, progress))
-            starting.create_task(teachers.start(progress))
+            if teachers is not None:
+                starting.create_task(teachers.start(progress))
             late = starting.create_task(start_policy()) if policy is None else None
             await asyncio.shield(parser)
         policy = policy if late is None else late.result()
@@ -235,7 +238,8 @@ class TrainingStep:
     ) -> SampleBatch:
         """Return a step's samples, scored by their teachers; discarded groups, each after its
         reason, are only accounted for."""
-        await together(self._teachers.score(group) for group in groups)
+        if self._teachers is not None:
+            await together(self._teachers.score(group) for group in groups)
         version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest

@@ -157,15 +157,12 @@ class Teachers:
 
     Args:
         share: Share of a GPU for each device of a teacher's engines.
-        training: Whether anything is trained; else there are none.
     """
 
-    def __init__(
-        self, config: Config, tokenizer: "Tokenizer", share: float, training: bool
-    ) -> None:
+    def __init__(self, config: Config, tokenizer: "Tokenizer", share: float) -> None:
         self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # by environment
         started: dict[tuple[object, ...], TeacherEngines | TeacherServer] = {}
-        for name, teacher in (config.teachers() if training else {}).items():
+        for name, teacher in config.teachers().items():
             if teacher.in_ranks:
                 continue
             if teacher.source not in started:
