@@ -18,8 +18,13 @@ from turnwise.config.resume import check_unchanged
 from turnwise.errors import InputError
 from turnwise.training import checkpoint
 from turnwise.training.checkpoint_state import load_state, save_state
-from turnwise.training.muon import MuonAndAdamW, matrices_of
-from turnwise.training.optimizer import TrainableModule, make_optimizer, plain_tensors
+from turnwise.training.optimizer import (
+    MuonAndAdamW,
+    TrainableModule,
+    make_optimizer,
+    matrices_of,
+    plain_tensors,
+)
 from turnwise.training.rank import TrainerRank
 
 __all__ = ["make_policy"]
