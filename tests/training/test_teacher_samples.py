@@ -12,6 +12,7 @@ from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import make_micro_batch
 from turnwise.training.samples import SampleBatch, check_group_size, make_samples
+from turnwise.training.supervised import supervised_config
 
 ALONE = {"advantage": "none", "teacher": {"model": "t"}}
 
@@ -122,6 +123,15 @@ def test_what_a_teacher_cannot_do_is_refused(sections: dict[str, Any], said: str
         config(**sections)
 
 
+def test_a_teachers_engines_have_room_for_a_token_more_and_no_teacher() -> None:
+    made = config(algorithm={"teacher": {"model": "t", "engines": 2}})
+    ((key, teacher),) = made.teacher_engines().items()
+    own = made.for_teacher(teacher)
+    assert (key, own.model.path, own.serving.workers) == ("algorithm.teacher", "t", 2)
+    assert own.model.max_length == made.model.max_length + 1
+    assert own.teacher_engines() == {}
+
+
 def test_environments_have_teachers_of_their_own() -> None:
     entry = {"environment": "a:B", "data": {"path": "d"}}
     made = config(
@@ -136,5 +146,8 @@ def test_environments_have_teachers_of_their_own() -> None:
     teachers = made.teachers()
     assert (teachers["plain"].model, teachers["math"].weight) == ("t", 2)
     assert [teacher.in_ranks for teacher in teachers.values()] == [True, False]
+    assert made.teacher_key("math") == "environments.math.teacher"
+    assert made.other_models() == {made.teacher_key("plain"): "t"}
+    assert supervised_config(made).teachers() == {}
     only = made.model_copy(update={"algorithm": config().algorithm})
     assert only.teachers().keys() == {"math"}
