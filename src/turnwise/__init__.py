@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from turnwise.errors import (
+    CompleteError,
     DeadlineError,
     EngineError,
     ExactnessError,
@@ -109,6 +110,7 @@ __all__ = [
     "Bfcl",
     "ChatCompletionScheduler",
     "ChatTemplate",
+    "CompleteError",
     "Config",
     "DeadlineError",
     "EngineError",

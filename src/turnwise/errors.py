@@ -36,6 +36,11 @@ class InputError(TurnwiseError):
     """User input (configuration, data, tool, model, machine) that cannot be used."""
 
 
+class CompleteError(InputError):
+    """A run that is to go on has ended as it should; the command line prints it, and exits with
+    status 0, so that launchers do not repeat the command."""
+
+
 class DeadlineError(TurnwiseError):
     """A deadline passed; the message names what did not answer, and the deadline."""
 

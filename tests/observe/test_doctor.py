@@ -278,10 +278,14 @@ def test_servers_that_a_configuration_needs_are_asked(tmp_path: Path) -> None:
                 "agent": f"http://127.0.0.1:{port}/run",
                 "tools": [{"mcp": {"command": "date"}}, {"mcp": {"url": f"http://[::1]:{port}"}}],
             },
+            "algorithm": {"teacher": {"url": f"http://127.0.0.1:{port}/v1"}},
         }
-        environment, agent, tools = ConfigChecks(parse_config(tree(tmp_path) | named)).servers()
+        environment, agent, teacher, tools = ConfigChecks(
+            parse_config(tree(tmp_path) | named)
+        ).servers()
     assert environment.detail == f"127.0.0.1:{port} (environment) answers"
     assert agent.detail == f"127.0.0.1:{port} (rollout.agent) answers"
+    assert teacher.detail == f"127.0.0.1:{port} (algorithm.teacher.url) answers"
     assert tools.state == "broken"
     assert f"::1:{port} (rollout.tools.1.mcp.url): " in tools.detail
     assert ConfigChecks(parse_config(tree(tmp_path))).servers() == []

@@ -80,6 +80,32 @@ def test_the_parts_of_a_plan_are_sums_that_can_be_checked_by_hand(tmp_path: Path
     assert make_plan(offload, Machine(8, 80 * GIB)).loads[0].bytes == plan.engine.peak
 
 
+def test_the_engines_of_a_teacher_are_planned(tmp_path: Path) -> None:
+    path = folder_of(SHAPE, tmp_path / "model")
+    large = folder_of(LARGE | {"num_hidden_layers": 2, "vocab_size": 8192}, tmp_path / "large")
+    teacher = {"model": large, "engines": 2}
+    plain, taught = (
+        configuration(path, engine={"kv_cache_gib": 1}, algorithm={"teacher": each})
+        for each in (None, teacher)
+    )
+    plan = make_plan(taught, Machine(4, 80 * GIB))
+    (held,) = plan.teachers.values()
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert held.parts["weights"] == 2 * (2 * layer + 2 * 8192 * 4096 + 4096)
+    (load,) = (load for load in plan.loads if load.device == "GPU of algorithm.teacher")
+    assert load.bytes == held.peak
+    assert [(ask.who, ask.count, ask.gpus) for ask in plan.asks] == [
+        ("trainer rank", 1, 1.0),
+        ("worker", 1, 1.0),
+        ("worker of algorithm.teacher", 2, 1.0),
+    ]
+    one = make_plan(taught, Machine(2, 80 * GIB)).loads
+    assert [load.device for load in one] == ["GPU of a rank and engines"]
+    assert one[0].bytes == plan.rank.peak + held.peak
+    both = [make_plan(each, Machine(0, 64 * GIB)).loads[0].bytes for each in (plain, taught)]
+    assert both[1] - both[0] == 2 * held.peak
+
+
 def test_what_is_expected_is_told_beside_the_worst_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

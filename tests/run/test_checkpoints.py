@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from turnwise.cli import app
 from turnwise.config import Config, parse_config
-from turnwise.errors import InputError
+from turnwise.errors import CompleteError, InputError
 from turnwise.observe.conversations import trajectory_file
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run.commands import TrainingResult, config_of_run, train
@@ -226,6 +228,15 @@ def test_changes_of_a_resumed_run_are_checked_against_the_run_even_if_it_was_mov
         config_of_run(moved, settings={"seed": 5})
 
 
+def test_the_command_of_a_run_that_is_complete_ends_well(tmp_path: Path) -> None:
+    """A launcher that repeats it is done."""
+    run = RunDir(a_config(tmp_path / "runs", training={"steps": 5}))
+    save(run, 5)
+    run.metrics.close()
+    again = CliRunner().invoke(app, ["train", "--resume", str(run.path)])
+    assert (again.exit_code, "the run is complete" in again.output) == (0, True)
+
+
 async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +245,7 @@ async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked
     run.metrics.close()
     monkeypatch.chdir(tmp_path)
     same = a_config(Path("runs"), training={"steps": 5, "learning_rate": 1e-3})
-    with pytest.raises(InputError, match="the run is complete; set training"):
+    with pytest.raises(CompleteError, match="the run is complete; set training"):
         await train(same, Console(quiet=True), run.path)
     with pytest.raises(InputError, match="seed cannot change from 0 to 7 when a run is resumed"):
         await train(a_config(Path("runs"), seed=7), Console(quiet=True), run.path)

@@ -33,6 +33,16 @@ def test_the_engines_of_a_teacher_take_their_share_in_training() -> None:
     assert gpu_share(layout(1, 1, algorithm={"teacher": {"model": "t"}}), 2, training=True) == 1
 
 
+def test_a_refusal_names_the_teacher_whose_engines_count() -> None:
+    teacher = {"model": "t", "engines": 1}
+    taught = layout(2, 2, training={"colocated": True}, algorithm={"teacher": teacher})
+    said = (
+        r"2 GPUs for 3 devices .* 1 of them of algorithm\.teacher: .* algorithm\.teacher\.engines"
+    )
+    with pytest.raises(InputError, match=said):
+        gpu_share(taught, 2, training=True)
+
+
 @pytest.mark.parametrize(
     ("config", "gpus"),
     [

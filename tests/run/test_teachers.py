@@ -13,13 +13,13 @@ from aiohttp import web
 from tests.simulated import SimulatedEngine
 from tests.training.test_samples import config, group
 from turnwise.config import Config, SamplingConfig, TeacherConfig
+from turnwise.core import endpoint
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group, Problem
-from turnwise.run import teacher_server
+from turnwise.run import teachers as teachers_module
 from turnwise.run.runtime import TrainingStep
-from turnwise.run.teacher_server import TeacherServer
-from turnwise.run.teachers import Teachers, check_teachers
+from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -34,21 +34,12 @@ class Server:
         self.headers: dict[str, str] = {}
         self.failures: list[int] = []
         """Statuses of the next answers."""
-        self.answer: Answer = self.vllm
+        self.answer: Answer = self.echo
 
     def text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
-    def vllm(self, body: dict[str, Any]) -> Any:
-        rows = [
-            {str(token): {"logprob": -float(token), "rank": 1, "decoded_token": self.text(token)}}
-            for token in body["prompt"]
-        ]
-        return {"choices": [{"text": "a", "logprobs": None, "prompt_logprobs": [None, *rows[1:]]}]}
-
-    def openai(self, body: dict[str, Any]) -> Any:
-        if not body.get("echo"):
-            raise web.HTTPBadRequest(text="unknown key prompt_logprobs")
+    def echo(self, body: dict[str, Any]) -> Any:
         ids = [*body["prompt"], 5]  # and the one that it samples
         logprobs = [None, *(-float(token) for token in ids[1:])]
         tokens = [self.text(token) for token in ids]
@@ -77,46 +68,39 @@ async def server(tokenizer: Any) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def teacher(
+def teacher(
     server: Server, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Awaitable[TeacherServer]]]:
+) -> Callable[..., Awaitable[TeacherServer]]:
     """Starts a teacher at the server, which does not wait long before it repeats a request."""
-    monkeypatch.setattr(teacher_server, "_PAUSES", (0.01, 0.01))
-    started: list[TeacherServer] = []
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(teachers_module, "_RETRIES", 2)
 
     async def start(**keys: Any) -> TeacherServer:
-        settings = TeacherConfig(url=server.url, **keys)
-        made = TeacherServer(settings, "algorithm.teacher", tokenizer, 20.0)
-        started.append(made)
+        made = TeacherServer(
+            config(), "algorithm.teacher", TeacherConfig(url=server.url, **keys), tokenizer
+        )
         await made.start()
         return made
 
-    yield start
-    for one in started:
-        await one.stop()
+    return start
 
 
-@pytest.mark.parametrize("form", ["vllm", "openai"])
-async def test_a_server_scores_by_vllms_prompt_logprobs_or_by_openais_echo(
-    server: Server, teacher: Any, form: str
-) -> None:
-    server.answer = getattr(server, form)
+async def test_a_server_scores_by_echoed_prompts(server: Server, teacher: Any) -> None:
     made = await teacher(model="big")
     assert await made.score([3, 4, 7]) == [None, -4.0, -7.0]
     body = server.asked[-1]
     assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4, 7], "big", 1)
-    assert ("prompt_logprobs" in body) == (form == "vllm")
     assert server.asked[0]["prompt"] != [3, 4, 7]  # texts of tokens are compared first
 
 
-async def test_headers_may_name_a_variable(
+async def test_the_servers_key_is_that_of_a_variable(
     server: Server, teacher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
-    await teacher(headers={"Authorization": "Bearer ${TEACHER_KEY}"})
+    await teacher(api_key_variable="TEACHER_KEY")
     assert server.headers["Authorization"] == "Bearer secret"
-    with pytest.raises(InputError, match=r"algorithm.teacher: headers names .* NO_SUCH"):
-        await teacher(headers={"Authorization": "${NO_SUCH}"})
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* variable NO_SUCH is not set"):
+        await teacher(api_key_variable="NO_SUCH")
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -142,10 +126,13 @@ async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: An
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ([], "gave the log-probs of 1 of 2 tokens"),
-        ([{"prompt_logprobs": [None]}], "gave the log-probs of 1 of 2 tokens"),
-        ([{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}], "1 of 2 tokens"),
-        ([{"prompt_logprobs": [None, {"4": {"logprob": "much"}}]}], "sent a wrong answer"),
+        ([], "gave no log-probs of all 2 tokens"),
+        ([{"logprobs": None}], "gave no log-probs of all 2 tokens"),
+        ([{"logprobs": {"tokens": ["a"], "token_logprobs": [None]}}], "of all 2 tokens"),
+        (
+            [{"logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, "much"]}}],
+            "sent a wrong answer",
+        ),
         ("none", "sent a wrong answer"),
     ],
 )
@@ -176,16 +163,16 @@ async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled
     server: Server, teacher: Any
 ) -> None:
     server.answer = lambda _: {"choices": [{"text": "hello", "logprobs": None}]}
-    with pytest.raises(InputError, match=r"algorithm.teacher: .* cannot teach: it gave"):
+    with pytest.raises(InputError, match=r"algorithm.teacher: .* gave no log-probs of all"):
         await teacher()
     server.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(InputError, match="cannot teach: it cannot be reached"):
+    with pytest.raises(InputError, match=r"cannot be reached.*: it cannot teach"):
         await teacher()
 
 
 def scored_by(server: Server, tokenizer: Any) -> tuple[Config, Teachers]:
     made = config(algorithm={"advantage": "none", "teacher": {"url": server.url}})
-    return made, Teachers(made, tokenizer)
+    return made, Teachers(made, tokenizer, 0.0)
 
 
 async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
@@ -198,7 +185,7 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
         return group(0.0, 1.0)
 
     made = await teachers.scoring(run_group)(Problem("p", {}), "tag")
-    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(made)
     await teachers.stop()
     for trajectory in made.trajectories:  # 1, 2 are the prompt's, 6 a tool's
         assert trajectory.teacher_logprobs == [[0.0, 0.0, -3.0, -4.0, -5.0, 0.0, -7.0, -8.0, -9.0]]
@@ -210,12 +197,12 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
 
 async def test_engines_score_a_sequence_by_one_request() -> None:
     made = config(algorithm={"teacher": {"model": "t", "engines": 1}})
-    teachers = Teachers(made, tokenizer=None)  # type: ignore[arg-type]
-    (teacher,) = teachers._started.values()
+    teachers = Teachers(made, None, 0.0)  # type: ignore[arg-type]
+    (teacher,) = teachers._started
     engine = SimulatedEngine(name="teacher-0", seed=1)
     teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
     scored = group(0.0, 1.0)
-    await teachers.complete([scored], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(scored)
     sampling = SamplingConfig(max_tokens=1, prompt_logprobs=True)
     done = await generate(engine, Request(list(range(1, 10)), sampling, "again"))
     assert done.prompt_logprobs is not None
@@ -230,26 +217,18 @@ async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
     await teachers.start()
     server.failures = [413]
     made = group(0.0, 1.0)
-    await teachers.complete([made], in_ranks=None)  # type: ignore[arg-type]
+    await teachers.score(made)
     await teachers.stop()
     assert (len(made.trajectories), made.dropped) == (1, {"teacher_error": 1})
     assert made.dropped_tokens == {"teacher_error": 6}
     assert "answered 413: not now" in made.causes["teacher_error"]
 
 
-async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
-    made = config(algorithm={"advantage": "none", "teacher": {"model": "t"}})
-
-    class Trainer:
-        version = 5
-
-        async def score(self, name: str, ids: Any, masks: Any) -> list[list[float]]:
-            assert name == "reference"
-            pairs = (zip(*both, strict=True) for both in zip(ids, masks, strict=True))
-            return [[-float(token * mask) for token, mask in pair] for pair in pairs]
-
+async def test_a_step_scores_what_no_teacher_has_scored(server: Server, tokenizer: Any) -> None:
+    """Groups of pipelines, and of a checkpoint of a run without a teacher."""
+    made, teachers = scored_by(server, tokenizer)
     runtime: Any = SimpleNamespace(
-        manager=None, policy=Trainer(), teachers=Teachers(made, tokenizer=None)
+        manager=None, policy=SimpleNamespace(version=5), teachers=teachers
     )
     batch = await TrainingStep(made, runtime).make_samples([group(1.0)])
     (sample,) = batch.samples
@@ -259,18 +238,26 @@ async def test_a_teacher_in_the_ranks_scores_before_the_step() -> None:
 
 def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None:
     entry = {"environment": "a:B", "data": {"path": "d"}}
-    own = entry | {"teacher": {"url": "http://other/v1"}}
+    own, heavy = (
+        entry | {"teacher": {"url": "http://other/v1", "weight": weight}} for weight in (1, 2)
+    )
     made = Teachers(
         config(
             environment=None,
             data={},
-            environments={"one": entry, "two": entry, "three": own},
+            environments={"one": entry, "two": entry, "three": own, "four": heavy},
             algorithm={"teacher": {"url": "http://host/v1"}},
         ),
         tokenizer,
+        0.0,
     )
     assert made._outside["one"] is made._outside["two"]
+    assert made._outside["three"] is made._outside["four"]
     assert made._outside["three"] is not made._outside["one"]
+    assert len(made._started) == 2
+    who = [str(teacher._endpoint) for teacher in made._started]  # type: ignore[union-attr]
+    assert who[0] == "algorithm.teacher: the teacher at http://host/v1"
+    assert who[1] == "environments.three.teacher: the teacher at http://other/v1"
 
 
 def test_a_model_with_another_tokenizer_is_refused_before_anything_is_started(

@@ -14,7 +14,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.batching import Layout, plan_micro_batches
 from turnwise.training.rank import TrainerRank
-from turnwise.training.reports import RECORDED
+from turnwise.training.reports import RECORDED, merge
 
 Make = Callable[..., TrainerRank]
 START = 7
@@ -103,24 +103,32 @@ def test_a_teacher_takes_the_place_of_the_reference(
     make_policy: Make, model_path: str, reference_path: str
 ) -> None:
     policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
-    assert close(scored(policy, "reference"), direct_logprobs(reference_path))
+    assert policy._models.reference is not None
     assert close(scored(policy, "policy"), direct_logprobs(model_path))
+    with pytest.raises(InputError, match="there is no reference model"):
+        scored(policy, "reference")
 
 
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("weights", [(0.5, 0.0), (0.0, 0.5)], ids=["advantage", "loss"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_training_pulls_the_policy_to_its_teacher(
-    make_policy: Make, reference_path: str, layout: Layout, weights: tuple[float, float]
+    make_policy: Make,
+    reference_path: str,
+    layout: Layout,
+    weights: tuple[float, float],
+    inside: bool,
 ) -> None:
-    """In any layout; the recorded advantages have the teacher's part."""
-    policy = make_policy({"advantage": "none", "teacher": {"model": reference_path}})
-    own, theirs = scored(policy, "policy", layout), scored(policy, "reference", layout)
+    """In any layout, wherever the teacher is; the recorded advantages have the teacher's part."""
+    teacher = {"model": reference_path, "engines": int(not inside)}
+    policy = make_policy({"advantage": "none", "teacher": teacher})
+    own, theirs = scored(policy, "policy", layout), direct_logprobs(reference_path)
     masks = [[0] * START + [1] * (len(ids) - START) for ids in sequences()]
     zeros = [0.0] * START
     samples = [
         Sample.of(
             *(ids, mask, [*zeros, *p], [0] * len(ids), 0.0, number),
-            teacher_logprobs=[*zeros, *q],
+            teacher_logprobs=None if inside else [*zeros, *q],
             teacher_weights=weights,
         )
         for number, (ids, mask, p, q) in enumerate(
@@ -132,6 +140,7 @@ def test_training_pulls_the_policy_to_its_teacher(
     recorded = report.tokens_KN[RECORDED.index("advantage")].tolist()
     assert sorted(recorded) == pytest.approx(sorted((weights[0] * before).tolist()), abs=1e-4)
     assert after.square().mean() < before.square().mean()
+    assert merge([report])["teacher_kl"] == pytest.approx(-float(before.mean()), abs=1e-4)
 
 
 def test_a_value_model_starts_from_a_reward_model_with_its_head(

@@ -30,7 +30,7 @@ from turnwise.core.interrupt import (
     kill_children,
 )
 from turnwise.core.user_code import stuck_calls, unreturned_calls, use_daemon_threads
-from turnwise.errors import TurnwiseError, describe_error, visible
+from turnwise.errors import CompleteError, TurnwiseError, describe_error, visible
 from turnwise.run import commands
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
@@ -56,6 +56,9 @@ class Command:
 
     def fail(self, error: Exception) -> int:
         """Print an error in one sentence, keep its traceback, and return the exit code."""
+        if isinstance(error, CompleteError):
+            print_error(f"turnwise: {error}")
+            return 0
         expected = isinstance(error, TurnwiseError)
         message = str(error) if expected else f"unexpected {describe_error(error)}"
         print_error(f"turnwise: {message}", style="red")

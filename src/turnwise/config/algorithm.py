@@ -248,23 +248,26 @@ class TeacherConfig(Section):
     """Folder or Hugging Face name of a model with the policy's tokenizer; with url, its name at the
     server, which null leaves out."""
     url: str | None = None
-    """Base URL (http://host:8000/v1) of a server whose /completions gives log-probs of prompts, by
-    vLLM's prompt_logprobs or by OpenAI's echo with logprobs; null loads the model."""
-    headers: dict[str, str] = {}
-    """HTTP headers for the url; ${NAME} stands for a variable of this process."""
+    """URL up to and including /v1 of a server whose completions give the log-probs of a prompt
+    (echo with logprobs); null loads the model."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the server's key; null sends none."""
     engines: NonNegativeInt = 0
     """Number of engines that hold the model, and score while trajectories run; 0 holds it in the
     trainer's ranks, in place of a reference model, and scores before each step."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the model that is loaded; null uses model.dtype."""
-    weight: NonNegativeFloat = 1.0
-    """Factor of the reverse KL divergence from the teacher; 0 only measures it."""
+    weight: PositiveFloat = 1.0
+    """Factor of the reverse KL divergence from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"
     """Place of the divergence: subtracted from each token's advantage, or added to its loss."""
 
     @property
     def in_ranks(self) -> bool:
         return self.url is None and not self.engines
+
+    @property
+    def source(self) -> tuple[object, ...]:
+        """The scorer: teachers with the same one share it."""
+        return self.model, self.url, self.engines, self.api_key_variable
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -274,8 +277,8 @@ class TeacherConfig(Section):
     def mistakes(self) -> Iterator[str]:
         if self.model is None and self.url is None:
             yield "a teacher is a model, or the url of a server: set one of them"
-        if (self.headers and self.url is None) or (self.url and (self.engines or self.dtype)):
-            yield "headers apply to a url, engines and dtype to a model without one"
+        if (self.engines and self.url) or (self.api_key_variable and not self.url):
+            yield "api_key_variable applies to a url, engines to a model without one"
 
 
 class CorrectionConfig(Section):
@@ -398,15 +401,6 @@ class AlgorithmConfig(Section):
     (DAPO); 0 disables the penalty."""
     overlong_penalty: PositiveFloat = 1.0
     """Penalty subtracted from the reward of a trajectory of model.max_length tokens."""
-
-    def other_models(self) -> dict[str, str]:
-        """Return the paths that are set for models other than the policy, by key."""
-        models = {"algorithm.kl.model.path": self.kl.model.path}
-        if isinstance(self.advantage, Gae):
-            models["algorithm.advantage.model.path"] = self.advantage.model.path
-        if self.teacher is not None and self.teacher.url is None:
-            models["algorithm.teacher"] = self.teacher.model
-        return {key: path for key, path in models.items() if path is not None}
 
     @property
     def has_penalties(self) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from turnwise.config.algorithm import AlgorithmConfig, Dpo, NoAdvantage, TeacherConfig
+from turnwise.config.algorithm import AlgorithmConfig, Dpo, Gae, NoAdvantage, TeacherConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
@@ -136,6 +136,45 @@ class Config(Section):
         found = {name: part.algorithm.teacher for name, part in self.parts().items()}
         return {name: teacher for name, teacher in found.items() if teacher is not None}
 
+    def teacher_key(self, environment: str) -> str:
+        """Return where the teacher of an environment is set."""
+        entry = self.environments.get(environment)
+        own = entry is not None and entry.teacher is not None
+        return f"environments.{environment}.teacher" if own else "algorithm.teacher"
+
+    def teacher_engines(self) -> dict[str, TeacherConfig]:
+        """Return the teachers that have engines, each once, by a key of it."""
+        of_sources = {
+            teacher.source: (self.teacher_key(name), teacher)
+            for name, teacher in self.teachers().items()
+            if teacher.engines
+        }
+        return dict(of_sources.values())
+
+    def for_teacher(self, teacher: TeacherConfig) -> "Config":
+        """Return the configuration of a teacher's engines, which sample a token after each
+        sequence."""
+        kept = self.model.model_dump(include={"dtype", "trust_remote_code"})
+        length = self.model.max_length + 1
+        changes: dict[str, dict[str, object]] = {
+            "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
+            "engine": {"routing_replay": False, "logits_processors": []},
+            "training": {"colocated": False},
+        }
+        parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
+        parts |= {"algorithm": AlgorithmConfig(), "weights": WeightsConfig(), "environments": {}}
+        parts["model"] = ModelConfig(path=teacher.model or "", max_length=length, **kept)
+        return self.model_copy(update=parts)
+
+    def other_models(self) -> dict[str, str]:
+        """Return the paths that are set for models other than the policy, by key."""
+        models = {"algorithm.kl.model.path": self.algorithm.kl.model.path}
+        if isinstance(self.algorithm.advantage, Gae):
+            models["algorithm.advantage.model.path"] = self.algorithm.advantage.model.path
+        for name, teacher in self.teachers().items():
+            models[self.teacher_key(name)] = None if teacher.url else teacher.model
+        return {key: path for key, path in models.items() if path is not None}
+
     @property
     def loops(self) -> set[str]:
         """Agent loops of the run: those of its environments."""
@@ -169,6 +208,7 @@ class Config(Section):
                 "conversation has no room left for a summary"
             )
         yield from _engine_mistakes(self)
+        yield from _layout_mistakes(self)
         yield from _training_mistakes(self)
         yield from _weights_mistakes(self)
         yield from _teacher_mistakes(self)
@@ -224,14 +264,12 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
         )
 
 
-def _training_mistakes(config: Config) -> Iterator[str]:
-    training, model, ranks = config.training, config.model, config.training.ranks
-    if training.max_staleness and config.deterministic:
-        yield "deterministic runs are synchronous: set training.max_staleness to 0"
-    if ranks % training.context_parallel:
+def _layout_mistakes(config: Config) -> Iterator[str]:
+    training = config.training
+    if training.ranks % training.context_parallel:
         yield (
             f"training.context_parallel {training.context_parallel} does not divide "
-            f"training.ranks {ranks}: each sequence is shared by as many ranks"
+            f"training.ranks {training.ranks}: each sequence is shared by as many ranks"
         )
     if training.context_parallel > 1 and training.attention != "auto":
         yield (
@@ -249,6 +287,12 @@ def _training_mistakes(config: Config) -> Iterator[str]:
                 "training.packing: shared computes the beginning of several sequences once, which "
                 f"{key} does not support: set that to {set_to}, or training.packing to packed"
             )
+
+
+def _training_mistakes(config: Config) -> Iterator[str]:
+    training, model, ranks = config.training, config.model, config.training.ranks
+    if training.max_staleness and config.deterministic:
+        yield "deterministic runs are synchronous: set training.max_staleness to 0"
     if training.offload and not training.colocated:
         yield (
             "training.offload frees memory for engines in the trainer's processes: set "
@@ -296,11 +340,9 @@ def _weights_mistakes(config: Config) -> Iterator[str]:
 
 def _teacher_mistakes(config: Config) -> Iterator[str]:
     parts, sampling, teachers = config.algorithm, config.sampling, config.teachers()
-    inside = {(teacher.model, teacher.dtype) for teacher in teachers.values() if teacher.in_ranks}
-    reference = (parts.kl.model.path, parts.kl.model.dtype)
-    if parts.kl.coef or parts.kl.model.path:
-        inside |= {reference} if inside else set()
-    if len(inside) > 1:
+    inside = {teacher.model for teacher in teachers.values() if teacher.in_ranks}
+    kl = parts.kl
+    if len(inside) > 1 or (inside and (kl.coef or kl.model.path or kl.sync_steps)):
         yield (
             "algorithm.teacher: the trainer's ranks hold one model beside the policy, a teacher or "
             "the reference model of algorithm.kl: set engines, or a url, of the other teachers"
@@ -317,8 +359,7 @@ def _teacher_mistakes(config: Config) -> Iterator[str]:
             "algorithm.teacher: engines and servers give log-probs at temperature 1: set "
             "sampling.temperature to 1, or remove engines and url"
         )
-    trains = parts.has_penalties or any(teacher.weight for teacher in teachers.values())
-    if isinstance(parts.advantage, NoAdvantage) and not trains:
+    if isinstance(parts.advantage, NoAdvantage) and not (parts.has_penalties or teachers):
         yield "algorithm.advantage none leaves nothing to train on: set algorithm.teacher"
 
 

@@ -1,9 +1,9 @@
-"""torch: process groups, storages, the modes that trace a computation, and parts of Muon."""
+"""torch: process groups, storages, the modes that trace a computation, and Muon."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ _REGISTRIES = (
     "pg_to_tag",
 )
 Groups: TypeAlias = c10d._World  # all process groups of a program
+_ORTHOGONALISED = "_zeropower_via_newtonschulz"
 
 
 class OwnGroups(c10d._World):
@@ -91,17 +92,29 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
-def orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return a whole matrix with singular values of about 1, in bfloat16, by the Newton-Schulz
-    iterations that a group of parameters of torch's Muon names."""
-    return _muon._zeropower_via_newtonschulz(
-        matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
-    )
+@contextmanager
+def whole_matrices() -> Iterator[None]:
+    """Let torch's Muon orthogonalise whole matrices, of which each rank holds rows (FSDP2).
 
+    torch would multiply the shards, and add up the parts in bfloat16, so that a step would depend
+    on the number of ranks.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor  # engines do without
 
-def muon_rate(group: dict[str, Any], shape: torch.Size) -> float:
-    """Return the rate of a step of torch's Muon for a matrix of this shape."""
-    return _muon._adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
+    of_shards = vars(_muon)[_ORTHOGONALISED]
+
+    def of_whole(update: torch.Tensor, *options: Any) -> torch.Tensor:
+        if not isinstance(update, DTensor):
+            return cast("torch.Tensor", of_shards(update, *options))
+        whole = of_shards(update.full_tensor(), *options)
+        mesh, places = update.device_mesh, update.placements
+        return distribute_tensor(whole, mesh, places, src_data_rank=None)  # sends nothing
+
+    vars(_muon)[_ORTHOGONALISED] = of_whole
+    try:
+        yield
+    finally:
+        vars(_muon)[_ORTHOGONALISED] = of_shards
 
 
 for _name in (*_REGISTRIES, "group_count", "default_pg"):
@@ -112,5 +125,4 @@ internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)
 internal(torch.Tensor, "_version")
-internal(_muon, "_zeropower_via_newtonschulz", "grad", "ns_coefficients", "ns_steps", "eps")
-internal(_muon, "_adjust_lr", "lr", "adjust_lr_fn", "param_shape")
+internal(_muon, _ORTHOGONALISED, "grad", "ns_coefficients", "ns_steps", "eps")

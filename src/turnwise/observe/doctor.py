@@ -284,7 +284,7 @@ class ConfigChecks:
         check_model(self.config.model.path)
         if self.config.model.tokenizer is not None:
             check_tokenizer(self.config.model.tokenizer)
-        for key, other in self.config.algorithm.other_models().items():
+        for key, other in self.config.other_models().items():
             check_model(other, key)
         weights = _weight_bytes(self.config)
         known = f", {size(weights)} of weights" if weights else ", from the Hugging Face Hub"
@@ -432,12 +432,14 @@ class ConfigChecks:
         return findings or [Finding("ports", "ok", ", ".join(free) or "free ones are chosen")]
 
     def servers(self) -> Sequence[Finding]:
-        """Check that the servers answer that the environment, the agent and the tools need."""
+        """Check that the servers answer that the environment, agent, tools and teachers need."""
         findings, rollout = list[Finding](), self.config.rollout
         environments, others = dict[str, str](), {"rollout.agent": rollout.agent or ""}
         for name, part in self.config.parts().items():
             own = f"environments.{name}." if name else ""
             environments[f"{own}environment"] = (part.environment or "").partition(":")[2]
+            if (teacher := part.algorithm.teacher) is not None and teacher.url:
+                others[f"{self.config.teacher_key(name)}.url"] = teacher.url
             section = "rollout." if part.rollout.tools is rollout.tools else own
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:

@@ -167,8 +167,8 @@ class StepMetrics:
     kl: Annotated[float | None, Series("turnwise_kl")] = None
     """Mean KL divergence from the reference model, in nats; None without a penalty."""
     teacher_kl: Annotated[float | None, Series("turnwise_teacher_kl")] = None
-    """Mean of log pi_engine - log pi_teacher over trained tokens, an estimate of the reverse KL
-    divergence, in nats; None without a teacher. `environments` has that of each."""
+    """Mean reverse KL divergence from the teacher, in nats, estimated at trained tokens, of which
+    those without a teacher have 0; None without any."""
     logprob_diff_mean: Annotated[float | None, Series("turnwise_logprob_diff_mean")] = None
     """Mean difference between the engine's and the trainer's log-prob of a token before the first
     update; at step 0, on the canary prompt; null if nothing was trained."""
@@ -312,10 +312,6 @@ class StepMetrics:
         self.exact_percent = batch.report.percent
         self.forked = _sorted(batch.report.forked)
         self.trained_tokens = 0
-        self.teacher_kl = batch.teacher_kl()
-        for name in {t.environment for t in batch.origins.values()} - {""}:
-            if (divergence := batch.teacher_kl(name)) is not None:
-                self._environment(name)["teacher_kl"] = divergence
 
     def add(self, metrics: JsonObject) -> None:
         """Add metrics by their names: those of the trainer, or of a weight update."""

@@ -93,6 +93,7 @@ class Ask:
 class Plan(NamedTuple):
     rank: Holding
     engine: Holding  # one device of an engine
+    teachers: dict[str, Holding]  # one device of an engine of each teacher that has some
     cache_tokens: int  # tokens that an engine's KV cache holds
     contexts: float  # full contexts of model.max_length that it holds
     loads: list[Load]
@@ -119,20 +120,12 @@ def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    check_model(config.model.path)
-    shape = AutoConfig.from_pretrained(
-        resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
-    )
-    rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
-    engine, token_bytes = _engine(config, shape)
-    if config.engine.kv_cache_gib or not machine.gpus:
-        cache = (config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
-    else:  # what vLLM would take
-        part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
-        allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
-        cache = max(0, allowed - engine.peak)
-    engine.parts["KV cache"] = int(cache)
+    engine, token_bytes = _engine(config, machine, share)
+    rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
+    taught = config.teacher_engines().items()
+    teachers = {key: _engine(config.for_teacher(one), machine, share)[0] for key, one in taught}
+    apart = sum(one.engines * config.engine.devices * teachers[key].peak for key, one in taught)
     training, limit = config.training, machine.device_bytes
 
     def load(device: str, ranks: int, beside: int) -> Load:
@@ -147,24 +140,26 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
             copies += 1 + workers + copies
         beside = workers * engine.peak
         beside += copies * model_size(config).parameters * dtype_of(config).itemsize
-        loads = [load("memory of the machine", training.ranks, beside)]
+        loads = [load("memory of the machine", training.ranks, beside + apart)]
     elif training.colocated:
-        ranks = round(1 / share)
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
         away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
-        held = ranks * (sum(rank.parts[p] for p in rank.lasting - away) + engine.peak)
+        shared = apart if share < 1 else 0  # only teachers share a GPU with a rank then
+        held = sum(rank.parts[p] for p in rank.lasting - away) + engine.peak + shared
         loads = [
             Load("GPU while engines run", held, held, held, limit),
-            load("GPU while ranks train", ranks, 0),
+            load("GPU while ranks train", 1, shared),
         ]
     elif share < 1:
-        beside = (round(1 / share) - 1) * engine.peak
-        loads = [load("GPU of a rank and engines", 1, beside)]
+        largest = max(engine.peak, *(each.peak for each in teachers.values()), 0)
+        loads = [load("GPU of a rank and engines", 1, (round(1 / share) - 1) * largest)]
     else:
         loads = [load("GPU of an engine", 0, engine.peak), load("GPU of a rank", 1, 0)]
+    if share == 1:
+        loads += [load(f"GPU of {key}", 0, each.peak) for key, each in teachers.items()]
     tokens = engine.parts["KV cache"] // token_bytes
     asks = list(actors(config, share))
-    return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
+    return Plan(rank, engine, teachers, tokens, tokens / config.model.max_length, loads, asks)
 
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
@@ -244,8 +239,12 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     return Holding(parts, frozenset(held), {_PASSING: min(expected, parts[_PASSING])})
 
 
-def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
-    """Return what a device of an engine holds without its KV cache, and a token's bytes in that."""
+def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, int]:
+    """Return what a device of an engine holds, and a token's bytes in its KV cache."""
+    check_model(config.model.path)
+    shape: PretrainedConfig = AutoConfig.from_pretrained(
+        resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
+    )
     text, engine, width = shape.get_text_config(), config.engine, dtype_of(config).itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
@@ -255,7 +254,13 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
     )
     working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
     weights = model_size(config).parameters * width // engine.devices
-    parts = {"weights": weights, "computation": working, "KV cache": 0}
+    if engine.kv_cache_gib or not machine.gpus:
+        cache = (engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:  # what vLLM would take
+        part = float(engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
+        allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
+        cache = max(0, allowed - weights - working)
+    parts = {"weights": weights, "computation": working, "KV cache": int(cache)}
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     layers = math.ceil(layers / engine.pipeline_parallel_size)
@@ -271,17 +276,19 @@ def _engine(config: Config, shape: PretrainedConfig) -> tuple[Holding, int]:
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
     """Yield what the actors of a run ask Ray for, with this share of a GPU for each device."""
-    training, serving, size = config.training, config.serving, config.engine.devices
-    workers = serving.fewest_workers
+    training, size = config.training, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
-    if training.colocated:
-        yield Ask("worker, its model in the ranks", workers, CPU_SHARE, 0, serving.resources)
-    elif serving.spread:
-        count = workers * size
-        yield Ask("device of a worker", count, CPU_SHARE, share, serving.resources)
-    else:
-        gpus = share * size
-        yield Ask("worker", workers, CPU_SHARE, gpus, serving.resources)
+    fleets = {"": config}
+    for key, teacher in config.teacher_engines().items():
+        fleets[f" of {key}"] = config.for_teacher(teacher)
+    for of, fleet in fleets.items():
+        workers, resources = fleet.serving.fewest_workers, fleet.serving.resources
+        if fleet.training.colocated:
+            yield Ask("worker, its model in the ranks", workers, CPU_SHARE, 0, resources)
+        elif fleet.serving.spread:
+            yield Ask(f"device of a worker{of}", workers * size, CPU_SHARE, share, resources)
+        else:
+            yield Ask(f"worker{of}", workers, CPU_SHARE, share * size, resources)
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
@@ -299,6 +306,8 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
     console.print(_holding(f"one of {config.training.ranks} ranks of the trainer", plan.rank))
     what = "an engine" if config.engine.devices == 1 else "one device of an engine"
     console.print(_holding(f"{what} (serving.workers: {config.serving.workers})", plan.engine))
+    for key, held in plan.teachers.items():
+        console.print(_holding(f"{what} of {key}", held))
     console.print(
         f"The KV cache of an engine holds {plan.cache_tokens:,} tokens: {plan.contexts:.1f} times "
         f"model.max_length."

@@ -22,7 +22,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
-from turnwise.errors import InputError, TrainerError
+from turnwise.errors import CompleteError, InputError, TrainerError
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory
@@ -183,7 +183,7 @@ async def train(
     check_sampled(config)
     resume = None if run is None else await _resumable(run, config, supervised)
     check_sources(config, *inputs.paths(config))
-    for key, other in config.algorithm.other_models().items():
+    for key, other in config.other_models().items():
         check_model(other, key)
     with ExitStack() as stack, _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):
@@ -265,13 +265,13 @@ async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
         other = "train" if supervised else "sft"
         raise InputError(f"{run} is a run of another command: turnwise {other} --resume {run}")
     if found.step >= config.training.steps:
-        raise InputError(
+        raise CompleteError(
             f"{found.checkpoint} is step {found.step} of {config.training.steps}: the run is "
             "complete; set training.steps=N to continue to step N"
         )
     accuracy = found.state.get("accuracy_heldout")
     if config.eval.reached(accuracy):
-        raise InputError(
+        raise CompleteError(
             f"{found.checkpoint} has held-out accuracy {accuracy:.3f} and eval.target is "
             f"{config.eval.target:g}: the run is complete; set eval.target=null to "
             "continue to training.steps"

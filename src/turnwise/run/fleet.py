@@ -26,6 +26,7 @@ from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
 from turnwise.serving.placement import WorkerStarter, gpu_share
+from turnwise.serving.worker_handle import WorkerHandle
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
@@ -142,11 +143,15 @@ def count_of(number: int, noun: str) -> str:
 
 
 def make_manager(
-    config: Config, share: float, hosts: Mapping[str, RayActor] | None = None
+    config: Config, share: float, hosts: Mapping[str, RayActor] | None = None, prefix: str = ""
 ) -> AsyncLLMServerManager:
     """Return a manager of workers that are not yet started, each with a share of a GPU, or with
-    the `WorkerHost`s that hold its model."""
+    the `WorkerHost`s that hold its model; their processes' names begin with `prefix`."""
     starter, seconds = WorkerStarter(config, share, hosts), config.engine.start_timeout
     seconds += config.engine.request_timeout
     ends = starter.end, starter.leave
-    return AsyncLLMServerManager(starter, config.serving, config.weights, seconds, *ends)
+
+    async def start(name: str, index: int) -> WorkerHandle:
+        return await starter(f"{prefix}{name}", index)
+
+    return AsyncLLMServerManager(start, config.serving, config.weights, seconds, *ends)

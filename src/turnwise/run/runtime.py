@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.core.ray import watching_ray
@@ -69,12 +69,12 @@ class Runtime:
     runner: Runner
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
+    teachers: Teachers | None
+    """Teachers of what is trained; None if nothing is."""
     processes: RolloutProcesses | None = None
     """Processes that run groups; None if the driver runs them."""
     grouping: Callable[[SamplingConfig], RunGroup] | None = None
     """Replaces `group_runner`, with a module of the user's; None if there is none."""
-    teachers: Teachers | None = None
-    """Teachers of what is trained; None if there are none."""
 
     @property
     def generator(self) -> Generator:
@@ -124,34 +124,13 @@ async def open_runtime(
         stack.callback(parser.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=training)
-        policy: TrainerGroup | None = None
-
-        async def start_policy() -> TrainerGroup | None:
-            nonlocal policy
-            if folder is not None and policy is None:
-                with progress.part("starting the trainer"):
-                    policy = await TrainerGroup.start(config, folder, num_gpus=share)
-            return policy
-
-        async def start_rewards() -> None:
-            count = sum(1 for part in config.rollout.rewards if part.model)
-            name = f"starting {count_of(count, 'reward model')}"
-            with progress.part(name) if count else nullcontext():
-                runner.rewards.models = await start_reward_models(config)
-
-        teachers: Teachers | None = None
-        if training and config.teachers():
-            teachers = Teachers(config, runner.tokenizer, share)
+        teachers = Teachers(config, runner.tokenizer, share) if training else None
+        if teachers is not None:
             stack.push_async_callback(teachers.stop)
-
-        async def close_policy() -> None:
-            if policy is not None:
-                await policy.close()
-
-        stack.push_async_callback(close_policy)
-        hosts = None
-        if config.training.colocated and (trainer := await start_policy()) is not None:
-            hosts = trainer.actors  # engines run in its processes
+        closing = await stack.enter_async_context(AsyncExitStack())
+        start_policy = partial(_start_policy, config, folder, share, closing, progress)
+        policy = await start_policy() if config.training.colocated else None
+        hosts = None if policy is None else policy.actors  # engines run in its processes
         manager = make_manager(config, share, hosts)
         manager.scheduler.grow(runner.slots)
         stack.push_async_callback(manager.shutdown)
@@ -164,16 +143,36 @@ async def open_runtime(
             if processes is not None:
                 name = f"starting {count} rollout processes"
                 starting.create_task(show_part(progress, name, processes.start))
-            starting.create_task(start_rewards())
+            starting.create_task(_start_rewards(config, runner, progress))
             if teachers is not None:
-                starting.create_task(show_part(progress, "starting teachers", teachers.start))
-            starting.create_task(start_policy())
+                starting.create_task(teachers.start(progress))
+            late = starting.create_task(start_policy()) if policy is None else None
             await asyncio.shield(parser)
+        policy = policy if late is None else late.result()
         if processes is None and (fronts := config.loops & FRONTS.keys()):
             with progress.part(" and ".join(FRONTS[loop] for loop in sorted(fronts))):
                 await stack.enter_async_context(open_front(config, runner, manager.scheduler))
         async with watching_ray(config.ray_address), scaling(config, manager):
-            yield Runtime(manager, runner, policy, processes, teachers=teachers)
+            yield Runtime(manager, runner, policy, teachers, processes)
+
+
+async def _start_policy(
+    config: Config, folder: Path | None, share: float, stack: AsyncExitStack, progress: Display
+) -> TrainerGroup | None:
+    """Start the trainer, which the stack closes; None if nothing is trained."""
+    if folder is None:
+        return None
+    with progress.part("starting the trainer"):
+        policy = await TrainerGroup.start(config, folder, num_gpus=share)
+    stack.push_async_callback(policy.close)
+    return policy
+
+
+async def _start_rewards(config: Config, runner: Runner, progress: Display) -> None:
+    count = sum(1 for part in config.rollout.rewards if part.model)
+    name = f"starting {count_of(count, 'reward model')}"
+    with progress.part(name) if count else nullcontext():
+        runner.rewards.models = await start_reward_models(config)
 
 
 def _check_trainable(config: Config) -> None:
@@ -240,7 +239,7 @@ class TrainingStep:
         """Return a step's samples, scored by their teachers; discarded groups, each after its
         reason, are only accounted for."""
         if self._teachers is not None:
-            await self._teachers.complete(groups, partial(self.score, "reference"))
+            await together(self._teachers.score(group) for group in groups)
         version, oldest = self._policy.version, self.versions[0]
         batch = await self.by_algorithm(
             make_samples, groups, self._config, version, self.algorithm, oldest

@@ -1,96 +1,155 @@
 """Teachers of on-policy distillation: other models' log-probs of the policy's own tokens.
 
 Each branch is scored as the engine had it, tool results included. Engines and servers score a group
-when it ends, while others run; a teacher in the trainer's ranks scores before the step trains. A
-trajectory that cannot be scored is dropped as `teacher_error`.
+when it ends, while others run; a trajectory that they cannot score is dropped, under
+`teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks is part of the step.
 """
 
+import asyncio
 import itertools
-import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from turnwise.chat.template import read_tokenizer
-from turnwise.config import Config, ModelConfig, SamplingConfig, TeacherConfig, WeightsConfig
+from turnwise.config import Config, ModelConfig, SamplingConfig, TeacherConfig
 from turnwise.core.aio import run_in_thread, together
-from turnwise.core.gguf import resolve_model
+from turnwise.core.endpoint import Endpoint
+from turnwise.core.untrusted import Number, read_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_line
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.producer import RunGroup
-from turnwise.run.teacher_server import TEACHER_ERROR, TeacherServer
-from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.serving.placement import WorkerStarter
+from turnwise.run.display import SILENT, Display
+from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from turnwise.serving.worker_handle import WorkerHandle
-
-_Sequences = Sequence[Sequence[int]]
+_ERROR = "teacher_error"
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 _LEAST = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
+_AT_ONCE, _RETRIES = 64, 10  # requests to a server in flight; further attempts at each
+_PROBED = 128  # tokens whose texts are compared before anything is sampled
+_BYTES, _VALUES = 512, 64  # most of an answer for each token, and for a thousand more
 
 
 class TeacherEngines:
     """Engines of a teacher's own, each device of which has a share of a GPU."""
 
-    def __init__(self, config: Config, teacher: TeacherConfig, name: str, share: float) -> None:
-        self._config, self._teacher, self._name, self._share = config, teacher, name, share
-        self._manager: AsyncLLMServerManager | None = None
+    def __init__(self, config: Config, name: str, share: float) -> None:
+        self._manager = make_manager(config, share, prefix=f"{name}-")
+        self.start, self.stop = self._manager.start, self._manager.shutdown
         self._numbers = itertools.count()
-
-    async def start(self) -> None:
-        config = await run_in_thread(_engine_config, self._config, self._teacher)
-        starter = WorkerStarter(config, self._share)
-        seconds = config.engine.start_timeout + config.engine.request_timeout
-
-        async def start(_: str, index: int) -> "WorkerHandle":
-            return await starter(f"{self._name}-{index}", index)
-
-        parts = start, config.serving, config.weights, seconds, starter.end
-        self._manager = AsyncLLMServerManager(*parts)
-        await self._manager.start()
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Return the log-prob of each token after those before it; None for the first."""
-        assert self._manager is not None, "the teacher is not started"
-        request = Request(list(token_ids), _SCORING, f"{self._name}:{next(self._numbers)}")
+        request = Request(list(token_ids), _SCORING, f"teacher:{next(self._numbers)}")
         try:
             return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
-        except InputError as error:  # such as a sequence of more than the model's context
-            raise TrajectoryError(TEACHER_ERROR, str(error)) from error
-
-    async def stop(self) -> None:
-        if self._manager is not None:
-            await self._manager.shutdown()
+        except TurnwiseError as error:  # such as a sequence of more than the model's context
+            raise TrajectoryError(_ERROR, str(error)) from error
 
 
-def _engine_config(config: Config, teacher: TeacherConfig) -> Config:
-    from transformers import AutoConfig
+class _Logprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[Number | None]
 
-    assert teacher.model is not None
-    trust = config.model.trust_remote_code
-    shape = AutoConfig.from_pretrained(resolve_model(teacher.model), trust_remote_code=trust)
-    most = getattr(shape.get_text_config(), "max_position_embeddings", None) or math.inf
-    model = ModelConfig(
-        path=teacher.model,
-        dtype=teacher.dtype or config.model.dtype,
-        max_length=int(min(config.model.max_length + 1, most)),  # one token is sampled, too
-        trust_remote_code=trust,
-    )
-    changes: dict[str, dict[str, object]] = {
-        "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
-        "engine": {"routing_replay": False, "logits_processors": []},
-        "training": {"colocated": False},
-        "metrics": {"port": None},
-    }
-    parts = {key: getattr(config, key).model_copy(update=new) for key, new in changes.items()}
-    return config.model_copy(update=parts | {"model": model, "weights": WeightsConfig()})
+
+class _Choice(TypedDict):
+    logprobs: _Logprobs | None
+
+
+class _Answer(TypedDict):
+    choices: list[_Choice]
+
+
+_ANSWER = TypeAdapter(_Answer)
+_NOTHING = _Logprobs(tokens=[], token_logprobs=[])
+
+
+class TeacherServer:
+    """The model behind the `url` of a teacher: any whose completions echo prompts with log-probs.
+
+    The server's text of every token is compared with that of the policy's tokenizer, so that no
+    log-prob of another text is used.
+    """
+
+    def __init__(
+        self, config: Config, key: str, teacher: TeacherConfig, tokenizer: "Tokenizer"
+    ) -> None:
+        assert teacher.url is not None
+        self._endpoint = Endpoint(
+            teacher.url,
+            teacher.model,
+            who=f"{key}: the teacher",
+            reason="teacher",
+            timeout=config.rollout.stall_timeout,
+            retries=_RETRIES,
+            api_key_variable=teacher.api_key_variable,
+            key="rollout.stall_timeout",
+        )
+        self._tokenizer = tokenizer
+        self._texts = cache(self._texts_of)
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    async def start(self) -> None:
+        """Check that the server scores prompts; InputError names the first token that differs."""
+        known = sorted(self._tokenizer.get_vocab().values())
+        probe = known[:: max(1, len(known) // _PROBED)] + self._tokenizer.all_special_ids[:_PROBED]
+        try:
+            await self.score(probe)
+        except TrajectoryError as error:
+            raise InputError(f"{error}: it cannot teach") from error
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
+        """Return the log-prob of each token after those before it; None for the first.
+
+        Raises:
+            InputError: naming the first token of which the server's tokenizer has another text.
+            TrajectoryError: when the server refuses the sequence, or cannot answer in time.
+        """
+        size = len(token_ids) + 1000
+
+        async def read(said: bytes) -> Sequence[float | None]:
+            return await run_in_thread(self._read, said, token_ids, _VALUES * size)
+
+        asked = {"prompt": list(token_ids), "echo": True, "logprobs": 1}
+        body = {**asked, "max_tokens": 1, "temperature": 0}
+        async with self._places:
+            return await self._endpoint.post("completions", body, read, Counter(), _BYTES * size)
+
+    def _read(self, said: bytes, token_ids: Sequence[int], most: int) -> Sequence[float | None]:
+        choices = read_answer(said, _ANSWER, most)["choices"]
+        found = (choices[0]["logprobs"] if choices else None) or _NOTHING
+        texts, logprobs = found["tokens"], found["token_logprobs"]
+        if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
+            gave = f"gave no log-probs of all {len(token_ids)} tokens of a prompt"
+            raise TrajectoryError(_ERROR, f"{self._endpoint} {gave}")
+        for token, text in zip(token_ids, texts, strict=False):  # one is sampled, too
+            own = self._texts(token)
+            # The text of a part of a character depends on the tokens beside it.
+            partial = any("\ufffd" in one for one in (*own, text))
+            if text and text not in own and not partial:
+                raise InputError(
+                    f"{self._endpoint} has another tokenizer than the policy: token {token} is "
+                    f"{own[0]!r} in the policy's, and {text!r} in the teacher's"
+                )
+        return logprobs[: len(token_ids)]
+
+    def _texts_of(self, token: int) -> tuple[str, ...]:
+        """Return the texts that a server may have for a token of the policy's."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        return str(self._tokenizer.decode([token])), piece, piece.replace("\u2581", " ")
 
 
 class Teachers:
@@ -100,93 +159,66 @@ class Teachers:
         share: Share of a GPU for each device of a teacher's engines.
     """
 
-    def __init__(self, config: Config, tokenizer: "Tokenizer", share: float = 0.0) -> None:
-        self._configs = config.teachers()
-        self._outside: dict[str, TeacherEngines | TeacherServer] = {}
-        self._started: dict[int, TeacherEngines | TeacherServer] = {}
-        seconds = config.rollout.stall_timeout
-        for name, teacher in self._configs.items():
+    def __init__(self, config: Config, tokenizer: "Tokenizer", share: float) -> None:
+        self._outside: dict[str, TeacherEngines | TeacherServer] = {}  # by environment
+        started: dict[tuple[object, ...], TeacherEngines | TeacherServer] = {}
+        for name, teacher in config.teachers().items():
             if teacher.in_ranks:
                 continue
-            if id(teacher) not in self._started:  # the environments that name none share one
-                self._started[id(teacher)] = (
-                    TeacherEngines(config, teacher, f"teacher{name and '-'}{name}", share)
+            if teacher.source not in started:
+                engines = f"teacher{name and '-'}{name}"
+                started[teacher.source] = (
+                    TeacherEngines(config.for_teacher(teacher), engines, share)
                     if teacher.url is None
-                    else TeacherServer(teacher, _key(name), tokenizer, seconds)
+                    else TeacherServer(config, config.teacher_key(name), teacher, tokenizer)
                 )
-            self._outside[name] = self._started[id(teacher)]
+            self._outside[name] = started[teacher.source]
+        self._started = list(started.values())
 
-    async def start(self) -> None:
-        await together(teacher.start() for teacher in self._started.values())
+    async def start(self, progress: Display = SILENT) -> None:
+        with progress.part("starting teachers") if self._started else nullcontext():
+            await together(teacher.start() for teacher in self._started)
 
     async def stop(self) -> None:
-        for teacher in self._started.values():
-            await teacher.stop()
+        await together(t.stop() for t in self._started if isinstance(t, TeacherEngines))
 
     def scoring(self, run_group: RunGroup) -> RunGroup:
         """Return a function that runs a group, and lets a teacher outside the ranks score it."""
 
         async def run(problem: Problem, tag: str) -> Group:
             group = await run_group(problem, tag)
-            await self._score_outside(group)
+            await self.score(group)
             return group
 
         return run
 
-    async def complete(
-        self,
-        groups: Sequence[Group],
-        in_ranks: Callable[[_Sequences, _Sequences], Awaitable[list[list[float]]]],
-    ) -> None:
-        """Score the trajectories that have a teacher, and that none has scored yet; `in_ranks`
-        scores sequences at the tokens of their masks, with the model in the ranks."""
-        await together(self._score_outside(group) for group in groups)
-        own = [g for g in groups if g.environment in self._configs.keys() - self._outside.keys()]
-        missing = [t for group in own for t in group.trajectories if not t.teacher_logprobs]
-        branches = [branch for trajectory in missing for branch in trajectory.samples()]
-        if not branches:
-            return
-        began = time.perf_counter()
-        masks = [branch.response_mask for branch in branches]
-        scored = iter(await in_ranks([branch.token_ids for branch in branches], masks))
-        own[0].seconds["teacher"] += time.perf_counter() - began
-        for trajectory in missing:
-            trajectory.teacher_logprobs = [next(scored) for _ in trajectory.samples()]
-
-    async def _score_outside(self, group: Group) -> None:
+    async def score(self, group: Group) -> None:
+        """Score the trajectories of a group that none has scored yet, if its teacher is here."""
         if (teacher := self._outside.get(group.environment)) is None:
             return
         missing = [t for t in group.trajectories if not t.teacher_logprobs]
         began = time.perf_counter()
         with waiting(f"the teacher of {group.problem_id}", "teacher"):
             failures = await together(_score(teacher, trajectory) for trajectory in missing)
-        for trajectory, why in zip(missing, failures, strict=True):
-            group.drop([trajectory] if why else [], TEACHER_ERROR, why)
+        for trajectory, error in zip(missing, failures, strict=True):
+            if error is not None:
+                group.drop([trajectory], error.reason, str(error))
         group.seconds["teacher"] += time.perf_counter() - began
 
 
-async def _score(teacher: TeacherEngines | TeacherServer, trajectory: Trajectory) -> str:
-    """Score a trajectory; return the reason why it cannot be, or ""."""
+async def _score(
+    teacher: TeacherEngines | TeacherServer, trajectory: Trajectory
+) -> TrajectoryError | None:
+    """Score a trajectory; return the reason why it cannot be, or None."""
     found = list[list[float]]()
     try:
         for branch in trajectory.samples():
-            row, mask = await teacher.score(branch.token_ids), branch.response_mask
-            known = [value for value in row[1:] if value is not None and not math.isnan(value)]
-            if 1 + len(known) != len(mask):
-                said = f"the teacher gave {len(known)} log-probs for {len(mask)} tokens"
-                raise TrajectoryError(TEACHER_ERROR, said)
-            pairs = zip([0.0, *known], mask, strict=True)
-            found.append([max(value, _LEAST) if trained else 0.0 for value, trained in pairs])
-    except InputError:
-        raise
-    except TurnwiseError as error:
-        return str(error)
+            row = zip(await teacher.score(branch.token_ids), branch.response_mask, strict=True)
+            found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
+    except TrajectoryError as error:
+        return error
     trajectory.teacher_logprobs = found
-    return ""
-
-
-def _key(environment: str) -> str:
-    return f"environments.{environment}.teacher" if environment else "algorithm.teacher"
+    return None
 
 
 def check_teachers(config: Config, tokenizer: "Tokenizer") -> None:
@@ -195,18 +227,19 @@ def check_teachers(config: Config, tokenizer: "Tokenizer") -> None:
     Raises:
         InputError: naming the first token that differs, or a teacher without tokenizer.
     """
-    for name, teacher in config.teachers().items():
-        if teacher.url is not None or teacher.model is None:
+    trust = config.model.trust_remote_code
+    for key, path in config.other_models().items():
+        if not key.endswith(".teacher"):
             continue
-        key, trust = f"{_key(name)}: {teacher.model}", config.model.trust_remote_code
+        who = f"{key}: {path}"
         try:
-            theirs = read_tokenizer(ModelConfig(path=teacher.model, trust_remote_code=trust))
+            theirs = read_tokenizer(ModelConfig(path=path, trust_remote_code=trust))
         except Exception as error:
-            raise InputError(f"{key} has no tokenizer: {first_line(error)}") from error
+            raise InputError(f"{who} has no tokenizer: {first_line(error)}") from error
         tokens = {index: token for token, index in theirs.get_vocab().items()}
         for token, index in sorted(tokenizer.get_vocab().items(), key=itemgetter(1)):
             if tokens.get(index) != token:
                 raise InputError(
-                    f"{key} has another tokenizer than the policy: token {index} is {token!r} in "
+                    f"{who} has another tokenizer than the policy: token {index} is {token!r} in "
                     f"the policy's, and {tokens.get(index)!r} in the teacher's"
                 )

@@ -8,6 +8,8 @@ started ends with it. Importing the SDK takes a second, so this module is import
 
 import asyncio
 import json
+import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,6 @@ from turnwise.core.untrusted import (
     read_line,
     values_in,
 )
-from turnwise.core.variables import expanded
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.tools.tool import McpError
@@ -116,7 +117,7 @@ class Connection:
 
     @asynccontextmanager
     async def _http(self, url: str) -> "AsyncIterator[TransportStreams]":
-        headers = {**IDENTITY, **expanded(self._config.headers, "an MCP server's headers")}
+        headers = {**IDENTITY, **_expanded(self._config.headers, "headers")}
         if self._config.session_header:
             headers[self._config.session_header] = self._session
 
@@ -141,7 +142,7 @@ class Connection:
     async def _stdio(self) -> "AsyncIterator[TransportStreams]":
         """Start the server's process; it has ended afterwards. OSError when it does not start."""
         config = self._config
-        environment = {**get_default_environment(), **expanded(config.env, "an MCP server's env")}
+        environment = {**get_default_environment(), **_expanded(config.env, "env")}
         command = [config.command or "", *config.args]
         child = await Child.start(command, environment, cwd=config.cwd)
         received, reading = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -269,6 +270,20 @@ class Connection:
             self._scope.deadline = anyio.current_time() + polite
         await asyncio.wait([self._owner], timeout=polite + _CLOSE_SECONDS)
         self._owner.cancel()
+
+
+def _expanded(values: Mapping[str, str], key: str) -> dict[str, str]:
+    """Return values with `${NAME}` replaced by this process's environment variables."""
+
+    def variable(found: re.Match[str]) -> str:
+        value = os.environ.get(found[1])
+        if value is None:
+            raise InputError(
+                f"an MCP server's {key} names the variable {found[1]}, which is not set"
+            )
+        return value
+
+    return {name: re.sub(r"\$\{(\w+)\}", variable, value) for name, value in values.items()}
 
 
 def _remote_reference(schema: object) -> str:

@@ -373,8 +373,9 @@ def make_micro_batch(
         version - picked((s.weight_versions_T for s in samples), np.int64),
     )
     if any(any(s.teacher_weights) for s in samples):
-        rows = (
-            s.logprobs_T if s.teacher_logprobs_T is None else s.teacher_logprobs_T for s in samples
+        rows = (  # NaN also where a teacher in the ranks will score
+            np.full(s.length, np.nan) if s.teacher_logprobs_T is None else s.teacher_logprobs_T
+            for s in samples
         )
         parts = zip(*(s.teacher_weights for s in samples), strict=True)
         tokens = replace(

@@ -61,9 +61,9 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
         beside["reference"] = config.algorithm.kl.model
     if (needed := make_algorithm(config.algorithm).advantage.value_model) is not None:
         beside["value"] = needed.model
-    for part in config.parts().values():
-        if (teacher := part.algorithm.teacher) is not None and teacher.in_ranks:
-            beside["reference"] = OtherModel(path=teacher.model, dtype=teacher.dtype)
+    for teacher in config.teachers().values():
+        if teacher.in_ranks:
+            beside["reference"] = OtherModel(path=teacher.model)
     return beside
 
 

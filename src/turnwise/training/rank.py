@@ -216,14 +216,19 @@ class TrainerRank:
         """Compute what the losses need before the first update of a step: log-probs of the policy
         and of the reference model, values, and from them each token's advantage."""
         kl, corrected = self._algorithm.kl, self._algorithm.correction.name != "none"
+        teaches = any(teacher.in_ranks for teacher in self._config.teachers().values())
         penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
         with torch.no_grad():
             for batch in batches:
                 if penalised or (corrected and updates > 1):
                     batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
-                if self._loss.needs_reference or kl.coef:
+                taught_N = batch.tokens.teacher_logprobs_N
+                if self._loss.needs_reference or kl.coef or teaches:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
+                if teaches and taught_N is not None:
+                    taught_N = torch.where(taught_N.isnan(), reference_N, taught_N)
+                    batch.tokens = replace(batch.tokens, teacher_logprobs_N=taught_N)
                 tokens, penalties_N = batch.tokens, None
                 if penalised:
                     assert batch.old_logprobs_N is not None
@@ -292,7 +297,10 @@ class TrainerRank:
         else:
             old_N = logprobs_N.detach()  # the only update of its step
         tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
-        tokens, taught_N = teach(tokens)
+        taught_N = None
+        if (teaching := teach(tokens)) is not None:
+            tokens, taught_N, divergence_N = teaching
+            report.sums["teacher_kl"] += float(divergence_N.sum())
         rollout, bonus = self._config.rollout, None
         turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
         if self._algorithm.entropy.has_bonus:
@@ -339,8 +347,7 @@ class TrainerRank:
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
-        why = missing_model(self._config.algorithm, name)
-        if why and not (name == "reference" and self._models.reference):
+        if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])
         scored: list[tuple[int, list[float]]] = []

@@ -22,7 +22,7 @@ RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipp
 the update that trained it, before its optimizer step."""
 _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
 _Masked = Literal["off_policy_masked", "low_entropy_masked", "correction_below", "correction_above"]
-SumName = Literal[_Always, _Masked, "kl", "value_loss"]
+SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
 """Metrics that are means over trained tokens; ranks report sums."""
 
 

@@ -42,7 +42,7 @@ class Sample:
     """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
     choose for themselves."""
     teacher_logprobs_T: npt.NDArray[np.float32] | None = None
-    """The teacher's log-probs; 0.0 where the mask is False; None without a teacher."""
+    """Log-probs of a teacher outside the ranks; None without one."""
     teacher_weights: tuple[float, float] = (0.0, 0.0)
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
 
@@ -70,9 +70,6 @@ class Sample:
         mask = np.asarray(response_mask, dtype=np.bool_)
         mask[:1] = False
         pair_id = sequence if pair_id is None else pair_id
-        taught = None
-        if teacher_logprobs is not None:
-            taught = np.where(mask, np.asarray(teacher_logprobs, dtype=np.float32), np.float32(0.0))
         return cls(
             np.asarray(token_ids, dtype=np.int64),
             mask,
@@ -85,7 +82,7 @@ class Sample:
             pair_id if trajectory is None else trajectory,
             counted_only,
             experts,
-            taught,
+            None if teacher_logprobs is None else np.asarray(teacher_logprobs, dtype=np.float32),
             teacher_weights,
         )
 

@@ -15,7 +15,6 @@ from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Algorithm, make_algorithm
 from turnwise.training.algorithms.advantages import has_signal, overlong_penalty
-from turnwise.training.algorithms.interface import MAX_LOG_RATIO
 from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
@@ -44,19 +43,6 @@ class SampleBatch:
     """Trajectories that lost reward for their length."""
     truncated: int = 0
     """Trajectories left out of the loss because they end at their maximum length."""
-
-    def teacher_kl(self, environment: str | None = None) -> float | None:
-        """Return the mean of log pi_engine - log pi_teacher over the trained tokens of one
-        environment, or of all, that a teacher has scored; None without any."""
-        differences = [
-            (s.logprobs_T - s.teacher_logprobs_T)[s.response_mask_T]
-            for s in self.samples
-            if s.teacher_logprobs_T is not None
-            and environment in (None, self.origins[id(s)].environment)
-        ]
-        if not sum(map(len, differences)):
-            return None
-        return float(np.clip(np.concatenate(differences), -MAX_LOG_RATIO, MAX_LOG_RATIO).mean())
 
     def drop(self, trajectories: Iterable[Trajectory], reason: str) -> None:
         """Account for trajectories that give no sample."""
@@ -128,10 +114,9 @@ def _add_group(
     if advantages is None and len(group.trajectories) < 2:
         batch.drop(group.trajectories, "alone")
         return
-    taught = teacher is not None and teacher.weight > 0
     # With a value model these are rewards, and any reward is informative.
     silent = advantages is None or not (
-        taught or algorithm.advantage.needs_values or any(map(any, advantages.values()))
+        teacher or algorithm.advantage.needs_values or any(map(any, advantages.values()))
     )
     batch.groups_without_signal += silent
     if advantages is None or (silent and config.algorithm.dynamic_sampling):
@@ -211,8 +196,7 @@ def add_trajectory(
     first = len(batch.samples)
     by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
     taught = trajectory.teacher_logprobs if teacher is not None else []
-    assert len(taught) in (0, len(masked)), f"{len(taught)} scored of {len(masked)} branches"
-    weights = teacher.weights if teacher is not None and taught else (0.0, 0.0)
+    assert teacher is None or teacher.in_ranks or len(taught) == len(masked), "not scored"
     for number, branch in enumerate(masked):
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
@@ -228,7 +212,7 @@ def add_trajectory(
             turns=branch.turns,
             experts=branch.experts,
             teacher_logprobs=taught[number] if taught else None,
-            teacher_weights=weights,
+            teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
         )
         if sample.trained:
             batch.samples.append(sample)

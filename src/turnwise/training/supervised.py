@@ -50,6 +50,10 @@ def supervised_config(config: Config) -> Config:
     }
     return config.model_copy(
         update={
+            "environments": {
+                name: entry.model_copy(update={"teacher": None})
+                for name, entry in config.environments.items()
+            },
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
             "sampling": SamplingConfig(
                 n=1, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids

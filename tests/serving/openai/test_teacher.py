@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.models import perturbed
 from turnwise.config import Config, TeacherConfig
 from turnwise.errors import InputError
-from turnwise.run.teacher_server import _FORMS, TeacherServer
-from turnwise.run.teachers import TeacherEngines
+from turnwise.run.teachers import TeacherEngines, TeacherServer
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
@@ -40,24 +39,24 @@ def logprobs_of(path: str, ids: list[int]) -> list[float]:
     return [float(logprobs_TV[at - 1, ids[at]]) for at in range(1, len(ids))]
 
 
-@pytest.mark.parametrize("form", _FORMS, ids=["prompt_logprobs", "echo"])
 async def test_a_server_scores_as_the_model_itself_does(
-    server: OpenAIServer, tokenizer: Any, template: ChatTemplate, model_path: str, form: Any
+    server: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+    template: ChatTemplate,
+    model_path: str,
 ) -> None:
     teacher = TeacherConfig(url=server.base_url, where="loss")
-    made = TeacherServer(teacher, "algorithm.teacher", tokenizer, 60.0)
+    made = TeacherServer(make_config(), "algorithm.teacher", teacher, tokenizer)
     await made.start()
-    assert made._form is _FORMS[0]
-    made._form = form
     ids = template.render_first(CONVERSATION, None)
     first, *others = await made.score(ids)
-    await made.stop()
     assert first is None
     assert others == pytest.approx(logprobs_of(model_path, ids), abs=1e-3)
 
 
 async def test_a_policy_with_another_tokenizer_is_refused_with_the_first_token(
-    server: OpenAIServer, tokenizer: Any
+    server: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     class Other:
         """The tokenizer with each two tokens exchanged."""
@@ -75,10 +74,9 @@ async def test_a_policy_with_another_tokenizer_is_refused_with_the_first_token(
 
     other: Any = Other()
     teacher = TeacherConfig(url=server.base_url)
-    made = TeacherServer(teacher, "algorithm.teacher", other, 60.0)
+    made = TeacherServer(make_config(), "algorithm.teacher", teacher, other)
     with pytest.raises(InputError, match=r"another tokenizer than the policy: token \d+ is"):
         await made.start()
-    await made.stop()
 
 
 @pytest.mark.slow  # starts an engine
@@ -92,7 +90,8 @@ async def test_engines_of_a_teacher_score_as_the_model_itself_does(
 ) -> None:
     path = perturbed(model_path, tmp_path)
     tokenizer.save_pretrained(path)
-    made = TeacherEngines(make_config(), TeacherConfig(model=path, engines=1), "teacher", 0.0)
+    taught = make_config().for_teacher(TeacherConfig(model=path, engines=1))
+    made = TeacherEngines(taught, "teacher", 0.0)
     await made.start()
     ids = template.render_first(CONVERSATION, None)
     longest = (ids * 512)[:512]  # model.max_length

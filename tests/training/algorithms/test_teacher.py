@@ -21,7 +21,9 @@ def taught(tokens: Tokens, teacher_N: torch.Tensor, weights: tuple[float, float]
 
 
 def loss_of(tokens: Tokens, config: AlgorithmConfig = CONFIG) -> Objective:
-    tokens, taught_N = teach(tokens)
+    taught_N = None
+    if (teaching := teach(tokens)) is not None:
+        tokens, taught_N, _ = teaching
     totals: Any = {"total_tokens": 1, "total_trajectories": 1, "constant": 1}
     return objective(config, make_loss(config.loss), tokens, taught_N=taught_N, **totals)
 
@@ -29,11 +31,30 @@ def loss_of(tokens: Tokens, config: AlgorithmConfig = CONFIG) -> Objective:
 def test_the_divergence_of_each_token_is_subtracted_from_its_advantage() -> None:
     tokens = some_tokens([3, 4])
     teacher_N = tokens.logprobs_N.detach() - 0.5
-    made, _ = teach(taught(tokens, teacher_N, (2.0, 0.0)))
+    made, _, divergence_N = must_teach(taught(tokens, teacher_N, (2.0, 0.0)))
     expected_N = tokens.advantages_N - 2.0 * 0.5
     torch.testing.assert_close(made.advantages_N, expected_N)
     assert not made.advantages_N.requires_grad
-    assert teach(tokens) == (tokens, None)
+    torch.testing.assert_close(divergence_N, torch.full_like(divergence_N, 0.5))
+    assert teach(tokens) is None
+
+
+def test_tokens_without_a_teacher_are_left_alone() -> None:
+    tokens = tokens_of([[0.0, 0.0]], [[0.0, 0.0]])
+    weights_2N = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    teacher_N = torch.tensor([-2.0, float("nan")])
+    mixed = replace(tokens, teacher_logprobs_N=teacher_N, teacher_weights_2N=weights_2N)
+    made, taught_N, divergence_N = must_teach(mixed)
+    assert made.advantages_N.tolist() == [-1.0, 0.0]
+    assert divergence_N.tolist() == [1.0, 0.0]
+    assert taught_N.tolist() == [0.0, 0.0]
+    assert gradient_N(taught_N.sum(), tokens).tolist() == [0.0, 0.0]
+
+
+def must_teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor]:
+    made = teach(tokens)
+    assert made is not None
+    return made
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
@@ -63,15 +84,13 @@ def test_the_gradient_is_on_average_that_of_the_reverse_kl(
 
 
 def _taught_N(tokens: Tokens, teacher_N: torch.Tensor) -> torch.Tensor:
-    _, taught_N = teach(taught(tokens, teacher_N, (0.0, 1.0)))
-    assert taught_N is not None
-    return taught_N
+    return must_teach(taught(tokens, teacher_N, (0.0, 1.0)))[1]
 
 
 def test_a_token_that_the_teacher_excludes_has_a_bounded_part_with_a_gradient() -> None:
     tokens = tokens_of([[0.0, 0.0]], [[0.0, 0.0]])
     teacher_N = torch.tensor([float("-inf"), -1.0], dtype=torch.float64)
-    made, _ = teach(taught(tokens, teacher_N, (1.0, 0.0)))
+    made, _, _ = must_teach(taught(tokens, teacher_N, (1.0, 0.0)))
     assert made.advantages_N.tolist() == [-20.0, 0.0]
     loss = loss_of(taught(tokens, teacher_N, (0.0, 1.0))).loss
     assert float(loss.detach()) == pytest.approx(200.0)

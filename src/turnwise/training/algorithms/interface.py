@@ -48,7 +48,7 @@ class Tokens:
     reference_logprobs_N: torch.Tensor | None = None
     """The reference model's log-probs; None where neither a KL penalty nor the loss needs them."""
     teacher_logprobs_N: torch.Tensor | None = None
-    """The teacher's log-probs, others where both weights are 0; None without a teacher."""
+    """The teacher's log-probs, NaN where both weights are 0; None without a teacher."""
     teacher_weights_2N: torch.Tensor | None = None
     """Factors of the divergence from the teacher in the advantages, and in the loss."""
 

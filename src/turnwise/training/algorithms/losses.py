@@ -428,9 +428,9 @@ def kl_N(
             return difference_N.expm1() - difference_N
 
 
-def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor | None]:
-    """Return the tokens with their teachers' part of the advantages, and the part of the losses:
-    [N], or None without a teacher.
+def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
+    """Return the tokens with their teachers' part of the advantages, the part of the losses, and
+    the divergences d, 0 without a teacher: [N] each. None if no token has a teacher.
 
         d_t         = log pi(t) - log pi_teacher(t)
         advantage:    A_t - weight * sg(d_t)
@@ -446,14 +446,15 @@ def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor | None]:
     over later tokens, which theirs leaves out by default; d is bounded to +-20.
     """
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_2N is None:
-        return tokens, None
+        return None
     logprobs_N, own_N = tokens.logprobs_N, tokens.logprobs_N.detach()
     d_N = (own_N - tokens.teacher_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d_N = d_N.masked_fill(~tokens.teacher_weights_2N.bool().any(0), 0.0)
     in_advantage_N, in_loss_N = tokens.teacher_weights_2N
     taught = replace(tokens, advantages_N=tokens.advantages_N - in_advantage_N * d_N)
     ratio_N = importance_ratio(own_N - tokens.old_logprobs_N)
     # The gradient of d^2 / 2, also where d is bounded.
-    return taught, in_loss_N * ratio_N * (d_N.square() / 2 + d_N * (logprobs_N - own_N))
+    return taught, in_loss_N * ratio_N * (d_N.square() / 2 + d_N * (logprobs_N - own_N)), d_N
 
 
 def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.Tensor:
