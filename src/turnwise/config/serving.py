@@ -45,7 +45,7 @@ def _number_or_range(workers: int | str) -> int | str:
     text = str(workers)
     if _range(f"{text}-{text}" if text.isdecimal() else text) is None:
         raise ValueError(f"{workers!r} is neither a number of workers nor a range such as 1-8")
-    return workers
+    return int(text) if text.isdigit() else text
 
 
 class EngineConfig(Section):
