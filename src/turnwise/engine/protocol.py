@@ -282,6 +282,8 @@ def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """Join consecutive chunks; the finish reason, counts and times are the last one's."""
+    if len(chunks) == 1:
+        return chunks[0]
     return replace(
         chunks[-1],
         token_ids=[token for chunk in chunks for token in chunk.token_ids],

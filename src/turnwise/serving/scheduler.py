@@ -207,7 +207,7 @@ class Scheduler:
                     "sampling crashed two workers"
                 )
             self._quarantined.pop(digest, None)
-        holds, held = request.whole and remaining(request, 1) is None, list[Chunk]()
+        holds, held = request.whole and not continues(request), list[Chunk]()
         rest, ended = request.sampling, False
         while True:
             async with self._placed(turn) as worker:
@@ -389,16 +389,26 @@ def can_move(turn: ScheduledTurn) -> bool:
     return turn.request.whole or remaining(turn.request, len(turn.sampled)) is not None
 
 
+def continues(request: Request) -> bool:
+    """Whether a new request may sample the rest of one. Otherwise the remaining tokens depend on
+    the earlier ones (seed, stop strings, penalties, grammar): the turn has to restart."""
+    sampling = request.sampling
+    if request.seed is not None:
+        return False
+    if isinstance(sampling, SamplingConfig):  # asking pydantic for what it lacks takes long
+        return not any(map(vars(sampling).get, _PER_REQUEST))
+    return not any(getattr(sampling, name, None) for name in _PER_REQUEST)
+
+
 def remaining(request: Request, sampled: int) -> "Sampling | None":
     """Return the sampling parameters for the rest of a request, after `sampled` of its tokens.
 
-    None if the remaining tokens depend on the earlier ones in a way that a new request cannot
-    reproduce (seed, stop strings, penalties, grammar): the turn has to restart.
+    None if no new request can sample it; see `continues`.
     """
     sampling = request.sampling
     if sampled == 0:
         return sampling
-    if request.seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
+    if not continues(request):
         return None
     changes: dict[str, object] = {
         "max_tokens": sampling.max_tokens - sampled,
