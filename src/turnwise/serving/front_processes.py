@@ -197,7 +197,7 @@ class FrontProcess:
         self._reaching.add(task)
         task.add_done_callback(self._reaching.discard)
 
-    def remove(self, name: str, lost: bool) -> None:
+    def remove(self, name: str, lost: bool = True) -> None:
         if name in self.scheduler.workers:
             worker = self.scheduler.remove(name, lost=lost)
             if lost and isinstance(worker.engine, WorkerHandle):
