@@ -250,6 +250,8 @@ def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
     }
     assert counted - asked == {
         "turnwise_judges_total",  # of runs with judges only
+        "turnwise_teacher_kl",  # of runs with a teacher only
+        "turnwise_update_bytes",
         "turnwise_sampled_tokens_total",
         "turnwise_trained_tokens_total",
         "turnwise_trajectories_total",

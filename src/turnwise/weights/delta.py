@@ -38,7 +38,7 @@ from turnwise.weights.transport import (
 )
 
 WHOLE_EVERY = 20
-"""Of this many versions, at least one is sent whole."""
+"""Number of versions of which at least one is sent whole."""
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
 _ROW = 2**15  # bytes in a row of the checksum

@@ -76,7 +76,7 @@ Chunk = tuple[TensorEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed from one version of the weights, whose checksum is `base`, to a later one. Its
+    """The changes from one version of the weights, whose checksum is `base`, to a later one. Its
     `path` is as in `Manifest`; "" in a stream."""
 
     base: int
