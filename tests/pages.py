@@ -1,11 +1,13 @@
 """The code blocks of README, docs and the examples' page, as tests see them."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, own_environment
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -62,3 +64,16 @@ def write_files(page: str, folder: Path, replacements: dict[str, str]) -> list[P
             (folder / block.name).write_text(text, encoding="utf-8")
             written.append(folder / block.name)
     return written
+
+
+def run_program(path: Path) -> None:
+    """Run a page's program as a user does; it starts its own Ray."""
+    done = subprocess.run(
+        [sys.executable, path.name],
+        cwd=path.parent,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,15 +116,15 @@ def grad_norm(rank: TrainerRank, given: Sequence[Sample]) -> float:
 
 
 def speed(place: Place, rank: TrainerRank, given: Sequence[Sample]) -> str:
+    return speed_of(place, partial(take_step, rank, given), given)
+
+
+def speed_of(place: Place, step: Callable[[], object], given: Sequence[Sample]) -> str:
     """Take a step to warm up and some more; return tokens per second and the peak memory."""
-    take_step(rank, given)
+    step()
     count = place.size(3, 1)
     times: list[float] = []
-
-    def steps() -> None:
-        times.extend(place.seconds(partial(take_step, rank, given)) for _ in range(count))
-
-    _, peak = place.peak(steps)
+    _, peak = place.peak(lambda: times.extend(place.seconds(step) for _ in range(count)))
     tokens = sum(sample.length for sample in given)
     return f"{tokens / sorted(times)[count // 2]:,.0f} tokens/s, {peak}"
 
@@ -154,7 +154,6 @@ def bare(place: Place) -> Iterator[str]:
     from transformers import AutoModelForCausalLM
 
     rank, given = make_rank(place, configuration(place)), samples(place)
-    tokens = sum(sample.length for sample in given)
     ours = speed(place, rank, given)
     (share,) = shares_of(rank, given, "padded")
     batches = [
@@ -184,14 +183,7 @@ def bare(place: Place) -> Iterator[str]:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    times: list[float] = []
-
-    def steps() -> None:
-        times.extend(place.seconds(step) for _ in range(place.size(3, 1)))
-
-    _, peak = place.peak(steps)
-    yield f"{ours}; bare {tokens / sorted(times)[len(times) // 2]:,.0f} tokens/s, {peak}"
+    yield f"{ours}; bare {speed_of(place, step, given)}"
 
 
 def fsdp2(place: Place) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import own_environment
-from tests.pages import write_files
+from tests.pages import run_program, write_files
 from tests.weights.links import free_port
 from tests.weights.ranks import Ranks
 from tests.weights.trainer import PROMPT, Model, open_collective
@@ -215,12 +213,4 @@ def test_the_pages_program_runs(model_path: str, tmp_path: Path) -> None:
         "steps=10": "steps=2",
     }
     write_files("docs/how-to/your-trainer.md", tmp_path, changes)
-    done = subprocess.run(
-        [sys.executable, "my_program.py"],
-        cwd=tmp_path,
-        env=own_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(tmp_path / "my_program.py")

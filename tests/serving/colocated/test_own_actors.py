@@ -1,7 +1,5 @@
 """Engines in a user's own actors, which train: several at once, behind verl's manager."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,7 @@ from ray.util.placement_group import placement_group_table
 from transformers import AutoModelForCausalLM
 
 import turnwise
-from tests.conftest import own_environment
-from tests.pages import write_files
+from tests.pages import run_program, write_files
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, WeightUpdateError
@@ -143,12 +140,4 @@ def test_the_program_of_the_page_runs(
     write_files("docs/how-to/ray-cluster.md", tmp_path, changes)
     config = make_config(engine={"kv_cache_gib": 0.1}, sampling={"max_tokens": 8})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    done = subprocess.run(
-        [sys.executable, "own_actors.py"],
-        cwd=tmp_path,
-        env=own_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(tmp_path / "own_actors.py")
