@@ -14,9 +14,9 @@ from examples.judge.rule import Rule, verdict
 from tests.rollouts.test_judges import ROW, answered, compared, episode, judged
 from tests.test_cli import metrics_of
 from turnwise.config import Config, RewardConfig, RolloutConfig
+from turnwise.core.run_files import JUDGEMENTS, RunFiles
 from turnwise.errors import TrajectoryError
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.rollouts.run_files import JUDGEMENTS, RunFiles
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, read_jsonl

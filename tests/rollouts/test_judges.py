@@ -11,13 +11,13 @@ import pytest
 
 from tests.scripted import DROP, HANG, Scripted
 from turnwise.config import JudgeConfig, RewardConfig, RolloutConfig, parse_config
+from turnwise.core.run_files import JUDGEMENTS, RunFiles
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.judge import prompt
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.rollouts.run_files import JUDGEMENTS, RunFiles
 from turnwise.trajectory import Trajectory
 
 ROW = {"question": "6 * 7?", "answer": "42"}

@@ -17,13 +17,13 @@ from ray.actor import ActorHandle
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config, RolloutConfig
 from turnwise.core.actor import ActorHandle as Handle
+from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Engine, Request, generate
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.front_processes import FrontProcess, Process
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle

@@ -13,6 +13,7 @@ from turnwise.chat.prompts import next_prompt, response_room
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
+from turnwise.core.run_files import RunFiles
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Generator, Request, Route, TurnTimes, generate
@@ -20,7 +21,6 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory

@@ -26,11 +26,11 @@ from turnwise.chat.messages import said
 from turnwise.config import JudgeConfig, RolloutConfig
 from turnwise.core.endpoint import Endpoint
 from turnwise.core.json_types import JsonObject
+from turnwise.core.run_files import JUDGEMENTS, RunFiles, judgements
 from turnwise.core.untrusted import AnswerError, Number, read_answer
 from turnwise.errors import InputError
 from turnwise.rollouts.chat_endpoint import complete
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.run_files import JUDGEMENTS, RunFiles, judgements
 from turnwise.trajectory import Message, Trajectory
 
 _SPECIAL = re.compile(r"<|\[(?=/?\w{0,20}[A-Z]{3}\w{0,20}\])")

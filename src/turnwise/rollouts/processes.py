@@ -18,6 +18,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.core.actor import get_with_deadline, is_death
 from turnwise.core.aio import freeze_gc, run_in_thread
+from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
@@ -26,7 +27,6 @@ from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner, reward_functions_of
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process, RunWithSampling

@@ -16,6 +16,7 @@ from turnwise.config import RewardConfig, RolloutConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign, load_object
+from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
@@ -29,7 +30,6 @@ from turnwise.rollouts.environment import (
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollouts.judge import Judge
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.trajectory import MAX_REWARD, Message, Trajectory
 
 if TYPE_CHECKING:

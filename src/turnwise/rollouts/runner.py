@@ -28,6 +28,7 @@ from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
+from turnwise.core.run_files import RunFiles
 from turnwise.core.slots import Slots
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
@@ -62,7 +63,6 @@ from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools import Tool, Toolset
 from turnwise.tools.foreign import adopted

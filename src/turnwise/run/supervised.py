@@ -16,6 +16,7 @@ from turnwise.config import Config
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.ray import watching_ray
+from turnwise.core.run_files import RunFiles
 from turnwise.core.watchdog import waiting
 from turnwise.errors import TrajectoryError, translate_unwritable
 from turnwise.observe.metrics import StepMetrics
@@ -23,7 +24,6 @@ from turnwise.rollouts import Batch, Group, GroupProducer, Problem
 from turnwise.rollouts.evaluation import run_groups
 from turnwise.rollouts.group import Outcomes
 from turnwise.rollouts.problems import make_stream
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.run.display import Display
 from turnwise.run.fleet import ray_running
 from turnwise.run.run_dir import Resume, RunDir

@@ -28,11 +28,11 @@ from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
+from turnwise.core.run_files import judgements
 from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
-from turnwise.rollouts.run_files import judgements
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Comparison, comparison

@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from turnwise.core.run_files import RunFiles
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import (
@@ -27,7 +28,6 @@ from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.rewards import UserCall
-from turnwise.rollouts.run_files import RunFiles
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
 

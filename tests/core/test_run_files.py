@@ -4,7 +4,7 @@ import json
 import threading
 from pathlib import Path
 
-from turnwise.rollouts.run_files import RunFiles
+from turnwise.core.run_files import RunFiles
 
 
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
