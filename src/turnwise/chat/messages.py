@@ -15,6 +15,7 @@ from typing import TypeVar
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import images_in
 
 Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn: its text, and the name and canonical arguments of each call."""
@@ -56,8 +57,8 @@ class Conversation:
                     for key, value in message.items()
                     if key not in ("role", "content") and value is not None
                 }
-                text = _text(message.get("content"))
-                digests.append(_digest((message["role"], text, _canonical_json(rest))))
+                text, seen = _text(message.get("content")), map(str, images_in([message]))
+                digests.append(_digest((message["role"], text, _canonical_json(rest), *seen)))
         return digests
 
     @cached_property
@@ -85,16 +86,19 @@ def extended_by(prefix: bytes, said: Answer) -> bytes:
 
 
 def plain(message: Message) -> Message:
-    """Return a message as templates take it: content as text, no keys that are None."""
+    """Return a message as templates take it: content as text, or parts if it has images; no keys
+    that are None."""
     result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = _text(message.get("content"))
+    if not images_in([message]):
+        result["content"] = _text(message.get("content"))
     return result
 
 
 def view_of(message: Message) -> Message:
-    """Return a message for people to read: the known keys, with content as text."""
+    """Return a message for people to read: the known keys, with content as text, or as parts if
+    it has images."""
     view = {key: message[key] for key in _VIEWED if message.get(key) is not None}
-    view["content"] = _text(message.get("content"))
+    view["content"] = plain(message)["content"]
     if message["role"] == "assistant" and (calls := message.get("tool_calls")):
         view["tool_calls"] = [
             {

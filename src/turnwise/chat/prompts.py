@@ -181,8 +181,10 @@ def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | N
     """Render a conversation if a message of a user or tool holds a special token that has to be
     escaped; else None."""
     messages = [plain(message) for message in asked.messages]
-    written = (m["content"] for m in messages if m["role"] != "assistant")
-    if all(template.escape(content) == content for content in written):
+    contents = [m["content"] for m in messages if m["role"] != "assistant"]
+    parts = [part.get("text") or "" for c in contents if isinstance(c, list) for part in c]
+    written = [*parts, *(content for content in contents if isinstance(content, str))]
+    if all(template.escape(text) == text for text in written):
         return None
     return template.render(messages, tools=asked.tools)
 

@@ -25,6 +25,7 @@ from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.images import placed
 from turnwise.trajectory.left_out import check_tools
 
 if TYPE_CHECKING:
@@ -238,7 +239,8 @@ class RolloutContext:
         ):
             seed = None if self.seed is None else stable_seed(self.seed, turn)
             name = f"{self.request_id}-{turn}"
-            request = Request(prompt_token_ids, sampling, name, seed, self.route)
+            seen = placed(prompt_token_ids)
+            request = Request(prompt_token_ids, sampling, name, seed, self.route, images=seen)
             completion = await generate(self.engine, request)
             sampled, reason = len(completion.token_ids), completion.finish_reason
             version = max(completion.weight_versions, default=-1)

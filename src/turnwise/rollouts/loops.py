@@ -20,6 +20,7 @@ from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import extended
 
 
 class SingleTurnLoop:
@@ -178,7 +179,8 @@ class InterleavedLoop:
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in texts)
                 escaped = "".join(form.format(result=template.escape(text)) for text in texts)
-                prompt = [*prompt, *completion.token_ids, *await context.encode(escaped)]
+                more = await context.encode(escaped)
+                prompt = extended(prompt, completion.token_ids, more)
         trajectory.status = "max_turns"
 
 

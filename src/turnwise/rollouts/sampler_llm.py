@@ -24,6 +24,7 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import placed
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
@@ -212,7 +213,7 @@ class LLM:
                 seed = stable_seed(context.seed, number)
             room, completion = context.max_length - len(ids), Completion([], [], [], "length")
             route = Route(session=session or name)
-            request = Request(ids, sampling.within(room), name, seed, route)
+            request = Request(ids, sampling.within(room), name, seed, route, images=placed(ids))
             if room > 0:
                 with waiting(f"request {name}", "answer"):
                     completion = await generate(context.engine, request)

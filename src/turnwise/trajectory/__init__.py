@@ -3,6 +3,7 @@
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
+from turnwise.trajectory.images import Image, PlacedImage, PromptIds
 from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
     MAX_REWARD,
@@ -21,7 +22,10 @@ __all__ = [
     "Bridge",
     "ChatTemplate",
     "ExactnessReport",
+    "Image",
     "Message",
+    "PlacedImage",
+    "PromptIds",
     "Status",
     "Trajectory",
     "Turn",

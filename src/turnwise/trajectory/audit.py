@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
+from turnwise.trajectory.images import PlacedImage, checksum
 from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
 
 
@@ -91,8 +92,8 @@ def audit(
     """Replay a trajectory and compare its training samples with it.
 
     Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
-    was sampled, in the context that the engine had, and is trained once; that log-probs are
-    finite and versions never decrease along a branch.
+    was sampled, in the context that the engine had, its images included, and is trained once; that
+    log-probs are finite and versions never decrease along a branch.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
@@ -169,6 +170,12 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             end, parent = min(end, above.prefix_length), above.parent
         for problem in _differences(turn, before, version):
             yield f"turn {index}: {problem}"
+        images = _images(turns, index)
+        if (checksum(images) if images else 0) != turn.image_sum:
+            yield f"turn {index}: its prompt's images, or their positions, are not those recorded"
+        end = turn.prefix_length + len(turn.added_token_ids)
+        if any(one.start < turn.prefix_length or one.end > end for one in turn.images):
+            yield f"turn {index}: an image of its prompt is not among the ids that it added"
 
 
 def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
@@ -223,6 +230,18 @@ def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
     return segments[::-1]
 
 
+def _images(turns: Sequence[Turn], leaf: int) -> list[PlacedImage]:
+    """Return the images on a turn's path, in the order of their positions."""
+    images: list[PlacedImage] = []
+    index: int | None = leaf
+    end = turns[leaf].path_length
+    while index is not None:
+        turn = turns[index]
+        images[:0] = [image for image in turn.images if image.start < end]
+        end, index = min(end, turn.prefix_length), turn.parent
+    return images
+
+
 def _check_sample(
     turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
 ) -> tuple[int, list[str]]:
@@ -234,6 +253,8 @@ def _check_sample(
         return 0, [f"{length} tokens, but masks, log-probs and versions of {sorted(lengths)}"]
     if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
         return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
+    if sample.images != _images(turns, sample.leaf):
+        return 0, [f"its images are not those that turn {sample.leaf} had"]
     problems: list[str] = []
     exact = start = 0
     for index, ids in _segments(turns, sample.leaf):

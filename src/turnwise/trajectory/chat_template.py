@@ -21,6 +21,7 @@ from typing import TypeAlias
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
+from turnwise.trajectory.images import ImageTokens, as_json, images_in, put_in_place
 from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[JsonObject]
@@ -47,6 +48,7 @@ class ChatTemplate:
         escape_special_tokens: Encode a special token (`<|im_end|>`) in the content of a message
             as ordinary text; only the template itself, and assistants' messages, make control
             tokens.
+        images: The model's processor of images; None refuses them.
         **template_kwargs: Extra variables for the template.
 
     Raises:
@@ -65,8 +67,10 @@ class ChatTemplate:
         *,
         chat_template: str | None = None,
         escape_special_tokens: bool = False,
+        images: ImageTokens | None = None,
         **template_kwargs: object,
     ) -> None:
+        self.images = images
         self.missing = ""  # sentence that says that there is no template; "" if there is one
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
@@ -117,7 +121,15 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a whole conversation; raises what `render_text` does."""
+        """Return the ids of a whole conversation, `PromptIds` if it has images; raises what
+        `render_text` does."""
+        made = self._render(messages, tools, add_generation_prompt)
+        return self.with_images(made, messages)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a conversation, each of whose images is one marker."""
         if self.missing and not tools and len(messages) == 1:
             content = messages[0].get("content")
             if isinstance(content, str) and messages[0].get("role") == "user":
@@ -126,15 +138,30 @@ class ChatTemplate:
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
 
+    def with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return rendered ids with those of the messages' images in the place of their markers.
+
+        Raises:
+            InputError: when the model takes no images.
+            TrajectoryError: as `put_in_place`.
+        """
+        if not (images := images_in(messages)):
+            return ids
+        if self.images is None:
+            raise InputError("a message has an image, and this model takes text alone")
+        return put_in_place(ids, images, self.images)
+
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """Return what `render` does, made once for all conversations that begin with this."""
         key = None
         try:
-            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
-            key = hashlib.blake2b(text, digest_size=16).digest()
+            text = json.dumps([list(messages), tools or None], default=as_json)
+            digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+            key = digest.digest()
         except (TypeError, ValueError):  # not JSON: it is rendered each time
             pass
-        return self.first_prompts.get(key, partial(self.render, messages, tools=tools)).tolist()
+        made = self.first_prompts.get(key, partial(self._render, messages, tools)).tolist()
+        return self.with_images(made, messages)
 
     def render_text(
         self,

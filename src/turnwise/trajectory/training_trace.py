@@ -33,10 +33,12 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
 
     Log-probs above 0 (rounding) are 0 in `per_token_logps`, as the format demands, and exact in the
-    metadata. InputError when the trajectory has no turn.
+    metadata. InputError when the trajectory has no turn, or has images, which the format lacks.
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
+    if trajectory.images:
+        raise InputError(f"{trajectory.problem_id} has images, which no training trace holds")
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)

@@ -1,0 +1,228 @@
+"""Images in prompts: an image is the bytes of its file, known by their hash, at token positions.
+
+A chat template marks an image by one id, and the model's own processor says which ids stand for it
+(`ImageTokens`). They are put in place once, when a prompt is made: engine, audit and trainer see
+the same ids. A prompt continues a turn only if its images are the same at the same positions.
+Nothing here decodes an image.
+"""
+
+import base64
+import copy
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from turnwise.core.files import temporary
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import TrajectoryError
+
+FOLDER = "images"
+"""Folder beside files of trajectories that holds the bytes of their images, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The file of an image; two are equal if their bytes are.
+
+    Example:
+        >>> image = Image.of(b"GIF89a", "gif", 28, 28)
+        >>> str(image), image == Image.of(b"GIF89a", "gif", 28, 28)
+        ('image:f2ca00a345ee31f7f51f7d68ff8b0325', True)
+    """
+
+    hash: str
+    """32 hexadecimal digits: BLAKE2b of the bytes."""
+    format: str = field(compare=False)
+    """png, jpeg, webp or gif: the end of its file's name."""
+    width: int = field(compare=False)
+    height: int = field(compare=False)
+    """Size in pixels, before the model's processor resizes it."""
+    data: bytes = field(default=b"", repr=False, compare=False)
+    """The bytes; empty if `folder` has them."""
+    folder: Path | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
+        """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        return cls(digest, format, width, height, data)
+
+    def __str__(self) -> str:
+        return f"image:{self.hash}"
+
+    @property
+    def name(self) -> str:
+        """Name of its file in a folder of images."""
+        return f"{self.hash}.{self.format}"
+
+    def read(self) -> bytes:
+        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer."""
+        if self.data or self.folder is None:
+            return self.data
+        try:
+            data = (self.folder / self.name).read_bytes()
+        except OSError as error:
+            why = error.strerror
+            raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
+        if hashlib.blake2b(data, digest_size=16).hexdigest() != self.hash:
+            raise TrajectoryError("image_lost", f"{self.folder / self.name} has been changed")
+        return data
+
+
+class PlacedImage(NamedTuple):
+    """An image, and the positions of the ids that stand for it."""
+
+    image: Image
+    start: int
+    """Position of the first, counted from the prompt's first id."""
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class PromptIds(list[int]):
+    """The ids of a prompt with images; a plain list of ids has none.
+
+    A copy by `list` or a slice is a plain list: `extended` adds ids and keeps the images.
+
+    Example:
+        >>> image = Image.of(b"GIF89a", "gif", 28, 28)
+        >>> prompt = extended([11], PromptIds([9, 9, 12], [PlacedImage(image, 0, 2)]))
+        >>> prompt, placed(prompt)[0].start
+        ([11, 9, 9, 12], 1)
+    """
+
+    def __init__(self, ids: Iterable[int] = (), images: Iterable[PlacedImage] = ()) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+class ImageTokens(Protocol):
+    """The model's own processor, as prompts need it."""
+
+    @property
+    def marker(self) -> int:
+        """The id by which the chat template marks an image."""
+
+    def ids_of(self, image: Image) -> list[int]:
+        """Return the ids that stand for an image, in the place of the marker."""
+
+
+def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
+    """Return the images of a prompt, in the order of their positions."""
+    found: tuple[PlacedImage, ...] = getattr(prompt, "images", ())
+    return found
+
+
+def extended(prompt: Sequence[int], *more: Sequence[int]) -> list[int]:
+    """Return a prompt followed by more ids, with the images of all."""
+    ids, images = [*prompt], [*placed(prompt)]
+    for part in more:
+        images += (each._replace(start=each.start + len(ids)) for each in placed(part))
+        ids += part
+    return PromptIds(ids, images) if images else ids
+
+
+def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -> list[int]:
+    """Return rendered ids with the ids of each image in the place of its marker.
+
+    Raises:
+        TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
+            template leaves an image out, or a text holds the marker.
+    """
+    places = [at for at, token in enumerate(ids) if token == tokens.marker]
+    if len(places) != len(images):
+        raise TrajectoryError(
+            "image_marker",
+            f"the chat template renders {len(images)} images with {len(places)} markers (token "
+            f"{tokens.marker}): it leaves out an image, or the text of a message holds the marker",
+        )
+    prompt, end = PromptIds(), 0
+    found = []
+    for at, image in zip(places, images, strict=True):
+        prompt += ids[end:at]
+        own = tokens.ids_of(image)
+        found.append(PlacedImage(image, len(prompt), len(own)))
+        prompt += own
+        end = at + 1
+    prompt += ids[end:]
+    prompt.images = tuple(found)
+    return prompt
+
+
+def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int | None:
+    """Return the first position at which images differ; None if one's are the beginning of the
+    other's, so that equal ids are equal prompts."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return min(a.start, b.start)
+    more = [*one[len(other) :], *other[len(one) :]]
+    return more[0].start if more else None
+
+
+def checksum(images: Iterable[PlacedImage]) -> int:
+    """Return a checksum of a prompt's images and their positions; 0 if there are none."""
+    text = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images)
+    return zlib.crc32(text.encode())
+
+
+def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
+    """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
+    return [part["image"] for part in _parts(messages) if isinstance(part["image"], Image)]
+
+
+def _parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            for part in content:
+                if isinstance(part, dict) and part.get("type") == "image" and "image" in part:
+                    yield part
+
+
+def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
+    """Return messages of JSON, in which an image is its hash, with the images themselves."""
+    if images:
+        messages = copy.deepcopy(messages)
+        for part in _parts(messages):
+            part["image"] = images.get(str(part["image"]), part["image"])
+    return messages
+
+
+def as_json(value: object) -> object:
+    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
+    if isinstance(value, Image):
+        return value.hash
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
+    """Return images by hash as JSON, with their bytes if `whole`."""
+    names = ("format", "width", "height")
+    tree = {key: {name: getattr(image, name) for name in names} for key, image in images.items()}
+    for key, image in images.items() if whole else ():
+        tree[key]["data"] = base64.b64encode(image.read()).decode()
+    return tree
+
+
+def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
+    """Return the images that `described` wrote; `folder` has the bytes of those without."""
+    images = {}
+    for key, known in tree.items():
+        image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
+        data = base64.b64decode(known.get("data", ""))
+        images[key] = replace(image, data=data, folder=None if data else folder)
+    return images
+
+
+def save_images(folder: Path, images: Iterable[Image]) -> None:
+    """Write images into a folder of theirs, each once; OSError when one cannot be written."""
+    for image in images:
+        if not (path := folder / image.name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary(path).write_bytes(image.read())
+            temporary(path).replace(path)
