@@ -24,6 +24,7 @@ from turnwise.errors import (
     TurnwiseError,
     WeightUpdateError,
 )
+from turnwise.internals.torchvision import declare_operators
 
 if TYPE_CHECKING:
     from turnwise.compat.bfcl import Bfcl
@@ -160,6 +161,9 @@ __all__ = [
     "sft",
     "train",
 ]
+
+
+declare_operators()  # before anything imports it
 
 
 def __getattr__(name: str) -> object:

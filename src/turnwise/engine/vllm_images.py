@@ -1,0 +1,89 @@
+"""Images of prompts in vLLM's terms.
+
+vLLM expands prompts itself: it replaces a marker by the ids of an image. Here a prompt has these
+ids already, and has to keep them, also where a sampled token is a marker by chance. So vLLM's
+processor sees each image alone, once; what it makes of it is put at the prompt's own positions, and
+the ids must be the same.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from turnwise.core.aio import run_in_thread
+from turnwise.core.images import decode
+from turnwise.errors import InputError
+from turnwise.trajectory.images import Image, PlacedImage
+
+if TYPE_CHECKING:
+    from turnwise.internals import vllm
+
+_KEPT = 128  # maximum number of images that are kept
+
+
+class ImageInputs:
+    """The images of one engine's requests, of which the last are kept as vLLM processed them.
+
+    Args:
+        most: `engine.images_per_prompt`.
+    """
+
+    def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
+        self._llm, self._most = llm, most
+        self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
+
+    async def prepare(
+        self, prompt: Sequence[int], images: Sequence[PlacedImage]
+    ) -> "dict[str, vllm.MultiModalInput]":
+        """Process the images of a prompt, and return what vLLM makes of each, by hash; InputError
+        when the engine takes fewer of them, or none, or when vLLM expands one to other ids than the
+        prompt has."""
+        if not self._llm.model_config.supports_multimodal_inputs:
+            raise InputError(
+                "a prompt has an image, which this engine does not take: the model is one of text, "
+                "or engine.images_per_prompt is 0"
+            )
+        if len(images) > self._most:
+            raise InputError(
+                f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
+            )
+        made = {one.image.hash: await self._processed(one.image) for one in images}
+        for one in images:
+            if made[one.image.hash]["prompt_token_ids"] != list(prompt[one.start : one.end]):
+                raise InputError(
+                    f"vLLM makes other tokens of {one.image} than the model's own processor, so "
+                    "prompts with it cannot be exact"
+                )
+        return made
+
+    def put_in(
+        self,
+        inputs: "vllm.TokensInput",
+        images: Sequence[PlacedImage],
+        made: "Mapping[str, vllm.MultiModalInput]",
+    ) -> "vllm.MultiModalInput":
+        """Return a prompt's input with its images, which `prepare` has processed."""
+        from turnwise.internals import vllm  # seconds to import
+
+        pieces, ranges = [made[one.image.hash] for one in images], []
+        for one, piece in zip(images, pieces, strict=True):
+            (place,) = piece["mm_placeholders"]["image"]
+            ranges.append(replace(place, offset=one.start + place.offset))
+        items = vllm.MultiModalKwargsItems({"image": [p["mm_kwargs"]["image"][0] for p in pieces]})
+        names, prompt = {"image": [one.image.hash for one in images]}, inputs["prompt_token_ids"]
+        salt = inputs.get("cache_salt")
+        return vllm.mm_input(prompt, items, names, {"image": ranges}, cache_salt=salt)
+
+    async def _processed(self, image: Image) -> "vllm.MultiModalInput":
+        from turnwise.internals import vllm
+
+        if (found := self._kept.get(image.hash)) is None:
+            picture = await run_in_thread(decode, image.read(), str(image))
+            marker = vllm.image_marker(self._llm)
+            found = await vllm.process_image(self._llm, picture, image.hash, marker)
+            self._kept[image.hash] = found
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(image.hash)
+        return found

@@ -1,0 +1,42 @@
+"""torchvision: its transforms, where torch is built for CPUs and torchvision for CUDA.
+
+Processors of images import torchvision. PyPI has it for CUDA only, and beside a torch for CPUs its
+import fails, since it describes two compiled operators that its library would bring. With both
+declared the import succeeds, and its transforms, which need neither, work. The declarations have to
+come first, whoever imports it: Transformers does in many places.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_OPERATORS = ("nms", "qnms")
+_declared: list[object] = []  # torch forgets what is declared with the object that declares it
+
+
+class _Declaring:
+    """Finder that declares the operators when torchvision is first imported; it finds nothing."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            from importlib.metadata import version  # torch, and a tenth of a second
+
+            import torch
+
+            if "+cpu" in torch.__version__ and "+cpu" not in version("torchvision"):
+                library = torch.library.Library("torchvision", "DEF")
+                _declared.append(library)
+                parameters = "Tensor dets, Tensor scores, float iou_threshold"
+                for operator in _OPERATORS:
+                    library.define(f"{operator}({parameters}) -> Tensor")
+        return None
+
+
+def declare_operators() -> None:
+    """Declare them when torchvision is imported, if it is built for CUDA and torch for CPUs."""
+    if not any(isinstance(each, _Declaring) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Declaring())
