@@ -20,6 +20,7 @@ from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
+from turnwise.trajectory import Image
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
@@ -176,6 +177,10 @@ class Columns:
     """The column of each token of each sequence, if sequences share columns; None: in order."""
     own: list[int] | None = None
     """If they do, the number of tokens at the end of each sequence that are computed for it."""
+    images: tuple[Image, ...] = ()
+    """Images of all rows, in the order of their columns."""
+    span_BT: torch.Tensor | None = None
+    """True at the tokens that stand for them; None without any."""
 
     @classmethod
     def of(
@@ -208,6 +213,12 @@ class Columns:
             ids[column_T] = sample.token_ids_T
             positions[column_T] = np.arange(sample.length)
         experts = _experts(samples, columns, rows * width)
+        images = tuple(one.image for sample in samples for one in sample.images)
+        span = np.zeros(rows * width if images else 0, np.bool_)
+        assert padded or not images, "rows with images are padded"
+        for sample, column_T in zip(samples, columns, strict=True):
+            for one in sample.images:
+                span[column_T[one.start : one.end]] = True
         before = _concatenated(
             column_T[:-1][sample.response_mask_T[1:]]
             for sample, column_T in zip(samples, columns, strict=True)
@@ -238,6 +249,8 @@ class Columns:
             None if experts is None else by_row(experts),
             tensor(_concatenated(columns[number] for number in order)) if shared else None,
             own if shared else None,
+            images,
+            by_row(span) if images else None,
         )
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:

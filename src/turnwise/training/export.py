@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -26,7 +26,7 @@ from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
-from turnwise.training.loading import dtype_of, load_model, path_of
+from turnwise.training.loading import dtype_of, language_model_class, load_model, path_of
 from turnwise.training.lora import (
     ADAPTER_TENSORS,
     PREFIX,
@@ -59,7 +59,7 @@ def export_model(
         files = plan_chunks(chain(typed, buffers.items()), None, file_bytes, alignment=1)
         with translate_disk_full(folder):
             with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(
+                empty = language_model_class(model.config).from_config(
                     model.config, dtype=dtype, trust_remote_code=trust
                 )
             empty.save_pretrained(folder, state_dict={})  # everything but the weights

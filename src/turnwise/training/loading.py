@@ -17,13 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
 from turnwise.core.process import give_back
@@ -100,15 +104,33 @@ def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a language model; with several ranks, without weights that `distribute` can read."""
-    return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
+    """Load a language model, with the part that reads images if it has one; with several ranks,
+    without weights that `distribute` can read."""
+    path = path_of(config, other)
+    return _loaded(language_model_class(_shape_of(config, path)), config, path, dtype)
+
+
+def language_model_class(shape: PretrainedConfig) -> Any:
+    """Return Transformers' class of language models of a configuration, those that read images
+    included."""
+    text = type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not text and type(shape) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def _shape_of(config: Config, path: str) -> PretrainedConfig:
+    with translate_unreadable(path):
+        shape: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
+    return shape
 
 
 def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
     """Load the model that the value model starts from: a language model, or a reward model."""
     path = path_of(config, other)
-    with translate_unreadable(path):
-        shape = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    shape = _shape_of(config, path)
     dtype = learning_dtype(config, other)
     if not is_classifier(shape):
         return load_model(config, other, dtype)
@@ -183,12 +205,14 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
     bonus = config.algorithm.entropy.has_bonus
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus)
+    images = ModelImages(config.model)
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus, images)
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
-        frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
+        frozen = Scorer(model, config.sampling, dtype_of(config, other), images=images)
+        frozen.requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
         own, new = ([(n, p.shape) for n, p in m.named_parameters()] for m in (reference, policy))
         if config.algorithm.kl.sync_steps and own != new:
@@ -198,7 +222,7 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
             )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
-        critic = Critic(load_value_model(config, other), dtype_of(config, other))
+        critic = Critic(load_value_model(config, other), dtype_of(config, other), images)
         value = distribute(critic, config, device, other)
     give_back()
     return Models(policy, reference, value, device, group)

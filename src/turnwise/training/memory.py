@@ -20,7 +20,6 @@ from torch.nn import functional
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -36,6 +35,7 @@ from turnwise.training.loading import (
     decoder_layers,
     dtype_of,
     is_classifier,
+    language_model_class,
     learning_dtype,
     models_beside,
     path_of,
@@ -77,7 +77,9 @@ def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> Mo
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        kind = AutoModelForSequenceClassification if is_classifier(shape) else AutoModelForCausalLM
+        kind = language_model_class(shape)
+        if is_classifier(shape):
+            kind = AutoModelForSequenceClassification
         with no_init_weights():  # some ways to draw them need values
             model = kind.from_config(shape, trust_remote_code=trust)
         model.tie_weights()  # part of the initialization
@@ -180,7 +182,7 @@ def activation_bytes(
 
     with FakeTensorMode():
         with no_init_weights():  # some ways to draw them need values
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = language_model_class(shape).from_config(
                 shape, dtype=weights, trust_remote_code=trust, **more
             )
         model.tie_weights()  # part of the initialization

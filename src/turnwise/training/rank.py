@@ -48,6 +48,7 @@ from turnwise.training.optimizer import TrainableModule, plain_tensors
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
+from turnwise.training.vision import check_images, sees
 from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
@@ -97,6 +98,10 @@ class TrainerRank:
         self._models = models = load_models(config, self.device, group)
         checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
         preferred = layout_of(training, self.device)
+        if sees(self._models.policy.get_submodule("model").config):
+            if training.packing not in ("auto", "padded"):
+                raise InputError("training.packing: a model of images is trained padded: set auto")
+            preferred = "padded"
         self.layout, self.layout_warning = agreed_layout(checks, training, preferred)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
@@ -164,6 +169,7 @@ class TrainerRank:
         )
 
     def _batch(self, samples: Sequence[Sample], share: RankBatches) -> MicroBatch:
+        check_images(samples, self._config)
         return make_micro_batch(
             samples,
             share.trajectory_tokens,
