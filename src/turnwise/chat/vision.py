@@ -25,7 +25,7 @@ _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 
 
 class Processed(NamedTuple):
-    """What the processor makes of one image."""
+    """The result of processing one image."""
 
     token_ids: list[int]
     """Ids that stand for it in a prompt."""

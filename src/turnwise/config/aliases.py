@@ -60,6 +60,7 @@ def asks_for_nothing(key: str, value: object) -> bool:
 VLLM_NAMES = {
     "dtype": "model.dtype",
     "enable_prefix_caching": "engine.prefix_caching",
+    "limit_mm_per_prompt": "engine.images_per_prompt",
     "max_model_len": "model.max_length",
     "model": "model.path",
     "seed": "seed",

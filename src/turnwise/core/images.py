@@ -19,7 +19,7 @@ MAX_RATIO = 100  # maximum ratio of the longer side to the shorter one; processo
 
 
 class Header(NamedTuple):
-    """What the beginning of a file says."""
+    """The beginning of a file: its type and size."""
 
     format: str  # one of `FORMATS`
     width: int  # pixels

@@ -27,6 +27,7 @@ from turnwise.errors import DeadlineError, InputError, TrajectoryError, Turnwise
 from turnwise.tools.foreign import adopted
 from turnwise.tools.schema import MAX_MISTAKES, ArgumentsError, function_schema
 from turnwise.tools.tool import Tool, ToolFunction
+from turnwise.trajectory import Image
 
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
@@ -114,6 +115,8 @@ class Toolbox:
 
             try:
                 value = await run(tool.call, arguments_json)
+                if isinstance(value, Image) or type(value).__module__.startswith("PIL."):
+                    return self._failed(f"{name} returned an image, and tools return text", "error")
                 if type(value) in _PLAIN:
                     text, left_out = _shown(value, self._max_chars)
                 else:  # off the event loop: it may be long, and its __str__ may be user code

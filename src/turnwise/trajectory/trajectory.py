@@ -243,8 +243,10 @@ class Trajectory:
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
             if images or self._last_images:  # would the ids alone continue another turn?
-                alone = self.continued_turn(*self.find_parent(prompt))
-                fork_reason = fork_reason if alone == continued else "image_changed"
+                pairs = zip(self.turns, self._shared(prompt), strict=True)
+                alone = max((n for turn, n in pairs if n == turn.path_length), default=0)
+                if alone > (0 if continued is None else self.turns[continued].path_length):
+                    fork_reason = "image_changed"
         turn = Turn(
             added,
             completion_token_ids,
@@ -278,6 +280,16 @@ class Trajectory:
             apart = agreement(known, images) if images is not None and (images or known) else None
             if apart is None or apart >= len(last):
                 return len(self.turns) - 1, len(last)
+        shared = self._shared(prompt)
+        if images is not None and (images or any(turn.images for turn in self.turns)):
+            for index, length in enumerate(shared):
+                apart = agreement(self.images_of(index), images)
+                shared[index] = length if apart is None else min(length, apart)
+        longest = max(shared, default=0)
+        return (shared.index(longest) if longest else None), longest
+
+    def _shared(self, prompt: list[int]) -> list[int]:
+        """Return, for each turn, the number of ids with which its path and a prompt begin."""
         shared: list[int] = []
         for turn in self.turns:
             start = turn.prefix_length
@@ -286,12 +298,7 @@ class Trajectory:
                 own = [*turn.added_token_ids, *turn.completion_token_ids]
                 above += common_prefix(prompt[start : start + len(own)], own)
             shared.append(above)
-        if images is not None and (images or any(turn.images for turn in self.turns)):
-            for index, length in enumerate(shared):
-                apart = agreement(self.images_of(index), images)
-                shared[index] = length if apart is None else min(length, apart)
-        longest = max(shared, default=0)
-        return (shared.index(longest) if longest else None), longest
+        return shared
 
     def continued_turn(self, index: int | None, shared: int) -> int | None:
         """Return the last turn whose path is in the first `shared` ids of a turn's, or None."""

@@ -403,6 +403,8 @@ class EngineClient:
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
+        if request.mm_features:
+            raise InputError("this server takes text alone: a request has an image or another file")
         self.input_processor.assign_request_id(request)
         text = vllm.extract_prompt_components(self.model_config, prompt).text
         queue = vllm.RequestOutputCollector(params.output_kind, request.request_id)

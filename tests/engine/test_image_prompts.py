@@ -1,0 +1,129 @@
+"""The engine reads a prompt's images at the positions that we give, and the trainer agrees."""
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.vision import asked, picture, vision_config
+from turnwise.chat.images import read_parts
+from turnwise.chat.prompts import next_prompt
+from turnwise.chat.template import load_template, load_tokenizer
+from turnwise.config import Config
+from turnwise.engine.protocol import Completion, Generator, Request, generate
+from turnwise.errors import InputError
+from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.training.batching import Columns
+from turnwise.training.rank import TrainerRank
+from turnwise.training.sample import Sample
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
+from turnwise.trajectory.images import PlacedImage, PromptIds, placed
+
+
+@pytest.fixture(scope="module")
+def config(vision_path: str) -> Config:
+    return vision_config(vision_path, engine={"kv_cache_gib": 0.0625, "images_per_prompt": 3})
+
+
+@pytest.fixture(scope="module")
+async def seeing(ray_started: None, config: Config) -> AsyncIterator[WorkerHandle]:
+    engine = await WorkerHandle.start(config)
+    yield engine
+    await engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def seeing_template(config: Config) -> ChatTemplate:
+    return load_template(config, load_tokenizer(config))
+
+
+def read(*parts: object) -> Message:
+    return read_parts(asked(*parts), "a message")
+
+
+async def ask(engine: Generator, prompt: list[int], config: Config, name: str) -> Completion:
+    request = Request(prompt, config.sampling, name, images=placed(prompt))
+    return await generate(engine, request)
+
+
+async def test_two_turns_with_images_are_exact_from_engine_to_trainer(
+    seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
+) -> None:
+    trajectory, template = Trajectory("p"), seeing_template
+    first = read("Look: ", picture(), " what is it?")
+    prompt = template.render([first])
+    one = await ask(seeing, prompt, config, "images-0")
+    made = one.token_ids, one.logprobs, one.weight_versions, one.finish_reason
+    trajectory.add_turn(prompt, *made)
+    more = [read(picture(84, 56, 1), picture(28, 28, 2), " and these?")]
+    # A sampled marker: it is a token, and no image.
+    sampled = [*one.token_ids, template.images.marker]
+    for ending in (one.token_ids, sampled):
+        ids, why = await next_prompt(
+            template,
+            prompt_token_ids=prompt,
+            completion_token_ids=ending,
+            new_messages=more,
+            conversation=[first, {"role": "assistant", "content": ""}, *more],
+            tools=None,
+        )
+        assert why is None
+        two = await ask(seeing, ids, config, f"images-{len(ending)}")
+        if ending is sampled:
+            trajectory = Trajectory("marker")
+            trajectory.add_turn(prompt, ending, [*one.logprobs, -1.0], [0] * len(ending), "length")
+        made = two.token_ids, two.logprobs, two.weight_versions, two.finish_reason
+        trajectory.add_turn(ids, *made)
+        again = Trajectory.from_json(trajectory.to_json(whole=True))
+        report = audit(again)
+        assert (report.violations, report.percent, report.bridged) == (0, 100.0, 1)
+        assert two.cached_tokens > 0  # the first image and its text
+        (branch,) = again.samples()
+        mask = branch.response_mask
+        sample = Sample.of(
+            branch.token_ids, mask, branch.logprobs, [0] * len(mask), 1.0, 0, images=branch.images
+        )
+        with torch.no_grad():
+            columns = Columns.of([sample], "padded", torch.device("cpu"))
+            found, _ = TrainerRank(config)._models.score("policy", columns)
+        last = len(two.token_ids)
+        apart = np.abs(found.numpy() - sample.logprobs_T[sample.response_mask_T])
+        assert apart[-last:].max() < 1e-4
+        assert apart[: len(one.token_ids)].max() < 1e-4
+
+
+async def test_an_image_of_the_same_size_changes_the_log_probs_and_no_cache_confuses_them(
+    seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
+) -> None:
+    greedy = config.model_copy(
+        update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})}
+    )
+    found = []
+    for number, seed in enumerate((3, 4, 3)):
+        prompt = seeing_template.render([read("x" * 200, picture(seed=seed), "?" * 100)])
+        found.append(await ask(seeing, prompt, greedy, f"cache-{number}"))
+    assert found[0].logprobs[0] == pytest.approx(found[2].logprobs[0], abs=1e-4)
+    assert abs(found[0].logprobs[0] - found[1].logprobs[0]) > 1e-3
+    assert found[2].cached_tokens > found[1].cached_tokens
+
+
+async def test_too_many_images_and_wrong_ids_are_refused(
+    seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
+) -> None:
+    prompt = seeing_template.render([read(*(picture(28, 28, seed) for seed in range(4)))])
+    with pytest.raises(InputError, match="images_per_prompt is 3"):
+        await ask(seeing, prompt, config, "many")
+    (one,) = placed(seeing_template.render([read(picture())]))
+    wrong = PromptIds([1, 2, 3, 4], [PlacedImage(one.image, 1, 2)])
+    with pytest.raises(InputError, match="other tokens"):
+        await ask(seeing, wrong, config, "wrong")
+
+
+async def test_a_model_of_text_takes_no_image(
+    engine: WorkerHandle, seeing_template: ChatTemplate, config: Config
+) -> None:
+    prompt = seeing_template.render([read(picture())])
+    short = PromptIds([5, 6], [each._replace(start=0, length=1) for each in placed(prompt)])
+    with pytest.raises(InputError, match="this engine does not take"):
+        await ask(engine, short, config, "text")

@@ -1,0 +1,17 @@
+"""torchvision's CUDA build can be imported beside a torch for CPUs, once turnwise is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def test_its_transforms_work_however_it_was_built() -> None:
+    pytest.importorskip("torchvision")
+    program = (
+        "import turnwise, torch\n"
+        "import torchvision.transforms.v2.functional as transforms\n"
+        "print(tuple(transforms.resize(torch.zeros(3, 8, 8), [4, 4], antialias=True).shape))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "(3, 4, 4)\n", done.stderr

@@ -1,0 +1,102 @@
+"""The trainer's log-probs of samples with images are those of the model itself."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pictures
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.vision import asked, picture, vision_config
+from turnwise.chat.images import read_parts
+from turnwise.chat.template import load_template, load_tokenizer
+from turnwise.errors import InputError
+from turnwise.training.batching import Columns
+from turnwise.training.rank import TrainerRank
+from turnwise.training.sample import Sample
+from turnwise.training.vision import check_images
+from turnwise.trajectory.images import extended, placed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def rank(vision_path: str) -> TrainerRank:
+    return TrainerRank(vision_config(vision_path))
+
+
+def sample_of(vision_path: str, *parts: object, answer: list[int], number: int = 0) -> Sample:
+    config = vision_config(vision_path)
+    template = load_template(config, load_tokenizer(config))
+    prompt = template.render([read_parts(asked(*parts), "a message")])
+    ids = extended(prompt, answer)
+    mask = [0] * len(prompt) + [1] * len(answer)
+    return Sample.to_score(ids, mask, number, placed(ids))
+
+
+def by_the_model(vision_path: str, sample: Sample, pictures: list[Pictures.Image]) -> np.ndarray:
+    """Return the log-probs by the model's own processor and its own logits."""
+    model = AutoModelForImageTextToText.from_pretrained(vision_path, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(vision_path)
+    given = processor.image_processor(images=pictures, return_tensors="pt") if pictures else {}
+    ids = torch.from_numpy(sample.token_ids_T)[None]
+    if pictures:
+        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1].float()
+    scores = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return scores.numpy()[sample.response_mask_T[1:]]
+
+
+def test_rows_with_and_without_images_are_scored_as_the_model_does(
+    rank: TrainerRank, vision_path: str
+) -> None:
+    pictures = [[picture()], [picture(84, 56, 1), picture(28, 28, 2)], []]
+    samples = [
+        sample_of(vision_path, "Look: ", *shown, "?", answer=[5, 6, 7 + row], number=row)
+        for row, shown in enumerate(pictures)
+    ]
+    columns = Columns.of(samples, "padded", CPU)
+    with torch.no_grad():
+        found, _ = rank._models.score("policy", columns)
+    rows = zip(samples, pictures, strict=True)
+    expected = np.concatenate([by_the_model(vision_path, *row) for row in rows])
+    assert np.abs(found.numpy() - expected).max() < 1e-5
+
+
+def test_the_tower_learns(rank: TrainerRank, vision_path: str) -> None:
+    sample = sample_of(vision_path, picture(), "?", answer=[5, 6])
+    found, _ = rank._models.score("policy", Columns.of([sample], "padded", CPU))
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    parameters = dict(rank._models.policy.model.named_parameters())
+    gradients = [p.grad for name, p in parameters.items() if ".visual." in name]
+    assert len(gradients) > 10
+    assert all(gradient is not None for gradient in gradients)
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def test_a_sampled_marker_is_a_token_as_any_other(rank: TrainerRank, vision_path: str) -> None:
+    marker: int = rank._models.policy.model.config.image_token_id
+    sample = sample_of(vision_path, picture(), "?", answer=[5, marker, 6])
+    with torch.no_grad():
+        found, _ = rank._models.score("policy", Columns.of([sample], "padded", CPU))
+    # Up to the marker, nothing depends on it.
+    shorter = sample_of(vision_path, picture(), "?", answer=[5])
+    with torch.no_grad():
+        first, _ = rank._models.score("policy", Columns.of([shorter], "padded", CPU))
+    assert found[0] == pytest.approx(float(first[0]), abs=1e-5)
+    assert "get_placeholder_mask" not in vars(rank._models.policy.model.model)
+
+
+def test_micro_batches_of_a_model_of_images_are_padded(rank: TrainerRank, vision_path: str) -> None:
+    assert rank.layout == "padded"
+    with pytest.raises(InputError, match="trained padded"):
+        TrainerRank(vision_config(vision_path, training={"packing": "packed"}))
+
+
+def test_what_images_cannot_be_trained_with_is_named(vision_path: str) -> None:
+    sample = sample_of(vision_path, picture(), "?", answer=[5])
+    lora = {"path": vision_path, "max_length": 512, "lora": {"rank": 4}}
+    with pytest.raises(InputError, match=r"model\.lora\.rank"):
+        check_images([sample], vision_config(vision_path, model=lora))
+    check_images([sample], vision_config(vision_path))
