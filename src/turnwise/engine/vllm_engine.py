@@ -64,7 +64,7 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.internals.vllm import AsyncLLM
+    from turnwise.internals.vllm import AsyncLLM, MultiModalInput
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -160,7 +160,7 @@ class VllmEngine:
                 async with self._deadline(f"loading the logits processor {name}", self._timeout):
                     await run_in_thread(load_object, name, "logits_processors")
                 self._loaded.add(name)
-        seen = {}
+        seen: dict[str, MultiModalInput] = {}
         if request.images:
             async with self._deadline(f"processing the images of {request.id}", self._timeout):
                 seen = await self._images.prepare(request.prompt, request.images)

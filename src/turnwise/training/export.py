@@ -42,6 +42,14 @@ from turnwise.weights.transport import chunk_bytes, drained, plan_chunks
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
 
+_SETTINGS = (
+    GENERATION_CONFIG_NAME,
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of settings beside a model's weights and tokenizer; a model may lack any."""
+
 
 def export_model(
     folder: Path, rank: int, config: Config, model: PreTrainedModel, file_bytes: int = FILE_BYTES
@@ -91,13 +99,14 @@ def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedMod
 
 
 def _save_rest(folder: Path, config: Config) -> None:
-    """Add the tokenizer, and the generation settings of the model, such as the ids of its stops."""
+    """Add the tokenizer, and the settings of the model: of generation, such as the ids of its stops,
+    and of its processor of images."""
     read_tokenizer(config.model).save_pretrained(folder)
-    settings = cached_file(
-        path_of(config), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
-    )
-    if settings is not None:
-        shutil.copyfile(settings, folder / GENERATION_CONFIG_NAME)
+    for name in _SETTINGS:
+        path = path_of(config)
+        settings = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if settings is not None:
+            shutil.copyfile(settings, folder / name)
 
 
 @torch.no_grad()
