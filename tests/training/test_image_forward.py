@@ -9,11 +9,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.vision import asked, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.training.batching import Columns
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
+from turnwise.training.supervised import demonstrate
 from turnwise.training.vision import check_images
+from turnwise.trajectory import audit
 from turnwise.trajectory.images import extended, placed
 
 CPU = torch.device("cpu")
@@ -100,3 +102,18 @@ def test_what_images_cannot_be_trained_with_is_named(vision_path: str) -> None:
     with pytest.raises(InputError, match=r"model\.lora\.rank"):
         check_images([sample], vision_config(vision_path, model=lora))
     check_images([sample], vision_config(vision_path))
+
+
+def test_a_written_conversation_with_images_is_a_trajectory(vision_path: str) -> None:
+    config = vision_config(vision_path)
+    template = load_template(config, load_tokenizer(config))
+    said = {"role": "assistant", "content": "a cat"}
+    rows = [asked("What is it?", picture()), said, asked(picture(28, 28, 1), "and this?"), said]
+    trajectory = demonstrate(template, rows)
+    assert [[one.length for one in turn.images] for turn in trajectory.turns] == [[6], [1]]
+    assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
+    assert audit(trajectory).violations == 0
+    part = {"type": "image", "image": "http://somewhere/x.png"}
+    with pytest.raises(TrajectoryError, match="is a URL") as refused:
+        demonstrate(template, [{"role": "user", "content": [part]}, said])
+    assert refused.value.reason == "image_refused"

@@ -99,8 +99,8 @@ def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedMod
 
 
 def _save_rest(folder: Path, config: Config) -> None:
-    """Add the tokenizer, and the settings of the model: of generation, such as the ids of its stops,
-    and of its processor of images."""
+    """Add the tokenizer, and the model's settings: of generation, such as the ids of its stops, and
+    of its processor of images."""
     read_tokenizer(config.model).save_pretrained(folder)
     for name in _SETTINGS:
         path = path_of(config)

@@ -98,7 +98,8 @@ class TrainerRank:
         self._models = models = load_models(config, self.device, group)
         checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
         preferred = layout_of(training, self.device)
-        if sees(self._models.policy.get_submodule("model").config):
+        shape = self._models.policy.get_submodule("model").config
+        if config.engine.images_per_prompt and sees(shape):
             if training.packing not in ("auto", "padded"):
                 raise InputError("training.packing: a model of images is trained padded: set auto")
             preferred = "padded"

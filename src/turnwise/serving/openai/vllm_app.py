@@ -68,6 +68,7 @@ ROUTES = {
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
+_TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _ITEM_BYTES = 1_000  # estimated memory of an item of a response without its text
 
 
@@ -127,6 +128,15 @@ async def build(
     return app
 
 
+def _refuse_images(messages: Sequence[JsonObject]) -> None:
+    """Raise RefusedParameter for messages with an image, which a session's prompts would lose."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and "image" in str(part.get("type")):
+                raise RefusedParameter("messages", _TEXT_ALONE)
+
+
 async def _preprocess(
     preprocess_chat: Create,
     service: ChatService,
@@ -143,6 +153,7 @@ async def _preprocess(
         messages = [dict(message) for message in messages]
         context.request, context.asked = request, Conversation(messages, tool_dicts)
         with _refusing():
+            _refuse_images(messages)
             settle(request, context.session.sampling, config)
             if not getattr(request, "tools", None) and request.tool_choice is None:
                 request.tool_choice = "none"  # or vLLM removes calls from the text
@@ -404,7 +415,7 @@ class EngineClient:
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
         if request.mm_features:
-            raise InputError("this server takes text alone: a request has an image or another file")
+            raise InputError(_TEXT_ALONE)
         self.input_processor.assign_request_id(request)
         text = vllm.extract_prompt_components(self.model_config, prompt).text
         queue = vllm.RequestOutputCollector(params.output_kind, request.request_id)
