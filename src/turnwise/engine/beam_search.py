@@ -20,9 +20,13 @@ from turnwise.config import SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Chunk, FinishReason, Generator, Request, join
+from turnwise.trajectory.images import PlacedImage
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
+
+_Prompt = tuple[tuple[int, ...], tuple[PlacedImage, ...]]
+"""The ids of a prompt, and its images."""
 
 
 class BeamSearch:
@@ -42,8 +46,8 @@ class BeamSearch:
         self._tokenizer = tokenizer
         self._ends = ends
         self._width = width
-        self._turns = defaultdict[tuple[int, ...], asyncio.Lock](asyncio.Lock)
-        self._found: dict[tuple[int, ...], list[Chunk]] = {}
+        self._turns = defaultdict[_Prompt, asyncio.Lock](asyncio.Lock)
+        self._found: dict[_Prompt, list[Chunk]] = {}
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
@@ -58,7 +62,7 @@ class BeamSearch:
 
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
-        prompt = tuple(request.prompt)
+        prompt = tuple(request.prompt), tuple(request.images)
         async with self._turns[prompt]:
             if prompt not in self._found:
                 self._found[prompt] = await self._search(request)

@@ -213,6 +213,9 @@ async def _score(
     found = list[list[float]]()
     try:
         for branch in trajectory.samples():
+            if branch.images:
+                why = "it has images, which only a teacher in the trainer's ranks reads"
+                raise TrajectoryError(_ERROR, f"{trajectory.problem_id}: {why}")
             row = zip(await teacher.score(branch.token_ids), branch.response_mask, strict=True)
             found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
     except TrajectoryError as error:
