@@ -23,11 +23,15 @@ class _Declaring:
     ) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from importlib.metadata import version  # torch, and a tenth of a second
+            from importlib.metadata import PackageNotFoundError, version  # tens of milliseconds
 
+            try:
+                built = version("torchvision")
+            except PackageNotFoundError:
+                return None
             import torch
 
-            if "+cpu" in torch.__version__ and "+cpu" not in version("torchvision"):
+            if "+cpu" in torch.__version__ and "+cpu" not in built:
                 library = torch.library.Library("torchvision", "DEF")
                 _declared.append(library)
                 parameters = "Tensor dets, Tensor scores, float iou_threshold"
