@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory import Message
+from turnwise.trajectory import Image, Message
 from turnwise.trajectory.images import images_in
 
 Answer = tuple[str, tuple[tuple[str, str], ...]]
@@ -147,7 +147,7 @@ def said(message: Message) -> str:
     """Return a message's text and its calls, as people and judges read them."""
     content = message.get("content")
     if isinstance(content, list):  # parts of a message
-        content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+        content = "".join(map(_part_said, content))
     lines = [str(content)] if content else []
     for call in message.get("tool_calls") or []:
         function = call.get("function") or call
@@ -156,6 +156,12 @@ def said(message: Message) -> str:
             arguments = json.dumps(arguments, ensure_ascii=False)
         lines.append(f"→ {function.get('name')}({arguments})")
     return "\n".join(lines)
+
+
+def _part_said(part: JsonObject) -> str:
+    if isinstance(image := part.get("image"), Image):
+        return f"[image, {image.width} x {image.height}]"
+    return str(part.get("text") or f"[{part.get('type')}]")
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

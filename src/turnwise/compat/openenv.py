@@ -12,13 +12,17 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Annotated, ClassVar, NotRequired
 
 import aiohttp
+import numpy as np
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from turnwise.chat.images import read_image
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign, optional
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
     IDENTITY,
@@ -34,6 +38,7 @@ from turnwise.rollouts.environment import (
     REPLY,
     Environment,
     EnvironmentType,
+    Reply,
     Rewards,
     read_messages,
 )
@@ -49,6 +54,12 @@ _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
 """Types of answers that differ from their requests'."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
+_BASE64 = "data:;base64,"
+_FILES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How files begin in base64: PNG, JPEG, GIF, WebP."""
+_SIDE = 16  # least height and width, so that a small board is not taken for a picture
+Shown = str | list[JsonObject]
+"""An observation as the model reads it: a text, or the parts of a message with images."""
 
 
 class OpenEnv(Environment):
@@ -79,7 +90,7 @@ class OpenEnv(Environment):
         def tool(described: JsonObject) -> Tool:
             name = str(described["name"])
 
-            async def call(given: JsonObject) -> str:
+            async def call(given: JsonObject) -> Shown:
                 return await self.act({"type": "call_tool", "tool_name": name, "arguments": given})
 
             schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
@@ -104,38 +115,48 @@ class OpenEnv(Environment):
         """Return the arguments of `reset`: the row without its prompt."""
         return {key: value for key, value in row.items() if key != "prompt"}
 
-    def problem_of(self, row: Row, observation: str) -> Sequence[Message]:
-        """Return the problem of a row, with the text of the first observation at its end."""
+    def problem_of(self, row: Row, observation: Shown) -> Sequence[Message]:
+        """Return the problem of a row, with the first observation at its end."""
         messages = read_messages(row["prompt"], "prompt") if row.get("prompt") else []
         if observation and messages and messages[-1].get("role") == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
+            asked = messages[-1]["content"]
+            if isinstance(asked, str) and isinstance(observation, str):
+                messages[-1]["content"] = f"{asked}\n\n{observation}"
+            else:
+                parts = (_parts(each) for each in (asked, "\n\n", observation))
+                messages[-1]["content"] = [*chain(*parts)]
         elif observation:
             messages.append({"role": "user", "content": observation})
         if not messages:
             raise InputError("the row has no prompt, and the environment's reset says nothing")
         return messages
 
-    def describe(self, observation: JsonObject) -> str:
+    def describe(self, observation: JsonObject) -> Shown:
         """Return an observation as the model reads it.
 
-        The result of a tool, or the observation's only text, or JSON without `metadata`. A tool's
-        failure is raised, so that the model reads an error.
+        The result of a tool, or the observation's only text, or JSON without `metadata`; then its
+        images: files in base64, or rows of pixels. A tool's failure is raised, so that the model
+        reads an error. TrajectoryError (`environment_reply`) for an image that cannot be read.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
                 raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
             result = observation.get("result")
             blocks = result.get("content") if isinstance(result, dict) else None
-            lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-            text = "\n".join(lines) if lines else _plain(result)
+            found = [b for b in blocks or () if isinstance(b, dict)]
+            lines = [str(b["text"]) for b in found if "text" in b]
+            seen = [_image(f"{_BASE64}{b.get('data')}") for b in found if b.get("type") == "image"]
+            text = "\n".join(lines) if lines or seen else _plain(result)
             if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
-            return text
+            return [*_parts(text), *seen] if seen else text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
+        images = {key: found for key, value in rest.items() if (found := _images(value))}
+        rest = {key: value for key, value in rest.items() if key not in images}
         texts = [value for value in rest.values() if isinstance(value, str)]
-        if len(texts) == 1:
-            return texts[0]
-        return _plain(rest) if any(rest.values()) else ""
+        text = _plain(rest) if any(rest.values()) else ""
+        text = texts[0] if len(texts) == 1 else text
+        return [*_parts(text), *chain(*images.values())] if images else text
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -144,22 +165,24 @@ class OpenEnv(Environment):
         """
         return None
 
-    async def act(self, action: JsonObject) -> str:
-        """Send an action, and return its observation as text."""
+    async def act(self, action: JsonObject) -> Shown:
+        """Send an action, and return its observation as the model reads it."""
         await self._session.ask("step", action, self.current_turn)
         _, result = self._results[-1]
         self.done = self.done or bool(result.get("done"))
         return self.describe(result.get("observation") or {})
 
-    async def step(self, message: Message) -> str | None:
+    async def step(self, message: Message) -> Reply:
         action = self.action(message)
         if action is None:
             return None
         try:
-            text = await self.act(action)
+            shown = await self.act(action)
         except OpenEnvError as error:  # the model may do better
             return f"Error: {error}"
-        return None if self.done else text
+        if self.done:
+            return None
+        return shown if isinstance(shown, str) else [{"role": "user", "content": shown}]
 
     async def state(self) -> JsonObject:
         """Return the environment's state, as the server reports it."""
@@ -180,6 +203,38 @@ class OpenEnv(Environment):
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _parts(shown: Shown) -> list[JsonObject]:
+    return ([{"type": "text", "text": shown}] if shown else []) if isinstance(shown, str) else shown
+
+
+def _images(value: object) -> list[JsonObject]:
+    """Return the images that a value of an observation is: a data: URL or a file in base64, several
+    of them, or rows of pixels [height, width, 3 or 4]. [] if it is none."""
+    if isinstance(value, str):
+        given = value if value.startswith("data:image/") else f"{_BASE64}{value}"
+        return [_image(given)] if value.startswith(("data:image/", *_FILES)) else []
+    if not isinstance(value, list) or not value:
+        return []
+    if isinstance(value[0], str):
+        found = [image for each in value for image in _images(each)]
+        return found if len(found) == len(value) else []
+    rows = [row for row in value if isinstance(row, list) and len(row) >= _SIDE]
+    pixels = len(rows) == len(value) >= _SIDE and isinstance(rows[0][0], list)
+    return [_image(rows)] if pixels and len(rows[0][0]) in (3, 4) else []
+
+
+def _image(given: Foreign) -> JsonObject:
+    """Return the part of one image: a data: URL, or rows of pixels."""
+    try:
+        if not isinstance(given, str):
+            pictures = optional("PIL.Image", "images", "an observation with pixels")
+            given = pictures.fromarray(np.array(given, np.uint8))
+        image = read_image(given, "an image of an observation", files=False)
+    except (InputError, ValueError, TypeError, OverflowError) as error:
+        raise TrajectoryError(REPLY, f"the OpenEnv server sent no image: {error}") from error
+    return {"type": "image", "image": image}
 
 
 def at(url: str) -> EnvironmentType:

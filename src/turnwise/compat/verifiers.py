@@ -12,6 +12,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, Rewards, read_messages, read_reward
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory.images import replaced
 
 _NOT_COLUMNS = ("prompt", "prompts", "completions")
 
@@ -62,13 +63,17 @@ class VerifiersEnvironment(Environment):
 
     def reward(self, trajectory: Trajectory) -> Rewards:
         """Call each function with a batch of one: `prompts`, `completions` and the row's other
-        fields, each a list; completions are the messages after the prompt."""
+        fields, each a list; completions are the messages after the prompt, whose images are data:
+        URLs."""
         environments = self._environments
         if not environments.functions:
             raise InputError("the environment gives no reward functions: list rollout.rewards")
         asked = read_messages(self.problem, "prompt")
         columns = {name: [value] for name, value in self._row.items() if name not in _NOT_COLUMNS}
-        completion = [dict(message) for message in trajectory.messages[len(asked) :]]
+        completion = replaced(
+            trajectory.messages[len(asked) :],
+            lambda part: {"type": "image_url", "image_url": {"url": part["image"].url}},
+        )
         parts: dict[str, float] = {}
         weighed = zip(environments.functions, environments.weights, strict=True)
         for number, (function, weight) in enumerate(weighed):

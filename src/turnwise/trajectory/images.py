@@ -9,18 +9,22 @@ Nothing here decodes an image.
 import base64
 import copy
 import hashlib
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from turnwise.core.files import temporary
+from turnwise.core.images import FORMATS
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError
 
 FOLDER = "images"
 """Folder beside files of trajectories that holds the bytes of their images, each once."""
+FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
+"""Names of the files there: hash and format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,11 @@ class Image:
     def name(self) -> str:
         """Name of its file in a folder of images."""
         return f"{self.hash}.{self.format}"
+
+    @property
+    def url(self) -> str:
+        """A data: URL of the bytes; raises as `read`."""
+        return f"data:image/{self.format};base64,{base64.b64encode(self.read()).decode()}"
 
     def read(self) -> bytes:
         """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer."""
@@ -184,13 +193,25 @@ def _parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
                     yield part
 
 
+def replaced(
+    messages: Iterable[Mapping[str, object]], change: Callable[[JsonObject], JsonObject]
+) -> list[JsonObject]:
+    """Return a copy of messages in which each image's part is what `change` makes of it."""
+    made = [dict(message) for message in copy.deepcopy([*messages])]
+    for part in _parts(made):
+        changed = change(dict(part))
+        part.clear()
+        part.update(changed)
+    return made
+
+
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
-    if images:
-        messages = copy.deepcopy(messages)
-        for part in _parts(messages):
-            part["image"] = images.get(str(part["image"]), part["image"])
-    return messages
+    if not images:
+        return messages
+    return replaced(
+        messages, lambda part: part | {"image": images.get(str(part["image"]), part["image"])}
+    )
 
 
 def as_json(value: object) -> object:
@@ -210,11 +231,14 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote; `folder` has the bytes of those without."""
+    """Return the images that `described` wrote; `folder` has the bytes of those without.
+    TrajectoryError (`image_lost`) when a name is none, or the bytes are not those of the name."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
         data = base64.b64decode(known.get("data", ""))
+        if not FILE.fullmatch(image.name) or (data and Image.of(data, "", 0, 0) != image):
+            raise TrajectoryError("image_lost", f"{image.name[:80]!r} is not the name of its bytes")
         images[key] = replace(image, data=data, folder=None if data else folder)
     return images
 

@@ -3,7 +3,8 @@
 A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
 `node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
 both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks are in
-`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back.
+`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back. So
+are images: their positions in each prompt, and their files once, in the first call's.
 """
 
 import json
@@ -15,8 +16,18 @@ from itertools import compress, groupby
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, translate_unwritable
-from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
+from turnwise.errors import InputError, TrajectoryError, translate_unwritable
+from turnwise.trajectory.images import (
+    Image,
+    PlacedImage,
+    PromptIds,
+    described,
+    of_described,
+    placed,
+    replaced,
+    restored,
+)
+from turnwise.trajectory.trajectory import Message, Trajectory, read_jsonl, write_jsonl
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
@@ -33,18 +44,26 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
 
     Log-probs above 0 (rounding) are 0 in `per_token_logps`, as the format demands, and exact in the
-    metadata. InputError when the trajectory has no turn, or has images, which the format lacks.
+    metadata. InputError when the trajectory has no turn.
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
-    if trajectory.images:
-        raise InputError(f"{trajectory.problem_id} has images, which no training trace holds")
+    images = trajectory.images
+
+    def hashed(messages: list[Message]) -> list[Message]:
+        if not images:
+            return messages
+        return replaced(messages, lambda part: part | {"image": part["image"].hash})
+
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)
         names = ("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs")
         ours: JsonObject = {name: getattr(turn, name) for name in names}
         ours["record"] = list(turn.record)
+        if seen := placed(prompt):
+            ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
+            ours["image_sum"] = turn.image_sum
         if any(logprob > 0 for logprob in turn.logprobs):
             ours["logprobs"] = turn.logprobs
         turns.append(
@@ -54,13 +73,16 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
                 "completion_token_ids": turn.completion_token_ids,
                 "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
                 "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
-                "request": {"messages": turn.messages} if turn.messages else {},
+                "request": {"messages": hashed(turn.messages)} if turn.messages else {},
                 "response": {},
                 "metadata": {_OURS: ours},
             }
         )
     kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
-    turns[0]["metadata"][_OURS]["trajectory"] = kept | {"events": dict(trajectory.events)}
+    kept |= {"events": dict(trajectory.events), "messages": hashed(trajectory.messages)}
+    turns[0]["metadata"][_OURS]["trajectory"] = kept
+    if images:
+        turns[0]["metadata"][_OURS]["files"] = described(images, whole=True)
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
@@ -86,6 +108,7 @@ def from_training_trace(
     kept: JsonObject = {}
     trained: list[bool] = []
     trajectory = Trajectory(name, status="completed")
+    files: dict[str, Image] = {}
     for number, turn in enumerate(turns):
         where = f"{name}, turn {number}"
         if not isinstance(turn, dict) or not isinstance(turn.get("node_id"), str):
@@ -95,7 +118,8 @@ def from_training_trace(
         known.add(turn["node_id"])
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
-        trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
+        files = files or _files(ours, where)
+        trained.append(_add_turn(trajectory, turn, ours, weight_version, where, files))
     number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):
@@ -106,11 +130,28 @@ def from_training_trace(
         if field not in _OF_TRAJECTORY:
             raise InputError(f"{name}: a trajectory has no {field}")
         setattr(trajectory, field, Counter(value) if field == "events" else value)
+    trajectory.messages = restored(trajectory.messages, files)
     return trajectory
 
 
+def _files(ours: JsonObject, where: str) -> dict[str, Image]:
+    """Return the images of a trace by hash, from the metadata of a call; most have none."""
+    try:
+        images = of_described(ours.get("files") or {}, None)
+        if all(image.data for image in images.values()):
+            return images
+    except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
+        raise InputError(f"{where}: its images cannot be read: {error}") from error
+    raise InputError(f"{where}: an image has no bytes")
+
+
 def _add_turn(
-    trajectory: Trajectory, turn: JsonObject, ours: JsonObject, version: int, where: str
+    trajectory: Trajectory,
+    turn: JsonObject,
+    ours: JsonObject,
+    version: int,
+    where: str,
+    files: dict[str, Image],
 ) -> bool:
     """Add a call to a trajectory; returns False if its mask trains nothing."""
     prompt = _ids(turn, "prompt_token_ids", where)
@@ -138,7 +179,11 @@ def _add_turn(
         return False
     first = mask.index(1) if pieces else 0
     last = first + sum(mask)
-    prompt = [*prompt, *completion[:first]]
+    try:
+        images = [PlacedImage(files[key], start, n) for key, start, n in ours.get("images", ())]
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{where}: its images are not those exported") from error
+    prompt = PromptIds([*prompt, *completion[:first]], images)
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
     made = trajectory.add_turn(
@@ -150,10 +195,12 @@ def _add_turn(
         None if added is None else [*unknown, *added, *logprobs[:first]],
         fork_reason=ours.get("fork_reason"),
         adapter=ours.get("adapter", ""),
-        messages=(turn.get("request") or {}).get("messages") or () if ours else (),
+        messages=restored((turn.get("request") or {}).get("messages") or [] if ours else [], files),
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
         raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
+    if ours.get("image_sum", made.image_sum) != made.image_sum:
+        raise InputError(f"{where}: its images are not those exported")
     return True
 
 

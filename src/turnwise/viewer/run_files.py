@@ -29,12 +29,13 @@ from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.core.run_files import judgements
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import Image, Trajectory, audit
+from turnwise.trajectory.images import FILE, FOLDER
 from turnwise.viewer.template_diff import Comparison, comparison
 
 RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
@@ -198,6 +199,17 @@ class RunFiles:
         with self._file(name).open("rb") as file:
             file.seek(start)
             return file.read(length)
+
+    def image(self, name: str, image: str) -> bytes:
+        """Return an image of a file's trajectories by its own name, `HASH.FORMAT`."""
+        path = self._file(name).parent / FOLDER / image
+        known = FILE.fullmatch(image)
+        if known is None or not _is_own(path):
+            raise KeyError(image)
+        try:
+            return Image(known[1], known[2], 0, 0, folder=path.parent).read()
+        except TrajectoryError as error:  # it has been changed
+            raise KeyError(image) from error
 
     def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""

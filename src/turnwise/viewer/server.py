@@ -11,8 +11,8 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -29,7 +29,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Image, Trajectory
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -48,6 +48,7 @@ _HEADERS = {
 }
 
 _LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
+_IMAGES = 30 * 2**20  # bytes of images in one file; the others are left out
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
@@ -99,6 +100,11 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
         return Route(f"/api/runs/{{run}}/{path}", answer)
 
+    def image(request: Request) -> Response:  # in a thread
+        run, file, name = request.path_params.values()
+        kind = name.rpartition(".")[2]
+        return Response(runs[run].image(file, name), media_type=f"image/{kind}")
+
     def explain(_: Request, error: Exception) -> Response:
         missing = isinstance(error, LookupError)
         detail = f"there is no {error}" if missing else str(error)
@@ -106,6 +112,7 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
     routes = [Route("/", page), Route("/static/{name}", page), Route("/api/runs", list_runs)]
     routes += [route(path, read) for path, read in _ANSWERS.items()]
+    routes.append(Route("/api/runs/{run}/files/{file}/images/{name}", image))
     handlers = {InputError: explain, LookupError: explain}
     return _guarded(Starlette(routes=routes, exception_handlers=handlers), token, port)
 
@@ -218,18 +225,32 @@ def write_page(
         f"{prefix}/files/{file}/timeline": run.timeline(file),
         "tokens": run.vocabulary(file, *chosen),
     }
+    names: dict[str, None] = {}
     for i in chosen:
         line = run.line(file, i)
-        answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        tree = answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        names |= {f"{key}.{about['format']}": None for key, about in tree.get("images", {}).items()}
         for branch in Trajectory.from_json(line.decode()).branches():
             compared = run.compare_with_template(file, i, branch.leaf)
             answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
         answers[f"{prefix}/files/{file}/{i}/judgements"] = run.judgements(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
+    answers |= {f"{prefix}/files/{file}/images/{key}": url for key, url in _urls(run, file, names)}
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
         target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")
+
+
+def _urls(run: RunFiles, file: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the images of a file by name as data: URLs, as many as a page may hold."""
+    room = _IMAGES
+    for name in names:
+        with suppress(LookupError):  # it is gone
+            data = run.image(file, name)
+            if len(data) <= room:
+                room -= len(data)
+                yield name, Image.of(data, name.rpartition(".")[2], 0, 0).url
 
 
 def _page(data: JsonObject) -> str:
