@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.errors import TrajectoryError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import (
     Image,
     PlacedImage,
@@ -18,6 +18,12 @@ from turnwise.trajectory import (
     write_jsonl,
 )
 from turnwise.trajectory.images import extended, placed, put_in_place
+from turnwise.trajectory.training_trace import (
+    export_traces,
+    from_training_trace,
+    import_traces,
+    to_training_trace,
+)
 
 RED, BLUE = (Image.of(data, "png", 28, 28) for data in (b"red", b"blue"))
 PAD = 9
@@ -143,6 +149,62 @@ def test_a_whole_line_needs_no_folder() -> None:
     tree = json.loads(line)
     assert Trajectory.from_tree(tree).images[RED.hash].read() == b"red"
     assert json.loads(line) == tree
+
+
+def shown_twice() -> Trajectory:
+    """Two turns with images, and messages that show them."""
+    trajectory = two_turns(BLUE)
+    parts = [{"type": "image", "image": image} for image in (RED, BLUE)]
+    trajectory.messages = [{"role": "user", "content": [part]} for part in parts]
+    messages = [dict(message) for message in trajectory.messages]
+    trajectory.turns[1] = replace(trajectory.turns[1], messages=messages)
+    return trajectory
+
+
+def test_a_training_trace_has_its_images_inside(tmp_path: Path) -> None:
+    trajectory = shown_twice()
+    trace = json.loads(json.dumps(to_training_trace(trajectory)))
+    again = from_training_trace(trace)
+    assert again == trajectory
+    assert [image.read() for image in again.images.values()] == [b"red", b"blue"]
+    assert again.messages[1]["content"][0]["image"] == BLUE
+    assert audit(again).violations == 0
+    write_jsonl(tmp_path / "one" / "step-0001.jsonl", [trajectory])
+    export_traces(tmp_path / "one" / "step-0001.jsonl", tmp_path / "traces.jsonl")
+    import_traces(tmp_path / "traces.jsonl", tmp_path / "two" / "step-0001.jsonl")
+    assert [*read_jsonl(tmp_path / "two" / "step-0001.jsonl")] == [trajectory]
+    assert (tmp_path / "two" / "images" / RED.name).read_bytes() == b"red"
+
+
+@pytest.mark.parametrize("what", ["moved", "gone", "other bytes", "no bytes", "a path"])
+def test_a_trace_whose_images_were_changed_is_refused(what: str) -> None:
+    trace = to_training_trace(shown_twice())
+    first, second = (turn["metadata"]["turnwise"] for turn in trace["turns"])
+    if what == "moved":
+        second["images"][0][1] += 1
+    elif what == "gone":
+        del first["files"][BLUE.hash]
+    elif what == "other bytes":
+        first["files"][RED.hash]["data"] = first["files"][BLUE.hash]["data"]
+    elif what == "no bytes":
+        del first["files"][RED.hash]["data"]
+    else:
+        first["files"]["../../evil"] = first["files"].pop(RED.hash)
+    with pytest.raises(InputError, match=r"trace, turn [01]: (its images|an image has no bytes)"):
+        from_training_trace(trace)
+
+
+def test_no_line_names_a_file_outside_its_folder(tmp_path: Path) -> None:
+    tree = json.loads(two_turns().to_json())
+    (known,) = tree["images"].values()
+    for key in ("../" * 3 + "a" * 32, "A" * 32, ""):
+        tree["images"][key] = known
+        with pytest.raises(TrajectoryError, match="is not the name of its bytes"):
+            Trajectory.from_tree(tree, tmp_path)
+        del tree["images"][key]
+    known["format"] = "svg"
+    with pytest.raises(TrajectoryError, match="is not the name of its bytes"):
+        Trajectory.from_tree(tree, tmp_path)
 
 
 def test_a_text_has_no_trace_of_images_in_json() -> None:

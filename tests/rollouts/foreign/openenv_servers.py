@@ -1,9 +1,12 @@
-"""Servers of OpenEnv's own wheel: `python openenv_servers.py PORT calculator|echo SESSIONS`.
+"""Servers of OpenEnv's wheel: `python openenv_servers.py PORT calculator|echo|camera SESSIONS`.
 
 Runs in the environment that `make .venv-interop/.installed` makes.
 """
 
+import base64
+import struct
 import sys
+import zlib
 from typing import Any
 
 import uvicorn
@@ -102,9 +105,39 @@ class Echo(Environment):
         return State(step_count=self.steps)
 
 
+class Picture(Observation):
+    text: str = ""
+    screenshot: str | None = None  # a PNG file in base64, as OpenEnv's own environments send it
+
+
+class Camera(Echo):
+    """Shows a picture at first, and another one after each message."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **row: Any) -> Any:
+        return Picture(text="Look.", screenshot=png((255, 0, 0)))
+
+    def step(self, action: Say, timeout_s: float | None = None, **rest: Any) -> Any:
+        return Picture(text=action.message, screenshot=png((0, 0, 255)), reward=0.1)
+
+
+def png(color: tuple[int, int, int]) -> str:
+    """Return a picture of one colour, 56 x 84 pixels; nothing here needs a package for it."""
+    rows = (b"\0" + bytes(color) * 56) * 84
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checked = kind + data
+        return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = struct.pack(">IIBBBBB", 56, 84, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    whole = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    return base64.b64encode(whole).decode()
+
+
 KINDS = {
     "calculator": (Calculator, CallToolAction, CallToolObservation),
     "echo": (Echo, Say, Heard),
+    "camera": (Camera, Say, Picture),
 }
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""A server of OpenEnv's protocol in this process, with the two environments of `openenv_servers`.
+"""A server of OpenEnv's protocol in this process, with the environments of `openenv_servers`.
 
 It has what a foreign server has not: a step that waits for a gate, and a count of sessions.
 """
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from PIL import Image
 
 INTEGER = {"type": "integer"}
 TOOLS = [
@@ -35,8 +38,20 @@ ACTION = {
 }
 
 
+def pictures() -> list[str]:
+    """Return two files in base64."""
+    found = []
+    for color in ("red", "blue"):
+        Image.new("RGB", (56, 84), color).save(buffer := io.BytesIO(), "PNG")
+        found.append(base64.b64encode(buffer.getvalue()).decode())
+    return found
+
+
+PICTURES = pictures()
+
+
 class PlainServer:
-    """Answers as OpenEnv 0.10 does; `kind` is calculator or echo."""
+    """Answers as OpenEnv 0.10 does; `kind` is calculator, echo or camera."""
 
     def __init__(self, kind: str, sessions: int) -> None:
         self.kind = kind
@@ -82,8 +97,12 @@ class PlainServer:
             case "reset", "calculator":
                 state["expected"] = data.get("expected", 0)
                 return seen({"metadata": {"seed": None}})
-            case "reset", _:
+            case "reset", "echo":
                 return seen({"echoed": "Say something.", "length": 0, "metadata": {}})
+            case "reset", "camera":
+                return seen({"text": "Look.", "screenshot": PICTURES[0]})
+            case "step", "camera":
+                return seen({"text": data["message"], "screenshot": PICTURES[1]}, 0.1)
             case "state", _:
                 return {"type": "state", "data": state}
             case "mcp", "calculator":
