@@ -56,7 +56,7 @@ _ANSWERS = {"reset": "observation", "step": "observation"}
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 _BASE64 = "data:;base64,"
 _FILES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""How files begin in base64: PNG, JPEG, GIF, WebP."""
+"""First characters of files in base64: PNG, JPEG, GIF, WebP."""
 _SIDE = 16  # least height and width, so that a small board is not taken for a picture
 Shown = str | list[JsonObject]
 """An observation as the model reads it: a text, or the parts of a message with images."""
