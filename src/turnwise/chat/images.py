@@ -2,7 +2,8 @@
 
 A part of a message's content is `{"type": "image", "image": Image}` from here on. Its `image` may
 be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
-datasets; `{"type": "image_url", "image_url": {"url": ...}}` is the same.
+datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are the
+same. While an image is held somewhere, its bytes are neither decoded nor kept a second time.
 """
 
 import base64
@@ -10,11 +11,18 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from turnwise.core.images import MAX_BYTES, check_image
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.trajectory import Image, Message
+from turnwise.trajectory.images import hash_of
+
+_IMAGES = ("image", "image_url", "input_image")
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts: ours, and those of chat completions and Responses."""
+_held: "WeakValueDictionary[str, Image]" = WeakValueDictionary()  # all images in use, by hash
 
 
 def read_image(value: object, what: str, *, files: bool = True) -> Image:
@@ -47,7 +55,10 @@ def read_image(value: object, what: str, *, files: bool = True) -> Image:
     else:
         kinds = "a PIL image, bytes, a path or a data: URL" if files else "a data: URL"
         raise InputError(f"{what} is no image: it may be {kinds}, not {repr(value)[:60]}")
-    return Image.of(data, *check_image(data, what))
+    digest = hash_of(data)
+    if (image := _held.get(digest)) is None:
+        image = _held[digest] = Image(digest, *check_image(data, what), data)
+    return image
 
 
 def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
@@ -55,20 +66,39 @@ def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
     InputError for a part that is neither text nor an image."""
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
         return message
-    parts: list[str | JsonObject] = []
+    parts: list[JsonObject] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = part.get("type", "image_url" if "image_url" in part else None)
+        if kind in _IMAGES:
             if message.get("role") == "assistant":
                 raise InputError(f"{what} has an image that an assistant said")
             name = f"an image of {what}"
-            given = part.get(kind, part.get("url", part.get("path")))
+            keys = ("image_url" if kind == "input_image" else kind, "url", "path")
+            given = next((part[key] for key in keys if key in part), None)
             parts.append({"type": "image", "image": read_image(given, name, files=files)})
-        elif kind in (None, "text"):
+        elif kind in _TEXTS and isinstance(text := part.get("text"), str):
+            parts.append({"type": "text", "text": text})
+        elif kind is None:
             parts.append(part)
         else:
             raise InputError(f"{what} has a part of type {kind}: it may be text or image")
     return {**message, "content": parts}
+
+
+def with_urls(value: object) -> object:
+    """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
+    `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
+    if isinstance(value, Mapping) and value.keys() != {"bytes", "path"}:
+        if value.get("type") == "image" and "image" in value:
+            return {"type": "image_url", "image_url": {"url": with_urls(value["image"])}}
+        return {key: with_urls(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_urls(part) for part in value]
+    if not isinstance(value, Image | bytes | Mapping) and not callable(getattr(value, "save", None)):
+        return value
+    image = read_image(value, "an image of the row")
+    return f"data:image/{image.format};base64,{base64.b64encode(image.read()).decode()}"
 
 
 def _of_data_url(url: str, what: str) -> bytes:

@@ -21,9 +21,10 @@ from typing import Annotated, NotRequired
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from turnwise.chat.images import with_urls
 from turnwise.chat.session import Session
 from turnwise.config import Config
-from turnwise.core.aio import call_within
+from turnwise.core.aio import call_within, run_in_thread
 from turnwise.core.child import Child, ForeignLines, Requests, start_error
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
@@ -398,6 +399,8 @@ class HttpAgentLoop:
     ) -> None:
         row, name, rollout = context.row, context.request_id, context.rollout
         trace = trace_headers()
+        if is_function := _FUNCTION.fullmatch(agent) is None:
+            row = await run_in_thread(with_urls, row)
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
             if command not in self._workers:

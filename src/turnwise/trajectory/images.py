@@ -23,7 +23,7 @@ FOLDER = "images"
 """Folder beside files of trajectories that holds the bytes of their images, each once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
     """The file of an image; two are equal if their bytes are.
 
@@ -47,8 +47,7 @@ class Image:
     @classmethod
     def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
         """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return cls(digest, format, width, height, data)
+        return cls(hash_of(data), format, width, height, data)
 
     def __str__(self) -> str:
         return f"image:{self.hash}"
@@ -67,9 +66,14 @@ class Image:
         except OSError as error:
             why = error.strerror
             raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
-        if hashlib.blake2b(data, digest_size=16).hexdigest() != self.hash:
+        if hash_of(data) != self.hash:
             raise TrajectoryError("image_lost", f"{self.folder / self.name} has been changed")
         return data
+
+
+def hash_of(data: bytes) -> str:
+    """Return the `Image.hash` of a file's bytes."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class PlacedImage(NamedTuple):
@@ -153,6 +157,34 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
     prompt += ids[end:]
     prompt.images = tuple(found)
     return prompt
+
+
+def located(ids: Sequence[int], images: Iterable[Image], tokens: ImageTokens) -> list[int]:
+    """Return ids that hold those of the images already, in their order, as a prompt with them. Each
+    image is at the first place behind the one before it where all of its ids are.
+
+    Raises:
+        TrajectoryError: `image_missing`, when the ids hold not those of each image, or more markers
+            beside them, as those of a larger image would be.
+    """
+    prompt = PromptIds(ids)
+    found: list[PlacedImage] = []
+    for image in images:
+        own, begin = tokens.ids_of(image), found[-1].end if found else 0
+        places = (
+            at
+            for at in range(begin, len(prompt) - len(own) + 1)
+            if prompt[at] == own[0] and prompt[at : at + len(own)] == own
+        )
+        if (start := next(places, None)) is None:
+            raise TrajectoryError("image_missing", f"the ids do not hold the {len(own)} of {image}")
+        found.append(PlacedImage(image, start, len(own)))
+    held = {at for one in found for at in range(one.start, one.end)}
+    beside = {at for one in found for at in (one.start - 1, one.end)} - held
+    if any(0 <= at < len(prompt) and prompt[at] == tokens.marker for at in beside):
+        raise TrajectoryError("image_missing", "the ids hold those of other images")
+    prompt.images = tuple(found)
+    return prompt if found else [*ids]
 
 
 def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int | None:
