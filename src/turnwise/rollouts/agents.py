@@ -48,6 +48,7 @@ from turnwise.rollouts.problems import Row
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto, take_rows
 from turnwise.trajectory import MAX_REWARD
+from turnwise.trajectory.images import images_in
 
 logger = logging.getLogger(__name__)
 
@@ -399,7 +400,7 @@ class HttpAgentLoop:
     ) -> None:
         row, name, rollout = context.row, context.request_id, context.rollout
         trace = trace_headers()
-        if is_function := _FUNCTION.fullmatch(agent) is None:
+        if not (is_function := _FUNCTION.fullmatch(agent)):
             row = await run_in_thread(with_urls, row)
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
@@ -413,7 +414,7 @@ class HttpAgentLoop:
             request = {"row": row, "base_url": base_url, "model": model, "id": name}
             report = await run_endpoint(agent, request)
             apply_report(report, session, f"the agent {agent}")
-        elif _FUNCTION.fullmatch(agent):
+        elif is_function:
             # A copy: the environment computes the reward from the original row.
             await call_user_code(
                 lambda: load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row)),
@@ -442,6 +443,8 @@ class ChatSchedulerLoop:
             seconds=context.rollout.environment_timeout,
             key="rollout.environment_timeout",
         )
+        if images_in(messages):
+            messages = await run_in_thread(with_urls, messages)
         config = context.chats.config
         batch = DataProto.from_conversations(
             [messages],
