@@ -28,8 +28,9 @@ _LONG = 16_384
 
 
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
-    """Call `work`, in a thread if the messages are long, so as not to delay other trajectories."""
-    if sum(len(str(message)) for message in messages) < _LONG:
+    """Call `work`, in a thread if the messages are long or have images, so as not to delay other
+    trajectories."""
+    if sum(len(str(message)) for message in messages) < _LONG and not images_in(messages):
         return work()
     return await run_in_thread(work)
 

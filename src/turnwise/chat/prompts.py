@@ -18,6 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.images import placed
 
 
 class RefusedParameter(InputError):
@@ -210,7 +211,7 @@ def response_room(
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
     prompt = list(prompt_token_ids)
-    index, shared = trajectory.find_parent(prompt)
+    index, shared = trajectory.find_parent(prompt, placed(prompt_token_ids))
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):

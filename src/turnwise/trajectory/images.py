@@ -23,7 +23,7 @@ FOLDER = "images"
 """Folder beside files of trajectories that holds the bytes of their images, each once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
     """The file of an image; two are equal if their bytes are.
 
@@ -47,8 +47,7 @@ class Image:
     @classmethod
     def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
         """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return cls(digest, format, width, height, data)
+        return cls(hash_of(data), format, width, height, data)
 
     def __str__(self) -> str:
         return f"image:{self.hash}"
@@ -67,9 +66,13 @@ class Image:
         except OSError as error:
             why = error.strerror
             raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
-        if hashlib.blake2b(data, digest_size=16).hexdigest() != self.hash:
+        if hash_of(data) != self.hash:
             raise TrajectoryError("image_lost", f"{self.folder / self.name} has been changed")
         return data
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class PlacedImage(NamedTuple):
@@ -106,11 +109,16 @@ class ImageTokens(Protocol):
     """The model's own processor, as prompts need it."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; the first question may load its processor."""
+
+    @property
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
     def ids_of(self, image: Image) -> list[int]:
-        """Return the ids that stand for an image, in the place of the marker."""
+        """Return the ids that stand for an image, in the place of the marker; TrajectoryError
+        (`image_refused`) when the model refuses it."""
 
 
 def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
@@ -133,7 +141,7 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
 
     Raises:
         TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
-            template leaves an image out, or a text holds the marker.
+            template leaves an image out, or a text holds the marker; as `ids_of`.
     """
     places = [at for at, token in enumerate(ids) if token == tokens.marker]
     if len(places) != len(images):
@@ -193,6 +201,13 @@ def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[Js
     return messages
 
 
+def data_url(value: object) -> str:
+    """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
+    if isinstance(value, Image):
+        return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def as_json(value: object) -> object:
     """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
     if isinstance(value, Image):
@@ -210,12 +225,14 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote; `folder` has the bytes of those without."""
+    """Return the images that `described` wrote; `folder` has the bytes of those without, unless
+    they name one."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
         data = base64.b64decode(known.get("data", ""))
-        images[key] = replace(image, data=data, folder=None if data else folder)
+        own = Path(known["folder"]) if "folder" in known else folder
+        images[key] = replace(image, data=data, folder=None if data else own)
     return images
 
 
