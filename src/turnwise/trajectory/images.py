@@ -72,7 +72,6 @@ class Image:
 
 
 def hash_of(data: bytes) -> str:
-    """Return the `Image.hash` of a file's bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -110,11 +109,16 @@ class ImageTokens(Protocol):
     """The model's own processor, as prompts need it."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; the first question may load its processor."""
+
+    @property
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
     def ids_of(self, image: Image) -> list[int]:
-        """Return the ids that stand for an image, in the place of the marker."""
+        """Return the ids that stand for an image, in the place of the marker; TrajectoryError
+        (`image_refused`) when the model refuses it."""
 
 
 def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
@@ -137,7 +141,7 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
 
     Raises:
         TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
-            template leaves an image out, or a text holds the marker.
+            template leaves an image out, or a text holds the marker; as `ids_of`.
     """
     places = [at for at, token in enumerate(ids) if token == tokens.marker]
     if len(places) != len(images):
@@ -225,6 +229,13 @@ def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[Js
     return messages
 
 
+def data_url(value: object) -> str:
+    """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
+    if isinstance(value, Image):
+        return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def as_json(value: object) -> object:
     """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
     if isinstance(value, Image):
@@ -242,12 +253,14 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote; `folder` has the bytes of those without."""
+    """Return the images that `described` wrote; `folder` has the bytes of those without, unless
+    they name one."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
         data = base64.b64decode(known.get("data", ""))
-        images[key] = replace(image, data=data, folder=None if data else folder)
+        own = Path(known["folder"]) if "folder" in known else folder
+        images[key] = replace(image, data=data, folder=None if data else own)
     return images
 
 

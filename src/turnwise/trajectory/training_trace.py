@@ -16,7 +16,8 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
+from turnwise.trajectory.files import read_jsonl, write_jsonl
+from turnwise.trajectory.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
