@@ -8,7 +8,7 @@ same. Equal bytes are one `Image`, decoded once while any trajectory has it.
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,12 +24,19 @@ _TEXTS = ("text", "input_text", "output_text")
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 
 
-def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
+Fetch = Callable[[str], bytes]
+"""Returns the file at a URL; InputError when it may not be fetched."""
+
+
+def read_image(
+    value: Foreign, what: str, *, files: bool = True, fetch: Fetch | None = None
+) -> Image:
     """Return an image that is given in any form.
 
     Args:
         what: Its name in errors.
         files: Whether a text may be the path of a file: only where the text is the user's own.
+        fetch: How a URL is fetched; None fetches none.
 
     Raises:
         InputError: when it has another form, or is beyond the limits of `core.images`.
@@ -42,10 +49,12 @@ def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
     if isinstance(value, str) and value.startswith("data:"):
         data = _of_data_url(value, what)
     elif isinstance(value, str) and "://" in value[:16]:
-        raise InputError(
-            f"{what} is a URL, and none is fetched but those in rows of data.path, with "
-            "data.allow_urls: give the file, or a data: URL"
-        )
+        if fetch is None:
+            raise InputError(
+                f"{what} is a URL, and none is fetched but those that data.allow_urls allows: give "
+                "the file, or a data: URL"
+            )
+        data = fetch(value)
     elif isinstance(value, Path) or (isinstance(value, str) and files):
         data = _of_file(Path(value).expanduser(), what)
     elif isinstance(value, bytes):
@@ -61,7 +70,9 @@ def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
     return image
 
 
-def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
+def read_parts(
+    message: Message, what: str, *, files: bool = True, fetch: Fetch | None = None
+) -> Message:
     """Return a message whose images have the form that we keep; raises as `read_image`, and
     InputError for a part that is neither text nor an image, and for too many images."""
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
@@ -76,7 +87,8 @@ def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
             if message.get("role") == "assistant":
                 raise InputError(f"{what} has an image that an assistant said")
             name, given = f"an image of {what}", _given(part)
-            parts.append({"type": "image", "image": read_image(given, name, files=files)})
+            image = read_image(given, name, files=files, fetch=fetch)
+            parts.append({"type": "image", "image": image})
         elif kind in _TEXTS and isinstance(text := part.get("text"), str):
             parts.append({"type": "text", "text": text})
         elif kind is None:
@@ -89,7 +101,7 @@ def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
 def with_urls(value: object) -> object:
     """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
     `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
-    if isinstance(value, Mapping) and value.keys() != {"bytes", "path"}:
+    if isinstance(value, Mapping) and not isinstance(value.get("bytes"), bytes):
         if value.get("type") == "image" and "image" in value:
             return {"type": "image_url", "image_url": {"url": with_urls(value["image"])}}
         return {key: with_urls(part) for key, part in value.items()}

@@ -36,6 +36,8 @@ from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread
+from turnwise.core.fetch import fetch
+from turnwise.core.images import MAX_BYTES
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.protocol import (
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
+_FETCH_SECONDS = 30.0  # time for all images of a request
 _TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
@@ -424,11 +427,18 @@ class ChatService:
         self, request: vllm.SamplingRequest, messages: Sequence[JsonObject]
     ) -> list[JsonObject]:
         """Return messages with the images of their parts, as we keep them; refuse a request whose
-        images cannot be read, are too many, or are nothing that this server takes."""
+        images cannot be read, are too many, or are nothing that this server takes. URLs are fetched
+        from the hosts alone that `data.allow_urls` names: clients are not trusted."""
+        hosts, ends = self._config.data.allow_urls, time.monotonic() + _FETCH_SECONDS
+
+        def fetched(url: str) -> bytes:
+            return fetch(url, hosts, MAX_BYTES, max(0.1, ends - time.monotonic()))
+
+        fetching = None if isinstance(hosts, bool) else fetched
 
         def read() -> list[JsonObject]:
             return [
-                read_parts(message, f"messages[{index}]", files=False)
+                read_parts(message, f"messages[{index}]", files=False, fetch=fetching)
                 if vllm.has_non_text_content([message])
                 else message
                 for index, message in enumerate(messages)
