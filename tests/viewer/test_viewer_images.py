@@ -12,7 +12,7 @@ from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, write_jsonl
-from turnwise.trajectory.images import extended
+from turnwise.trajectory.images import data_url, extended
 from turnwise.viewer import server
 from turnwise.viewer.run_files import open_runs
 from turnwise.viewer.template_diff import TOOLS_UNKNOWN, comparison
@@ -133,7 +133,7 @@ def test_an_exported_page_has_its_images_inside_up_to_a_limit(
     assert len(urls) == (2 if room else 0)
     for path in images_of(folder) if room else []:
         image = Image.of(path.read_bytes(), "png", 0, 0)
-        assert urls[f"{FILE}/images/{path.name}"] == image.url
+        assert urls[f"{FILE}/images/{path.name}"] == data_url(image)
     images_of(folder)[0].unlink()
     server.write_page(folder, target, None, False, 0)  # what is gone is left out
 

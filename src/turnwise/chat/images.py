@@ -2,27 +2,41 @@
 
 A part of a message's content is `{"type": "image", "image": Image}` from here on. Its `image` may
 be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
-datasets; `{"type": "image_url", "image_url": {"url": ...}}` is the same.
+datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are the
+same. Equal bytes are one `Image`, decoded once while any trajectory has it.
 """
 
 import base64
 import binascii
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from turnwise.core.images import MAX_BYTES, check_image
+from turnwise.core.images import MAX_BYTES, MAX_IMAGES, check_image, encode, is_picture
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.trajectory import Image, Message
+from turnwise.trajectory.images import data_url, hash_of
+
+_KINDS = ("image", "image_url", "input_image")  # types of parts that are images
+_TEXTS = ("text", "input_text", "output_text")
+_known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 
 
-def read_image(value: object, what: str, *, files: bool = True) -> Image:
+Fetch = Callable[[str], bytes]
+"""Returns the file at a URL; InputError when it may not be fetched."""
+
+
+def read_image(
+    value: Foreign, what: str, *, files: bool = True, fetch: Fetch | None = None
+) -> Image:
     """Return an image that is given in any form.
 
     Args:
         what: Its name in errors.
         files: Whether a text may be the path of a file: only where the text is the user's own.
+        fetch: How a URL is fetched; None fetches none.
 
     Raises:
         InputError: when it has another form, or is beyond the limits of `core.images`.
@@ -35,40 +49,107 @@ def read_image(value: object, what: str, *, files: bool = True) -> Image:
     if isinstance(value, str) and value.startswith("data:"):
         data = _of_data_url(value, what)
     elif isinstance(value, str) and "://" in value[:16]:
-        raise InputError(f"{what} is a URL, and none is fetched: give the file, or a data: URL")
-    elif isinstance(value, str | Path) and files:
+        if fetch is None:
+            raise InputError(
+                f"{what} is a URL, and none is fetched but those that data.allow_urls allows: give "
+                "the file, or a data: URL"
+            )
+        data = fetch(value)
+    elif isinstance(value, Path) or (isinstance(value, str) and files):
         data = _of_file(Path(value).expanduser(), what)
     elif isinstance(value, bytes):
         data = value
-    elif callable(save := getattr(value, "save", None)):  # a PIL image
-        buffer = io.BytesIO()
-        save(buffer, format="PNG")
-        data = buffer.getvalue()
+    elif is_picture(value):
+        data = encode(value, what)
     else:
         kinds = "a PIL image, bytes, a path or a data: URL" if files else "a data: URL"
         raise InputError(f"{what} is no image: it may be {kinds}, not {repr(value)[:60]}")
-    return Image.of(data, *check_image(data, what))
+    if (image := _known.get(hash_of(data))) is None:
+        image = Image.of(data, *check_image(data, what))
+        _known[image.hash] = image
+    return image
 
 
-def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
+def read_parts(
+    message: Message, what: str, *, files: bool = True, fetch: Fetch | None = None
+) -> Message:
     """Return a message whose images have the form that we keep; raises as `read_image`, and
-    InputError for a part that is neither text nor an image."""
+    InputError for a part that is neither text nor an image, and for too many images."""
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
         return message
-    parts: list[str | JsonObject] = []
+    parts: list[JsonObject] = []
+    if (count := sum(_kind(part) in _KINDS for part in content)) > MAX_IMAGES:
+        raise InputError(f"{what} has {count:,} images; at most {MAX_IMAGES} are read")
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = _kind(part)
+        if kind in _KINDS:
             if message.get("role") == "assistant":
                 raise InputError(f"{what} has an image that an assistant said")
-            name = f"an image of {what}"
-            given = part.get(kind, part.get("url", part.get("path")))
-            parts.append({"type": "image", "image": read_image(given, name, files=files)})
-        elif kind in (None, "text"):
+            name, given = f"an image of {what}", _given(part)
+            image = read_image(given, name, files=files, fetch=fetch)
+            parts.append({"type": "image", "image": image})
+        elif kind in _TEXTS and isinstance(text := part.get("text"), str):
+            parts.append({"type": "text", "text": text})
+        elif kind is None:
             parts.append(part)
         else:
             raise InputError(f"{what} has a part of type {kind}: it may be text or image")
     return {**message, "content": parts}
+
+
+def with_urls(value: object) -> object:
+    """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
+    `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
+    if isinstance(value, Mapping) and not isinstance(value.get("bytes"), bytes):
+        if value.get("type") == "image" and "image" in value:
+            return {"type": "image_url", "image_url": {"url": with_urls(value["image"])}}
+        return {key: with_urls(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_urls(part) for part in value]
+    if isinstance(value, Image | bytes | Mapping) or is_picture(value):
+        return data_url(read_image(value, "an image of the row"))
+    return value
+
+
+def parts_of(value: object) -> list[JsonObject] | None:
+    """Return what a tool returned as parts of a message, if there is an image in it; else None.
+
+    It is a PIL image or an `Image`, a part with an image, or a list of these, texts and parts with
+    text. A part whose image is a text is meant if that is a data URL: results may describe images.
+    """
+    given = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_shows, given)):
+        return None
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        if isinstance(part, Image) or is_picture(part)
+        else part
+        for part in given
+    ]
+    return parts if all(_kind(part) == "text" or _shows(part) for part in parts) else None
+
+
+def _shows(part: Foreign) -> bool:
+    """Return whether a part of a tool's result is an image."""
+    if _kind(part) not in _KINDS:
+        return isinstance(part, Image) or is_picture(part)
+    given = _given(part)
+    return given.startswith("data:") if isinstance(given, str) else given is not None
+
+
+def _kind(part: Foreign) -> object:
+    if not isinstance(part, Mapping):
+        return None
+    return part.get("type", "image_url" if "image_url" in part else None)
+
+
+def _given(part: Mapping[str, Foreign]) -> Foreign:
+    """Return the image of a part, in the form in which it is given."""
+    keys = (*_KINDS, "url", "path")
+    return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
 def _of_data_url(url: str, what: str) -> bytes:

@@ -28,8 +28,9 @@ _LONG = 16_384
 
 
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
-    """Call `work`, in a thread if the messages are long, so as not to delay other trajectories."""
-    if sum(len(str(message)) for message in messages) < _LONG:
+    """Call `work`, in a thread if the messages are long or have images, so as not to delay other
+    trajectories."""
+    if sum(len(str(message)) for message in messages) < _LONG and not images_in(messages):
         return work()
     return await run_in_thread(work)
 
@@ -68,6 +69,13 @@ class Conversation:
         for digest in self.digests:
             prefixes.append(_hash(prefixes[-1] + digest))
         return prefixes
+
+    @cached_property
+    def bare(self) -> "Conversation":
+        """The same with places in it for images, whatever they show; itself if it has none."""
+        if not images_in(self.messages):
+            return self
+        return Conversation([_without_images(message) for message in self.messages], self.tools)
 
     @property
     def opening(self) -> bytes:
@@ -162,6 +170,13 @@ def _part_said(part: JsonObject) -> str:
     if isinstance(image := part.get("image"), Image):
         return f"[image, {image.width} x {image.height}]"
     return str(part.get("text") or f"[{part.get('type')}]")
+
+
+def _without_images(message: Message) -> Message:
+    if not images_in([message]):
+        return message
+    parts = [{"type": "image"} if "image" in part else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

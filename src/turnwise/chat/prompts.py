@@ -18,6 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.images import images_in, located, placed
 
 
 class RefusedParameter(InputError):
@@ -38,9 +39,10 @@ class NextPrompt:
     """Reason for a branch; None if a turn is continued, and for a session's first prompt.
 
     `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
-    later message differs. `new_session`: a session under another begins. `history_rewritten`: the
-    template changes the history, and `rollout.history=template` uses its rendering. All other
-    reasons are those of `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
+    later message differs. `image_changed`: only an image differs. `new_session`: a session under
+    another begins. `history_rewritten`: the template changes the history, and
+    `rollout.history=template` uses its rendering. All other reasons are those of
+    `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
     """
     covered: int = 0
     """Number of messages that the continued turn covers, including its answer."""
@@ -114,14 +116,15 @@ def echoed_prompt(
     template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
 ) -> NextPrompt | None:
     """Continue the last assistant message that contains its ids, as the server's answers do; None
-    when none does. Raises as `token_ids_of` and `continue_turn` do."""
+    when none does. Raises as `_sent_ids` and `continue_turn` do."""
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
+            before = asked.messages[:index]
             return continue_turn(
                 template,
-                prompt_token_ids=token_ids_of(message, "prompt_token_ids"),
-                completion_token_ids=token_ids_of(message, "generation_token_ids"),
+                prompt_token_ids=_sent_ids(template, message, "prompt_token_ids", before),
+                completion_token_ids=_sent_ids(template, message, "generation_token_ids"),
                 new_messages=[plain(m) for m in asked.messages[index + 1 :]],
                 tools=asked.tools,
                 refuse_dropped=refuse_dropped,
@@ -129,13 +132,13 @@ def echoed_prompt(
     return None
 
 
-def spliced_prompt(
-    template: ChatTemplate, asked: Conversation, required: Sequence[int]
-) -> list[int]:
-    """Render a conversation, with `required` in place of its ids up to the last assistant turn;
-    RefusedParameter when they do not fit the messages."""
+def spliced_prompt(template: ChatTemplate, asked: Conversation, sent: object) -> list[int]:
+    """Render a conversation, with the ids that were sent as `required_prefix_token_ids` in place of
+    those up to the last assistant turn; RefusedParameter when they do not fit the messages."""
     messages, tools = [plain(message) for message in asked.messages], asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
+    name = "required_prefix_token_ids"
+    required = _sent_ids(template, {name: sent}, name, messages[:end])
 
     def rendered(shown: Sequence[Message]) -> tuple[list[int], list[int]]:
         before: list[int] = []
@@ -160,7 +163,6 @@ def spliced_prompt(
                 raise
             return replace_prefix_tokens(template.tokenizer, required, *ids, drops_content=True)
     except TrajectoryError as error:
-        name = "required_prefix_token_ids"
         raise RefusedParameter(name, f"{name}: {error}") from error
 
 
@@ -177,24 +179,40 @@ def with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:
-    """Render a conversation if a message of a user or tool holds a special token that has to be
-    escaped; else None."""
+def own_prompt(
+    template: ChatTemplate, asked: Conversation, *, generation: bool = True
+) -> list[int] | None:
+    """Render a conversation that vLLM would render otherwise: one with images, or in which a user
+    or tool says a special token that has to be escaped; None for all others."""
     messages = [plain(message) for message in asked.messages]
-    contents = [m["content"] for m in messages if m["role"] != "assistant"]
-    parts = [part.get("text") or "" for c in contents if isinstance(c, list) for part in c]
-    written = [*parts, *(content for content in contents if isinstance(content, str))]
-    if all(template.escape(text) == text for text in written):
-        return None
-    return template.render(messages, tools=asked.tools)
+    if not images_in(messages):
+        written = [message["content"] for message in messages if message["role"] != "assistant"]
+        if all(template.escape(text) == text for text in written):
+            return None
+    try:
+        shown = [with_objects(message) for message in messages]
+        for message in shown:
+            if message.get("reasoning"):  # templates know either name
+                message.setdefault("reasoning_content", message["reasoning"])
+        return template.render(shown, tools=asked.tools, add_generation_prompt=generation)
+    except Exception:  # of a template that takes arguments as text alone
+        return template.render(messages, tools=asked.tools, add_generation_prompt=generation)
 
 
-def token_ids_of(tree: JsonObject, name: str) -> list[int]:
-    """Return `tree[name]`; RefusedParameter when it is not a list of token ids."""
+def _sent_ids(
+    template: ChatTemplate, tree: JsonObject, name: str, messages: Sequence[Message] = ()
+) -> list[int]:
+    """Return `tree[name]`, with the images of the messages that it stands for; RefusedParameter
+    when it is not a list of token ids, or does not hold those of the images."""
     value = tree.get(name)
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise RefusedParameter(name, f"{name} must be a list of token ids")
-    return value
+    if not (images := images_in(messages)) or template.images is None:
+        return value
+    try:
+        return located(value, images, template.images)
+    except TrajectoryError as error:
+        raise RefusedParameter(name, f"{name}: {error}") from error
 
 
 NEW = ("new_conversation", "new_session")
@@ -210,7 +228,7 @@ def response_room(
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
     prompt = list(prompt_token_ids)
-    index, shared = trajectory.find_parent(prompt)
+    index, shared = trajectory.find_parent(prompt, placed(prompt_token_ids))
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):

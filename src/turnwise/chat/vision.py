@@ -4,6 +4,7 @@ Both come from one call for each image, which is kept. An image is processed alo
 images a prompt has.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,11 +15,13 @@ from turnwise.config import ModelConfig
 from turnwise.core.gguf import resolve_model
 from turnwise.core.images import decode
 from turnwise.core.optional import Foreign
-from turnwise.errors import InputError, first_line
+from turnwise.errors import InputError, TrajectoryError, first_line
 from turnwise.trajectory import Image
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _KEPT_BYTES = 256 << 20  # maximum size of the tensors that are kept
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -50,6 +53,15 @@ class ModelImages:
         self._size = 0  # bytes of all kept tensors
 
     @cached_property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; if not, the reason is logged, once."""
+        try:
+            return self._processor is not None
+        except InputError as error:
+            logger.warning("tools' images are left out: %s", error)
+            return False
+
+    @cached_property
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
         processor = self._processor
@@ -59,7 +71,8 @@ class ModelImages:
         return self.processed(image).token_ids
 
     def processed(self, image: Image) -> Processed:
-        """Return what the processor makes of an image; InputError when it refuses the image."""
+        """Return what the processor makes of an image; TrajectoryError (`image_refused`) when it
+        refuses the image."""
         with self._lock:
             if (found := self._kept.get(image.hash)) is not None:
                 self._kept.move_to_end(image.hash)
@@ -81,7 +94,8 @@ class ModelImages:
                 return_tensors="pt",
             )
         except Exception as error:  # of another package, for a size that it does not take
-            raise InputError(f"{image} is refused by the model: {first_line(error)}") from error
+            why = f"{image} is refused by the model: {first_line(error)}"
+            raise TrajectoryError("image_refused", why) from error
         tensors = {name: value for name, value in made.items() if name not in _OF_TEXT}
         return Processed(made["input_ids"][0].tolist(), tensors)
 

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from turnwise.chat.images import read_image
+from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 from turnwise.trajectory import replace_prefix_tokens
+from turnwise.trajectory.images import located, placed
 
 if TYPE_CHECKING:
     from turnwise.trajectory import ChatTemplate
@@ -50,7 +54,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         Args:
             data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B];
-                and maybe `stop_strings`, a list or None for each, besides the configuration's.
+                and maybe `stop_strings`, a list or None for each, besides the configuration's, and
+                `vllm_images`, a list for each of the images whose ids the prompt holds.
             greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
@@ -72,9 +77,14 @@ class VllmAsyncGenerationWorker(EngineWorker):
         if not all(0 < length <= width for length in lengths_B.tolist()):
             raise InputError(f"input_lengths must be between 1 and {width}")
         stops = _stop_strings(data.get("stop_strings"), len(lengths_B))
+        shown: Sequence[Sequence[object]] = data.get("vllm_images") or [()] * len(lengths_B)
 
         async def one(index: int) -> dict[str, torch.Tensor]:
-            prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
+            prompt: list[int] = input_ids_BT[index, : int(lengths_B[index])].tolist()
+            if pictures := shown[index]:
+                what = f"an image of row {index}"
+                images = [await run_in_thread(read_image, each, what) for each in pictures]
+                prompt = await run_in_thread(located, prompt, images, self._images)
             return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
         async with aclosing(as_ready(one, len(lengths_B))) as ready:
@@ -95,7 +105,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
         completion = Completion([], [], [], "length")
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
-            completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
+            request = Request(prompt, sampling.within(room), name, images=placed(prompt))
+            completion = await generate(self._engine, request)
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
 
         def padded_1W(values: Sequence[float], fill: float) -> torch.Tensor:
@@ -199,6 +210,10 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
         return self._config.model_copy(update={"serving": serving})
+
+    @cached_property
+    def _images(self) -> ModelImages:
+        return ModelImages(self._config.model)
 
     @cached_property
     def _template(self) -> "ChatTemplate":

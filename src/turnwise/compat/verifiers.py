@@ -7,12 +7,12 @@ environment fits, too. Later versions of verifiers ask an OpenAI client: they ar
 
 from collections.abc import Callable, Iterable, Sequence
 
+from turnwise.chat.images import with_urls
 from turnwise.core.optional import Foreign, load_object
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, Rewards, read_messages, read_reward
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory.images import replaced
 
 _NOT_COLUMNS = ("prompt", "prompts", "completions")
 
@@ -70,10 +70,7 @@ class VerifiersEnvironment(Environment):
             raise InputError("the environment gives no reward functions: list rollout.rewards")
         asked = read_messages(self.problem, "prompt")
         columns = {name: [value] for name, value in self._row.items() if name not in _NOT_COLUMNS}
-        completion = replaced(
-            trajectory.messages[len(asked) :],
-            lambda part: {"type": "image_url", "image_url": {"url": part["image"].url}},
-        )
+        completion = with_urls(trajectory.messages[len(asked) :])
         parts: dict[str, float] = {}
         weighed = zip(environments.functions, environments.weights, strict=True)
         for number, (function, weight) in enumerate(weighed):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicContentBlock
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -26,7 +28,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
-from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.chat_utils import has_non_text_content, make_tool_call_id
 from vllm.renderers.hf import resolve_chat_template_content_format
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -77,3 +79,29 @@ internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request"
 _parameters = ("self", "request", "tokenizer", "chat_template_kwargs")
 internal(OpenAIServingChat, "_make_parser", *_parameters)
 internal(OpenAIServingChat, "_maybe_get_adapters", "self", "request")
+_parameters = ("block", "openai_messages")
+_convert_result = internal(AnthropicServingMessages, "_convert_user_tool_result", *_parameters)
+_url_of = internal(AnthropicServingMessages, "_convert_image_source_to_url", "source")
+
+
+def _convert_with_images(
+    cls: type, block: AnthropicContentBlock, openai_messages: list[dict[str, object]]
+) -> None:
+    """Convert the result of a tool of Anthropic's Messages. vLLM moves its images out of it, into a
+    message of a user, which comes between the results of parallel calls."""
+    items = block.content if isinstance(block.content, list) else []
+    if not any(item.get("type") == "image" for item in items):
+        _convert_result(block, openai_messages)
+        return
+    parts: list[dict[str, object]] = []
+    for item in items:
+        if item.get("type") == "image":
+            url = _url_of(item.get("source") or {})
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append(item)
+    call = block.tool_use_id or ""
+    openai_messages.append({"role": "tool", "tool_call_id": call, "content": parts})
+
+
+AnthropicServingMessages._convert_user_tool_result = classmethod(_convert_with_images)

@@ -8,6 +8,7 @@ A summary is the last turn of the branch before it, so it is trained with the tr
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -188,7 +189,9 @@ class ContextWindow:
         try:
             with context.timed("environment"):
                 value = await call_user_code(shorten, name=name, seconds=seconds, key=key)
-            return read_messages(value, f"what {name} returns")
+            read = partial(read_messages, value, f"what {name} returns")
+            messages: list[Message] = await call_user_code(read, name=name, seconds=seconds)
+            return messages
         except Exception as error:
             message = f"{name}: {await describe_user_error(error)}"
             raise TrajectoryError("compaction_error", message) from error
@@ -213,6 +216,9 @@ def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
     """Return messages after which the user says a text: in the last one if that is the user's,
     because many templates refuse two in a row."""
     *before, last = messages
-    if last["role"] == "user" and isinstance(last.get("content"), str):
-        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+    content = last.get("content")
+    if last["role"] == "user" and isinstance(content, str):
+        return [*before, {**last, "content": f"{content}\n\n{text}"}]
+    if last["role"] == "user" and isinstance(content, list):  # parts, of which some are images
+        return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}]
     return [*messages, {"role": "user", "content": text}]

@@ -7,7 +7,7 @@ from functools import partial
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import LOOP_NAMES
-from turnwise.core.aio import together
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
@@ -174,7 +174,7 @@ class InterleavedLoop:
                 parsed = parse(call, tools)
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
-                results = await answer_calls(parsed, context, turn, advice)
+                results = await answer_calls(parsed, context, turn, advice, images=False)
                 texts = [str(message["content"]) for message in results]
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in texts)
@@ -185,10 +185,18 @@ class InterleavedLoop:
 
 
 async def answer_calls(
-    parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
+    parsed: ParsedText,
+    context: RolloutContext,
+    turn: int,
+    advice: str | None = None,
+    *,
+    images: bool = True,
 ) -> list[Message]:
     """Run the calls of one turn together; return a tool message for each, in their order, or one
-    with advice if they cannot be parsed (None: that of the model's format)."""
+    with advice if they cannot be parsed (None: that of the model's format).
+
+    The images of results are left out, which is counted, unless `images` and the model takes them.
+    """
     if parsed.malformed:
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice
@@ -208,8 +216,14 @@ async def answer_calls(
         if result.error is not None and context.files is not None:
             kind = f"tool_error of {call.name}"
             await context.files.log_error(kind, context.request_id, result.error)
+        content: object = result.text
+        if result.parts is not None:
+            if images and await run_in_thread(lambda: context.template.takes_images):
+                content = result.parts
+            else:
+                context.count("image_left_out")
         number = _call_id(turn, index)
-        return {"role": "tool", "tool_call_id": number, "name": call.name, "content": result.text}
+        return {"role": "tool", "tool_call_id": number, "name": call.name, "content": content}
 
     with context.timed("tools"):
         return await together(answer(index, call) for index, call in enumerate(parsed.calls))

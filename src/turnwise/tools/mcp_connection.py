@@ -212,9 +212,12 @@ class Connection:
                 return tools
         raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
 
-    async def call(self, name: str, arguments: JsonObject, session: str) -> str:
-        """Call a tool, and return its texts, one per line; other parts are named as left out.
-        McpError when the tool returns an error, or the server fails.
+    async def call(
+        self, name: str, arguments: JsonObject, session: str
+    ) -> str | list[str | JsonObject]:
+        """Call a tool, and return its texts, one per line, or with its images as parts of a
+        message; other parts are named as left out. McpError when the tool returns an error, or the
+        server fails.
 
         A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
         """
@@ -223,12 +226,17 @@ class Connection:
         request = mcp_types.CallToolRequest(params=params)
         result = await self._request(request, mcp_types.CallToolResult)
         parts: list[str] = []
+        shown: list[str | JsonObject] = []
         for block in result.content:
             if block.type == "resource_link":
                 parts.append(f"[link: {block.uri}]")
             elif block.type in ("text", "resource"):
                 holder = block.resource if block.type == "resource" else block
                 parts.append(getattr(holder, "text", f"[{block.type} left out]"))
+            elif block.type == "image" and not result.is_error:
+                url = f"data:{block.mime_type};base64,{block.data}"
+                shown += ["\n".join(parts)] * bool(parts) + [{"type": "image", "image": url}]
+                parts = []
             else:
                 parts.append(f"[{block.type} left out]")
         if not parts and result.structured_content is not None:
@@ -236,7 +244,7 @@ class Connection:
         text = "\n".join(parts)
         if result.is_error:
             raise McpError(text or "the tool failed without a message")
-        return text
+        return [*shown, text] if shown else text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
         """Send a request and wait for its answer; an ended connection answers with an error."""

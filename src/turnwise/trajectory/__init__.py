@@ -3,6 +3,7 @@
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
+from turnwise.trajectory.files import read_jsonl, write_jsonl
 from turnwise.trajectory.images import Image, PlacedImage, PromptIds
 from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
@@ -12,8 +13,6 @@ from turnwise.trajectory.trajectory import (
     Status,
     Trajectory,
     Turn,
-    read_jsonl,
-    write_jsonl,
 )
 
 __all__ = [

@@ -27,7 +27,7 @@ FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
 """Names of the files there: hash and format."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
     """The file of an image; two are equal if their bytes are.
 
@@ -51,8 +51,7 @@ class Image:
     @classmethod
     def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
         """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return cls(digest, format, width, height, data)
+        return cls(hash_of(data), format, width, height, data)
 
     def __str__(self) -> str:
         return f"image:{self.hash}"
@@ -61,11 +60,6 @@ class Image:
     def name(self) -> str:
         """Name of its file in a folder of images."""
         return f"{self.hash}.{self.format}"
-
-    @property
-    def url(self) -> str:
-        """A data: URL of the bytes; raises as `read`."""
-        return f"data:image/{self.format};base64,{base64.b64encode(self.read()).decode()}"
 
     def read(self) -> bytes:
         """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer."""
@@ -76,9 +70,13 @@ class Image:
         except OSError as error:
             why = error.strerror
             raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
-        if hashlib.blake2b(data, digest_size=16).hexdigest() != self.hash:
+        if hash_of(data) != self.hash:
             raise TrajectoryError("image_lost", f"{self.folder / self.name} has been changed")
         return data
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class PlacedImage(NamedTuple):
@@ -115,11 +113,16 @@ class ImageTokens(Protocol):
     """The model's own processor, as prompts need it."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; the first question may load its processor."""
+
+    @property
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
     def ids_of(self, image: Image) -> list[int]:
-        """Return the ids that stand for an image, in the place of the marker."""
+        """Return the ids that stand for an image, in the place of the marker; TrajectoryError
+        (`image_refused`) when the model refuses it."""
 
 
 def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
@@ -142,7 +145,7 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
 
     Raises:
         TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
-            template leaves an image out, or a text holds the marker.
+            template leaves an image out, or a text holds the marker; as `ids_of`.
     """
     places = [at for at, token in enumerate(ids) if token == tokens.marker]
     if len(places) != len(images):
@@ -162,6 +165,34 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
     prompt += ids[end:]
     prompt.images = tuple(found)
     return prompt
+
+
+def located(ids: Sequence[int], images: Iterable[Image], tokens: ImageTokens) -> list[int]:
+    """Return ids that hold those of the images already, in their order, as a prompt with them. Each
+    image is at the first place behind the one before it where all of its ids are.
+
+    Raises:
+        TrajectoryError: `image_missing`, when the ids hold not those of each image, or more markers
+            beside them, as those of a larger image would be.
+    """
+    prompt = PromptIds(ids)
+    found: list[PlacedImage] = []
+    for image in images:
+        own, begin = tokens.ids_of(image), found[-1].end if found else 0
+        places = (
+            at
+            for at in range(begin, len(prompt) - len(own) + 1)
+            if prompt[at] == own[0] and prompt[at : at + len(own)] == own
+        )
+        if (start := next(places, None)) is None:
+            raise TrajectoryError("image_missing", f"the ids do not hold the {len(own)} of {image}")
+        found.append(PlacedImage(image, start, len(own)))
+    held = {at for one in found for at in range(one.start, one.end)}
+    beside = {at for one in found for at in (one.start - 1, one.end)} - held
+    if any(0 <= at < len(prompt) and prompt[at] == tokens.marker for at in beside):
+        raise TrajectoryError("image_missing", "the ids hold those of other images")
+    prompt.images = tuple(found)
+    return prompt if found else [*ids]
 
 
 def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int | None:
@@ -214,6 +245,13 @@ def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[Js
     )
 
 
+def data_url(value: object) -> str:
+    """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
+    if isinstance(value, Image):
+        return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def as_json(value: object) -> object:
     """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
     if isinstance(value, Image):
@@ -231,15 +269,16 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote; `folder` has the bytes of those without.
-    TrajectoryError (`image_lost`) when a name is none, or the bytes are not those of the name."""
+    """Return the images that `described` wrote; `folder` has the bytes of those without, unless
+    they name one. TrajectoryError (`image_lost`) when one is not named by the hash of its bytes."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
         data = base64.b64decode(known.get("data", ""))
-        if not FILE.fullmatch(image.name) or (data and Image.of(data, "", 0, 0) != image):
+        if not FILE.fullmatch(image.name) or (data and hash_of(data) != key):
             raise TrajectoryError("image_lost", f"{image.name[:80]!r} is not the name of its bytes")
-        images[key] = replace(image, data=data, folder=None if data else folder)
+        own = Path(known["folder"]) if "folder" in known else folder
+        images[key] = replace(image, data=data, folder=None if data else own)
     return images
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, translate_unwritable
+from turnwise.trajectory.files import read_jsonl, write_jsonl
 from turnwise.trajectory.images import (
     Image,
     PlacedImage,
@@ -27,7 +28,7 @@ from turnwise.trajectory.images import (
     replaced,
     restored,
 )
-from turnwise.trajectory.trajectory import Message, Trajectory, read_jsonl, write_jsonl
+from turnwise.trajectory.trajectory import Message, Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"

@@ -14,15 +14,14 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import TrajectoryError, translate_unwritable
+from turnwise.errors import TrajectoryError
 from turnwise.trajectory.images import (
-    FOLDER,
     Image,
     PlacedImage,
     PromptIds,
@@ -35,7 +34,6 @@ from turnwise.trajectory.images import (
     of_described,
     placed,
     restored,
-    save_images,
 )
 
 MAX_REWARD = 1e6
@@ -561,34 +559,3 @@ def fingerprint(
     sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
     sampled += array("d", logprobs).tobytes()
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
-
-
-def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line, and their images in a folder beside; the file appears whole, or
-    not at all, which is a TurnwiseError."""
-    temporary = path.with_suffix(".tmp")
-    with translate_unwritable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            for trajectory in trajectories:
-                save_images(path.parent / FOLDER, trajectory.images.values())
-                file.write(trajectory.to_json() + "\n")
-        temporary.replace(path)
-
-
-def read_jsonl(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file; a last line that was never completed is left out.
-
-    Example:
-        for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
-            print(trajectory.problem_id, trajectory.reward)
-    """
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                trajectory = Trajectory.from_json(line, path.parent / FOLDER)
-            except json.JSONDecodeError:
-                if line.endswith("\n") or not line.startswith("{"):
-                    raise
-                return  # the program ended while it wrote the line, as in an evaluation
-            yield trajectory

@@ -30,6 +30,7 @@ from turnwise.errors import InputError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Image, Trajectory
+from turnwise.trajectory.images import data_url
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -250,7 +251,7 @@ def _urls(run: RunFiles, file: str, names: Iterable[str]) -> Iterator[tuple[str,
             data = run.image(file, name)
             if len(data) <= room:
                 room -= len(data)
-                yield name, Image.of(data, name.rpartition(".")[2], 0, 0).url
+                yield name, data_url(Image.of(data, name.rpartition(".")[2], 0, 0))
 
 
 def _page(data: JsonObject) -> str:

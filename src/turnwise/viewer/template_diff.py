@@ -135,6 +135,7 @@ class _Recorded(NamedTuple):
 
     marker: int
     ids: dict[Image, list[int]]
+    takes_images: bool = True
 
     def ids_of(self, image: Image) -> list[int]:
         return self.ids.get(image, [self.marker])

@@ -27,6 +27,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from turnwise.chat import prompts
+from turnwise.chat.images import read_parts
 from turnwise.chat.messages import Answer, Conversation, in_thread_if_long, plain
 from turnwise.chat.messages import answer as canonical_answer
 from turnwise.chat.session import Session
@@ -35,6 +36,8 @@ from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread
+from turnwise.core.fetch import fetch
+from turnwise.core.images import MAX_BYTES
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.protocol import (
@@ -50,6 +53,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryEr
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory.images import PlacedImage, extended, images_in, placed
 from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,8 @@ logger = logging.getLogger(__name__)
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
+_FETCH_SECONDS = 30.0  # time for all images of a request
+_TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
@@ -89,6 +95,8 @@ class RequestContext:
     asked: Conversation = field(default_factory=Conversation)
     """Messages and tools of a chat; empty for other requests."""
     prompt: prompts.NextPrompt = field(default_factory=lambda: prompts.NextPrompt(None))
+    images: Sequence[PlacedImage] = ()
+    """Images of the prompt, of which vLLM's application passes on the ids alone."""
     finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
     undelivered: list[Callable[[], None]] = field(default_factory=list)
@@ -130,6 +138,9 @@ class ChatService:
         self.tokenizer = self._chat.renderer.tokenizer
         self._format = format_of(config.rollout.tool_parser)
         self._template = load_template(config, self.tokenizer)
+        self._most_images = 0  # in a prompt
+        if self._chat.model_config.supports_multimodal_inputs:
+            self._most_images = config.engine.images_per_prompt
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
@@ -313,7 +324,8 @@ class ChatService:
                 data_parallel_rank=None,
             ),
         )
-        asked = Request(prompt, sampling, name, request.seed, whole=True)
+        seen = placed(prompt)
+        asked = Request(prompt, sampling, name, request.seed, whole=True, images=seen)
         stop_reason: int | str | None = None
         async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
             async for chunk in chunks:
@@ -386,20 +398,68 @@ class ChatService:
                     logger.warning("a request has tools, and %s", error)
                 self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
-            name = "required_prefix_token_ids"
-            ids = prompts.token_ids_of({name: required}, name)
-            return await run_in_thread(prompts.spliced_prompt, template, asked, ids)
+            return await run_in_thread(prompts.spliced_prompt, template, asked, required)
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
+        seen = images_in(messages)
+        echoing = partial(prompts.echoed_prompt, template, asked, refuse_dropped=training)
+        if (echoed := await run_in_thread(echoing) if seen else echoing()) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if not self._config.model.escape_special_tokens:
+        return await self.own_prompt(asked, request)
+
+    async def own_prompt(
+        self, asked: Conversation, request: vllm.SamplingRequest
+    ) -> list[int] | None:
+        """Return the ids of a whole conversation, or None if vLLM has to render it."""
+        if not self._config.model.escape_special_tokens and not images_in(asked.messages):
             return None
-        return await in_thread_if_long(messages, lambda: prompts.escaped_prompt(template, asked))
+        template, generation = self._template_of(request), True
+        if getattr(request, "add_generation_prompt", None) is False:
+            generation = False
+        rendering = partial(prompts.own_prompt, template, asked, generation=generation)
+        return await in_thread_if_long(asked.messages, rendering)
+
+    async def read_images(
+        self, request: vllm.SamplingRequest, messages: Sequence[JsonObject]
+    ) -> list[JsonObject]:
+        """Return messages with the images of their parts, as we keep them; refuse a request whose
+        images cannot be read, are too many, or are nothing that this server takes. URLs are fetched
+        from the hosts alone that `data.allow_urls` names: clients are not trusted."""
+        hosts, ends = self._config.data.allow_urls, time.monotonic() + _FETCH_SECONDS
+
+        def fetched(url: str) -> bytes:
+            return fetch(url, hosts, MAX_BYTES, max(0.1, ends - time.monotonic()))
+
+        fetching = None if isinstance(hosts, bool) else fetched
+
+        def read() -> list[JsonObject]:
+            return [
+                read_parts(message, f"messages[{index}]", files=False, fetch=fetching)
+                if vllm.has_non_text_content([message])
+                else message
+                for index, message in enumerate(messages)
+            ]
+
+        for name in ("echo", "continue_final_message"):
+            if getattr(request, name, False):
+                why = f"{name} is not served where a message has an image"
+                raise prompts.RefusedParameter(name, why)
+        if not self._most_images:
+            raise prompts.RefusedParameter("messages", _TEXT_ALONE)
+        contents = [message["content"] for message in messages if message.get("content")]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        count = sum(vllm.has_non_text_content([{"content": [part]}]) for part in parts)
+        if count > self._most_images:
+            raise prompts.RefusedParameter(
+                "messages",
+                f"the messages have {count} images; engine.images_per_prompt is "
+                f"{self._most_images}",
+            )
+        return await run_in_thread(read)
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""
@@ -475,7 +535,7 @@ class ChatService:
         times = TurnTimes(0, context.began, first, now, completion.worker, completion.queued)
         record = partial(
             context.session.record,
-            list(request.prompt),
+            extended(request.prompt),
             completion,
             asked=context.asked,
             answer=answer,

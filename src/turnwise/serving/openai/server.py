@@ -367,11 +367,12 @@ async def open_session_under(
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, server: _Server) -> JsonObject:
-    """Return the session's trajectory: every token, log-prob and weight version."""
+async def get_session(session_id: str, server: _Server, images: bool = False) -> JsonObject:
+    """Return the session's trajectory: every token, log-prob and weight version; with `images`
+    also their bytes, in base64."""
     session = _managed(server, session_id)
     session.finish()
-    return session.describe()
+    return session.describe(whole=images)
 
 
 @router.post("/sessions/{session_id}/reward")

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 
 from turnwise.chat.messages import Answer, Conversation, answer
-from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.chat.tool_parser import is_object, silence
@@ -46,6 +45,7 @@ from turnwise.serving.openai.chat_service import (
 from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import settle
 from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory.images import PlacedImage, PromptIds, placed
 
 Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
 ROUTES = {
@@ -68,7 +68,6 @@ ROUTES = {
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
-_TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _ITEM_BYTES = 1_000  # estimated memory of an item of a response without its text
 
 
@@ -128,13 +127,17 @@ async def build(
     return app
 
 
-def _refuse_images(messages: Sequence[JsonObject]) -> None:
-    """Raise RefusedParameter for messages with an image, which a session's prompts would lose."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and "image" in str(part.get("type")):
-                raise RefusedParameter("messages", _TEXT_ALONE)
+def _listed(message: JsonObject) -> JsonObject:
+    """Return a copy of a message whose parts can be read again: vLLM's may be an iterator that is
+    read once, or its own objects."""
+    message = dict(message)
+    if (content := message.get("content")) is None or isinstance(content, str):
+        return message
+    parts = [
+        part.model_dump(exclude_none=True) if isinstance(part, BaseModel) else part
+        for part in content
+    ]
+    return message | {"content": parts}
 
 
 async def _preprocess(
@@ -147,20 +150,27 @@ async def _preprocess(
     tool_dicts: list[JsonObject] | None = None,
     **options: object,
 ) -> object:
-    """Render a conversation by vLLM's method; its ids are exact if the session knows them."""
-    context = CURRENT.get()
-    if context is not None:
-        messages = [dict(message) for message in messages]
-        context.request, context.asked = request, Conversation(messages, tool_dicts)
-        with _refusing():
-            _refuse_images(messages)
+    """Render a conversation by vLLM's method; its ids are exact if the session knows them. Those of
+    one with images are always ours: vLLM would also fetch the images of URLs."""
+    context, ids = CURRENT.get(), None
+    with _refusing():
+        messages = [_listed(message) for message in messages]
+        if seen := vllm.has_non_text_content(messages):
+            messages = await service.read_images(request, messages)
+        asked = Conversation(messages, tool_dicts)
+        if context is not None:
+            context.request, context.asked = request, asked
             settle(request, context.session.sampling, config)
             if not getattr(request, "tools", None) and request.tool_choice is None:
                 request.tool_choice = "none"  # or vLLM removes calls from the text
             ids = await service.exact_prompt(context, request)
-        if ids is not None:
-            kept = getattr(request, "kv_transfer_params", None) or {}
-            request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+            context.images = placed(ids or ())
+        elif seen:
+            ids = await service.own_prompt(asked, request)
+    if ids is not None:
+        kept = getattr(request, "kv_transfer_params", None) or {}
+        request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+        messages = [] if seen else messages  # vLLM takes no ids for messages with images
     try:
         return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
     except ValidationError:  # parts of messages may be read for the first time here
@@ -186,7 +196,7 @@ def _refusing() -> Iterator[None]:
         yield
     except vllm.VLLMError:
         raise
-    except (RefusedParameter, TrajectoryError) as error:
+    except (InputError, TrajectoryError) as error:
         parameter = getattr(error, "parameter", "messages")
         raise vllm.VLLMValidationError(str(error), parameter=parameter) from error
     except Exception as error:  # a client's messages may be anything
@@ -397,6 +407,7 @@ class EngineClient:
     ) -> AsyncGenerator[vllm.RequestOutput, None]:
         """Sample `sampling_params.n` completions of a prompt that vLLM has rendered."""
         context, params = CURRENT.get(), sampling_params
+        images = () if context is None else context.images
         if context is not None:
             # Not all kinds of requests have these parameters.
             sampling = context.session.sampling or self._sampling
@@ -414,8 +425,7 @@ class EngineClient:
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
-        if request.mm_features:
-            raise InputError(_TEXT_ALONE)
+        assert not request.mm_features  # `_preprocess` lets vLLM see no image
         self.input_processor.assign_request_id(request)
         text = vllm.extract_prompt_components(self.model_config, prompt).text
         queue = vllm.RequestOutputCollector(params.output_kind, request.request_id)
@@ -426,7 +436,8 @@ class EngineClient:
             if parent is not None:
                 part.request_id, part.sampling_params = parent.get_child_info(index)
             self._outputs.add_request(part, text, parent, index, queue)
-            task = asyncio.create_task(self._run(part, context, (request_id, index), queue))
+            key = request_id, index
+            task = asyncio.create_task(self._run(part, images, context, key, queue))
             task.add_done_callback(self._tasks.discard)
             tasks.add(task)
         self._tasks |= tasks
@@ -445,6 +456,7 @@ class EngineClient:
     async def _run(
         self,
         request: vllm.EngineCoreRequest,
+        images: Sequence[PlacedImage],
         context: RequestContext | None,
         key: ChoiceKey,
         queue: vllm.RequestOutputCollector,
@@ -453,7 +465,8 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-            prompt, sampling = list(request.prompt_token_ids), copy.copy(params)
+            prompt: list[int] = list(request.prompt_token_ids)
+            prompt, sampling = PromptIds(prompt, images) if images else prompt, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
             stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
             if context is not None:
@@ -481,6 +494,7 @@ class EngineClient:
                 params.seed,
                 Route(adapter=lora.lora_name if lora is not None else POLICY),
                 whole=not streamed,
+                images=images,
             )
             with_logprobs = params.num_logprobs is not None
             scored = params.prompt_logprobs is not None  # a session may record them unasked

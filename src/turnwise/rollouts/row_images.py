@@ -1,0 +1,64 @@
+"""Images that rows of files name: by paths relative to the file, or by URLs that may be fetched.
+
+Such a name is the value of `image`, `images` or `image_url`, at any depth, or `path` or `url` in
+it. Nothing here reads an image of this disk.
+"""
+
+import base64
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from turnwise.core.fetch import fetch
+from turnwise.core.images import MAX_BYTES
+from turnwise.core.optional import Foreign
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory.images import FOLDER
+
+_NAMES = ("image", "images", "image_url")
+_SECONDS = 30.0  # time for all images of a row
+
+
+def with_own_paths(row: Row, folder: Path) -> Row:
+    """Return a row of a file in `folder` whose relative paths of images begin there, where such
+    files are. The images of a trajectory are in the folder beside its file."""
+    if "turns" in row and isinstance(images := row.get("images"), dict):
+        own = {"folder": str(folder / FOLDER)}
+        return {**row, "images": {key: {**known, **own} for key, known in images.items()}}
+
+    def found(name: str) -> str:
+        path = os.path.abspath(os.path.join(folder, name))
+        return path if os.path.isfile(path) else name
+
+    return _changed(row, found)
+
+
+def with_urls(row: Row, allowed: bool | Sequence[str]) -> Row:
+    """Return a row with the images at its URLs in their place, as data: URLs; raises as `fetch`."""
+    ends = time.monotonic() + _SECONDS
+
+    def fetched(name: str) -> str:
+        if not name.startswith(("http://", "https://")):
+            return name
+        data = fetch(name, allowed, MAX_BYTES, max(0.1, ends - time.monotonic()))
+        return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+    return _changed(row, fetched)
+
+
+def _changed(row: Row, change: Callable[[str], str]) -> Row:
+    """Return a row in which the names of images are changed."""
+
+    def below(value: Foreign, named: bool) -> Foreign:
+        if isinstance(value, str):
+            return change(value) if named else value
+        if isinstance(value, list):
+            return [below(one, named) for one in value]
+        if isinstance(value, dict):
+            inside = named or value.get("type") in _NAMES
+            keys = (*_NAMES, "path", "url") if inside else _NAMES
+            return {key: below(one, key in keys) for key, one in value.items()}
+        return value
+
+    return {key: below(value, key in _NAMES) for key, value in row.items()}
