@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from turnwise.chat.images import read_image
-from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -90,9 +89,11 @@ class VllmAsyncGenerationWorker(EngineWorker):
                 yield row
 
     def _with_images(self, prompt: list[int], given: Sequence[object], row: int) -> list[int]:
+        tokens = self._template.images
+        assert tokens is not None  # `load_template` gives it
         images = [read_image(each, f"an image of row {row}") for each in given]
         try:
-            return located(prompt, images, self._images)
+            return located(prompt, images, tokens)
         except TrajectoryError as error:
             raise InputError(f"row {row}: {error}") from error
 
@@ -215,10 +216,6 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
         return self._config.model_copy(update={"serving": serving})
-
-    @cached_property
-    def _images(self) -> ModelImages:
-        return ModelImages(self._config.model)
 
     @cached_property
     def _template(self) -> "ChatTemplate":

@@ -318,7 +318,10 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "half a file": (data_url(encoded(picture())[:300]), "broken"),
     "a strip": (data_url(encoded(picture(1, 2_000))), "more than 100 times"),
     "no base64": (url("data:image/png;base64,%%%"), "no data: URL"),
-    "too many": ([shown(seed) for seed in range(4)], "engine.images_per_prompt is 3"),
+    "too many": (
+        [shown(seed) for seed in range(4)],
+        "more than 3 images (engine.images_per_prompt)",
+    ),
     "a video": (
         [{"type": "video_url", "video_url": {"url": "http://127.0.0.1/v.mp4"}}],
         "it may be text or image",
