@@ -89,8 +89,8 @@ def read_parts(
             name, given = f"an image of {what}", _given(part)
             image = read_image(given, name, files=files, fetch=fetch)
             parts.append({"type": "image", "image": image})
-        elif kind in _TEXTS and isinstance(text := part.get("text"), str):
-            parts.append({"type": "text", "text": text})
+        elif kind in _TEXTS:
+            parts.append({"type": "text", "text": str(part.get("text") or "")})
         elif kind is None:
             parts.append(part)
         else:

@@ -72,10 +72,11 @@ class Conversation:
 
     @cached_property
     def bare(self) -> "Conversation":
-        """The same with places in it for images, whatever they show; itself if it has none."""
+        """The same with nothing in the places of its images; itself if it has none."""
         if not images_in(self.messages):
             return self
-        return Conversation([_without_images(message) for message in self.messages], self.tools)
+        text = json.dumps(list(self.messages), default=lambda image: None)
+        return Conversation(json.loads(text), self.tools)
 
     @property
     def opening(self) -> bytes:
@@ -170,13 +171,6 @@ def _part_said(part: JsonObject) -> str:
     if isinstance(image := part.get("image"), Image):
         return f"[image, {image.width} x {image.height}]"
     return str(part.get("text") or f"[{part.get('type')}]")
-
-
-def _without_images(message: Message) -> Message:
-    if not images_in([message]):
-        return message
-    parts = [{"type": "image"} if "image" in part else part for part in message["content"]]
-    return {**message, "content": parts}
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from turnwise.chat.images import read_image
-from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
-from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.errors import EngineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 from turnwise.trajectory import replace_prefix_tokens
 from turnwise.trajectory.images import located, placed
@@ -81,15 +80,22 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         async def one(index: int) -> dict[str, torch.Tensor]:
             prompt: list[int] = input_ids_BT[index, : int(lengths_B[index])].tolist()
-            if pictures := shown[index]:
-                what = f"an image of row {index}"
-                images = [await run_in_thread(read_image, each, what) for each in pictures]
-                prompt = await run_in_thread(located, prompt, images, self._images)
+            if len(shown[index]):
+                prompt = await run_in_thread(self._with_images, prompt, shown[index], index)
             return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
         async with aclosing(as_ready(one, len(lengths_B))) as ready:
             async for row in ready:
                 yield row
+
+    def _with_images(self, prompt: list[int], given: Sequence[object], row: int) -> list[int]:
+        tokens = self._template.images
+        assert tokens is not None  # `load_template` gives it
+        images = [read_image(each, f"an image of row {row}") for each in given]
+        try:
+            return located(prompt, images, tokens)
+        except TrajectoryError as error:
+            raise InputError(f"row {row}: {error}") from error
 
     def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
         changes: dict[str, object] = {"temperature": 0.0} if greedy else {}
@@ -210,10 +216,6 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
         return self._config.model_copy(update={"serving": serving})
-
-    @cached_property
-    def _images(self) -> ModelImages:
-        return ModelImages(self._config.model)
 
     @cached_property
     def _template(self) -> "ChatTemplate":

@@ -93,13 +93,12 @@ def _convert_with_images(
     if not any(item.get("type") == "image" for item in items):
         _convert_result(block, openai_messages)
         return
-    parts: list[dict[str, object]] = []
-    for item in items:
-        if item.get("type") == "image":
-            url = _url_of(item.get("source") or {})
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append(item)
+    parts = [
+        {"type": "image_url", "image_url": {"url": _url_of(item.get("source") or {})}}
+        if item.get("type") == "image"
+        else item
+        for item in items
+    ]
     call = block.tool_use_id or ""
     openai_messages.append({"role": "tool", "tool_call_id": call, "content": parts})
 

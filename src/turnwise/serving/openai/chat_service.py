@@ -417,11 +417,11 @@ class ChatService:
         """Return the ids of a whole conversation, or None if vLLM has to render it."""
         if not self._config.model.escape_special_tokens and not images_in(asked.messages):
             return None
-        template, generation = self._template_of(request), True
-        if getattr(request, "add_generation_prompt", None) is False:
-            generation = False
-        rendering = partial(prompts.own_prompt, template, asked, generation=generation)
-        return await in_thread_if_long(asked.messages, rendering)
+        template, shown = self._template_of(request), asked.messages
+        generation = getattr(request, "add_generation_prompt", True)
+        return await in_thread_if_long(
+            shown, lambda: prompts.own_prompt(template, asked, generation=generation)
+        )
 
     async def read_images(
         self, request: vllm.SamplingRequest, messages: Sequence[JsonObject]
@@ -430,36 +430,30 @@ class ChatService:
         images cannot be read, are too many, or are nothing that this server takes. URLs are fetched
         from the hosts alone that `data.allow_urls` names: clients are not trusted."""
         hosts, ends = self._config.data.allow_urls, time.monotonic() + _FETCH_SECONDS
+        most, shown = self._most_images, list(messages)
 
         def fetched(url: str) -> bytes:
             return fetch(url, hosts, MAX_BYTES, max(0.1, ends - time.monotonic()))
 
-        fetching = None if isinstance(hosts, bool) else fetched
-
-        def read() -> list[JsonObject]:
-            return [
-                read_parts(message, f"messages[{index}]", files=False, fetch=fetching)
-                if vllm.has_non_text_content([message])
-                else message
-                for index, message in enumerate(messages)
-            ]
+        def read() -> None:
+            fetching = None if isinstance(hosts, bool) else fetched
+            for index, message in enumerate(messages):
+                if vllm.has_non_text_content([message]):
+                    what = f"messages[{index}]"
+                    shown[index] = read_parts(message, what, files=False, fetch=fetching)
+                if len(images_in(shown)) > most:  # before more of them are read
+                    raise InputError(
+                        f"the messages have more than {most} images (engine.images_per_prompt)"
+                    )
 
         for name in ("echo", "continue_final_message"):
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
-        if not self._most_images:
-            raise prompts.RefusedParameter("messages", _TEXT_ALONE)
-        contents = [message["content"] for message in messages if message.get("content")]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        count = sum(vllm.has_non_text_content([{"content": [part]}]) for part in parts)
-        if count > self._most_images:
-            raise prompts.RefusedParameter(
-                "messages",
-                f"the messages have {count} images; engine.images_per_prompt is "
-                f"{self._most_images}",
-            )
-        return await run_in_thread(read)
+        if not most:
+            raise InputError(_TEXT_ALONE)
+        await run_in_thread(read)
+        return shown
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""
