@@ -10,11 +10,10 @@ from tests.vision import asked, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.training.batching import Columns
+from turnwise.training.batching import Columns, plan_micro_batches
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
 from turnwise.training.supervised import demonstrate
-from turnwise.training.vision import check_images
 from turnwise.trajectory import audit
 from turnwise.trajectory.images import extended, placed
 
@@ -90,18 +89,18 @@ def test_a_sampled_marker_is_a_token_as_any_other(rank: TrainerRank, vision_path
     assert "get_placeholder_mask" not in vars(rank._models.policy.model.model)
 
 
-def test_micro_batches_of_a_model_of_images_are_padded(rank: TrainerRank, vision_path: str) -> None:
-    assert rank.layout == "padded"
-    with pytest.raises(InputError, match="trained padded"):
-        TrainerRank(vision_config(vision_path, training={"packing": "packed"}))
-
-
-def test_what_images_cannot_be_trained_with_is_named(vision_path: str) -> None:
+def test_images_that_cannot_be_trained_cost_no_text_and_are_named(
+    vision_path: str, policy_path: str
+) -> None:
     sample = sample_of(vision_path, picture(), "?", answer=[5])
-    lora = {"path": vision_path, "max_length": 512, "lora": {"rank": 4}}
-    with pytest.raises(InputError, match=r"model\.lora\.rank"):
-        check_images([sample], vision_config(vision_path, model=lora))
-    check_images([sample], vision_config(vision_path))
+    for path, sections, named in (
+        (vision_path, {"engine": {"images_per_prompt": 0}}, r"engine\.images_per_prompt is 0"),
+        (policy_path, {}, "trained as a model of text alone"),
+    ):
+        blind = TrainerRank(vision_config(path, **sections))
+        (share,) = plan_micro_batches([sample], 1, 1, 512, "padded")[0]
+        with pytest.raises(InputError, match=named):
+            blind.score("policy", share)
 
 
 def test_a_written_conversation_with_images_is_a_trajectory(vision_path: str) -> None:

@@ -6,6 +6,7 @@ that leak into the next sequence of a row, masks that ignore where sequences beg
 nothing applies: all show as a difference, whatever the architecture is.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -17,15 +18,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
+from turnwise.training.attention import (
+    CONTEXT_KEY,
+    is_packed,
+    set_packed,
+    use_packed_attention,
+)
 from turnwise.training.batching import Layout, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
+from turnwise.training.vision import TYPES, probe, sees, token_weight
+from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -72,13 +81,16 @@ class ModelCheck:
     """The check of one model. All ranks make the same calls, and get the same answers."""
 
     @torch.no_grad()
-    def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
+    def __init__(
+        self, models: Models, module: Scorer | Critic, max_length: int, images: bool = False
+    ) -> None:
         self._models, self._module = models, module
-        self._model: PreTrainedModel = (
-            module.model if isinstance(module, Scorer) else module.backbone
-        )
+        self._model = _checked(module)
         self.kind: str = self._model.config.model_type
         self._samples = samples = _samples(self._model.config, max_length)
+        if images:
+            assert module.images is not None, "a model without a processor"
+            self._samples = samples = _with_images(samples, module.images)
         self._rounding, most = _ROUNDING[module.dtype]
         packed = is_packed(self._model)
         # One by one, each rank alone, and with the attention that Transformers chose.
@@ -91,8 +103,7 @@ class ModelCheck:
         """Difference of the log-probs of one sequence from those by the model's own logits."""
         # With tokens after them, which are not scored: what a batch of another shape changes widens
         # the bound from here on.
-        rows = [(s.token_ids_T.tolist(), s.sequence) for s in samples[1:]]
-        followed = [_sample(ids + ids[:_BLOCK], len(ids), number) for ids, number in rows]
+        followed = [_followed(sample) for sample in samples[1:]]
         found = _attempt(lambda: self._values(followed, "padded"))
         again = self._difference(found, self._alone[1:])
         self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
@@ -141,12 +152,21 @@ class ModelCheck:
         """Return the last sample's log-probs by the model's own logits."""
         if isinstance(self._module, Critic):
             return self._alone[-1:]  # it has no logits
-        ids_1T = torch.from_numpy(self._samples[-1].token_ids_T)[None].to(self._models.device)
+        sample, device = self._samples[-1], self._models.device
+        ids_1T = torch.from_numpy(sample.token_ids_T)[None].to(device)
+        given: dict[str, torch.Tensor] = {}
+        if sample.images and self._module.images is not None:
+            made = self._module.images.processed(sample.images[0].image).tensors
+            types_1T = (ids_1T == self._model.config.image_token_id).long()
+            taken = inspect.signature(self._model.forward).parameters
+            given = dict.fromkeys(TYPES, types_1T) | {n: t.to(device) for n, t in made.items()}
+            given = {name: tensor for name, tensor in given.items() if name in taken}
         with self._models.computing(self._module):
             if isinstance(self._module, FSDPModule):
                 self._module.unshard()  # the head's weights; layers gather their own
-            logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-        return [logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].cpu()]
+            logits = self._model(input_ids=ids_1T, use_cache=False, **given).logits
+        logprobs_T = logits[0, :-1].float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
+        return [logprobs_T.cpu()[torch.from_numpy(sample.response_mask_T[1:])]]
 
     def _difference(
         self, found: tuple[list[torch.Tensor], str], expected: Sequence[torch.Tensor]
@@ -195,6 +215,35 @@ def agreed_layout(
     return layout, warning
 
 
+def check_images(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str]:
+    """Return the layout of steps with images, and the policy's `token_weight`; and why the models
+    of a run cannot be trained with images, "" if they can."""
+    policy, why = models.policy, ""
+    if not sees(policy.get_submodule("model").config):
+        why = f"model.path: {config.model.path} is trained as a model of text alone"
+    elif not config.engine.images_per_prompt:
+        why = "engine.images_per_prompt is 0"
+    elif config.training.context_parallel > 1:
+        why = f"{CONTEXT_KEY}: ranks that share sequences read no images: set it to 1"
+    if why:
+        return "padded", 0.0, f"a sample has an image: {why}"
+    assert policy.images is not None
+    length = config.model.max_length
+    try:
+        weight = token_weight(policy.model, policy.images.processed(probe(0)))
+        checks = [ModelCheck(models, module, length, images=True) for module in models.modules()]
+        return agreed_layout(checks, config.training, preferred)[0], weight, ""
+    except InputError as error:
+        for module in models.modules():  # as before these checks
+            use_packed_attention(_checked(module), config.training.attention)
+        return "padded", 0.0, f"a sample has an image: {error}"
+
+
+def _checked(module: Scorer | Critic) -> PreTrainedModel:
+    model: PreTrainedModel = module.model if isinstance(module, Scorer) else module.backbone
+    return model
+
+
 def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     """Return whose log-probs a layout changes, and by how much; "" if it changes none."""
     found = [(check.kind, check.compare_and_choose_attention(layout)) for check in checks]
@@ -237,6 +286,27 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 def _sample(ids: list[int], scored: int, number: int) -> Sample:
     """Return a sample of which the first tokens are scored."""
     return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
+
+
+def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
+    """Return the last two samples with an image each after the beginning that all then share, and
+    one more that differs from the last in nothing but the pixels of its image."""
+    text, others = samples[0].token_ids_T.tolist()[:_COMMON], samples[1:]
+    made = []
+    for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
+        rest, image = sample.token_ids_T.tolist()[_COMMON:], probe(picture)
+        own = images.ids_of(image)
+        ids = extended(text, PromptIds(own, [PlacedImage(image, 0, len(own))]), rest)
+        scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
+        made.append(Sample.to_score(ids, scored, number, placed(ids)))
+    return made
+
+
+def _followed(sample: Sample) -> Sample:
+    """Return a sample with tokens after it that are not scored."""
+    ids, mask = sample.token_ids_T.tolist(), [1, *sample.response_mask_T.tolist()[1:]]
+    more = ids[:_BLOCK]
+    return Sample.to_score(ids + more, mask + [0] * len(more), sample.sequence, sample.images)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
