@@ -17,7 +17,7 @@ from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.export import merge_adapter
-from turnwise.training.layout_check import check_images
+from turnwise.training.layout_check import agreed_layouts
 from turnwise.training.memory import model_size
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
@@ -143,16 +143,17 @@ def test_an_image_is_read_once_however_many_samples_have_it(
     ]
     with torch.no_grad():
         found, _ = rank._models.score("policy", Columns.of(samples, "padded", CPU))
-    assert read == [2, 1]  # those of one size together
+    assert read == [1, 1, 1]
     assert torch.equal(found[:2], found[2:4])
     assert not torch.allclose(found[:2], found[4:6])
 
 
 def test_every_layout_is_exact_with_images_at_the_start(rank: TrainerRank) -> None:
-    config, preferred = rank._config, rank.layouts
-    assert preferred.image_weight > 0
-    for layout in ("padded", "packed", "shared"):
-        assert check_images(rank._models, config, layout)[::2] == (layout, "")
+    config, layouts = rank._config, ("padded", "packed", "shared")
+    assert rank.layouts.patches > 0
+    for layout in layouts:
+        found, warning, why = agreed_layouts(rank._models, config, layout)
+        assert (found.text, found.images, warning, why) == (layout, layout, "", "")
     packed = TrainerRank(vision_config(config.model.path, training={"packing": "shared"}))
     assert packed.layouts[:2] == ("shared", "shared")
 

@@ -33,7 +33,7 @@ class Layouts(NamedTuple):
 
     text: Layout = "padded"
     images: Layout = "padded"  # of steps in which a sample has an image
-    image_weight: float = 0.0  # as `plan_micro_batches` takes it
+    patches: float = 0.0  # those of an image for each of its tokens
 
 
 class _Unit(NamedTuple):
@@ -81,7 +81,7 @@ def plan_micro_batches(
     ranks: int,
     max_tokens: int,
     layout: Layout,
-    image_weight: float = 0.0,
+    patches: float = 0.0,
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
 
@@ -90,7 +90,7 @@ def plan_micro_batches(
         updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own.
-        image_weight: Tokens that each token of an image counts as, beside itself.
+        patches: Those of an image for each of its tokens; they count as tokens.
     """
     computed: dict[int, list[Sample]] = {}
     counted: dict[int, list[Sample]] = {}
@@ -110,9 +110,9 @@ def plan_micro_batches(
             tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(list(units.values()), max_tokens, ranks, layout, image_weight)
+        buckets = _buckets(list(units.values()), max_tokens, ranks, layout, patches)
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
-        buckets.sort(key=lambda bucket: -_cost(bucket, "packed", image_weight))
+        buckets.sort(key=lambda bucket: -_cost(bucket, "packed", patches))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
             row = [[s for unit in b for s in unit.samples] for b in buckets[start : start + ranks]]
@@ -130,7 +130,7 @@ def _buckets(
     max_tokens: int,
     ranks: int,
     layout: Layout,
-    image_weight: float,
+    patches: float,
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""
@@ -154,7 +154,7 @@ def _buckets(
     while True:
         buckets: list[list[_Unit]] = []
         for unit in units:
-            if buckets and _cost([*buckets[-1], unit], layout, image_weight) <= max_tokens:
+            if buckets and _cost([*buckets[-1], unit], layout, patches) <= max_tokens:
                 buckets[-1].append(unit)
             else:
                 buckets.append([unit])
@@ -162,17 +162,17 @@ def _buckets(
         if not missing or len(units) < len(buckets) + missing:
             return buckets
         # Shrink the buckets until they can be distributed evenly.
-        largest = max(_cost(bucket, layout, image_weight) for bucket in buckets)
+        largest = max(_cost(bucket, layout, patches) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
 
 
-def _cost(bucket: Sequence[_Unit], layout: Layout, image_weight: float) -> int:
-    """Return the tokens that are computed, padding included, and those that its images, each of
-    which is read once, count as."""
+def _cost(bucket: Sequence[_Unit], layout: Layout, patches: float) -> int:
+    """Return the tokens that are computed, padding included, and the patches of its images, each of
+    which is read once."""
     looks = 0
-    if image_weight:
+    if patches:
         placed = (one for unit in bucket for sample in unit.samples for one in sample.images)
-        looks = round(image_weight * sum({one.image: one.length for one in placed}.values()))
+        looks = round(patches * sum({one.image: one.length for one in placed}.values()))
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
         return len(lengths) * max(lengths) + looks
@@ -245,15 +245,7 @@ class Columns:
             ids[column_T] = sample.token_ids_T
             positions[column_T] = np.arange(sample.length)
         experts = _experts(samples, columns, rows * width)
-        places = {  # by their first columns: sequences may share an image
-            int(column_T[one.start]): (one, column_T[one.start : one.end])
-            for sample, column_T in zip(samples, columns, strict=True)
-            for one in sample.images
-        }
-        looked = [places[start] for start in sorted(places)]
-        image = np.zeros(rows * width if looked else 0, np.int64)
-        for number, (_, column_T) in enumerate(looked, start=1):
-            image[column_T] = number
+        images, image = _images(samples, columns, rows * width)
         before = _concatenated(
             column_T[:-1][sample.response_mask_T[1:]]
             for sample, column_T in zip(samples, columns, strict=True)
@@ -284,8 +276,8 @@ class Columns:
             None if experts is None else by_row(experts),
             tensor(_concatenated(columns[number] for number in order)) if shared else None,
             own if shared else None,
-            tuple(one.image for one, _ in looked),
-            torch.from_numpy(image).view(rows, width) if looked else None,
+            images,
+            torch.from_numpy(image).view(rows, width) if images else None,
             others_see,
         )
 
@@ -345,6 +337,22 @@ def _key(sample: Sample, numbers: dict[Image, int]) -> _Ids:
     for one in sample.images:
         key_T[one.start : one.end] = (1 << 31) + numbers.setdefault(one.image, len(numbers))
     return key_T
+
+
+def _images(
+    samples: Sequence[Sample], columns: Sequence[_Ids], count: int
+) -> tuple[tuple[Image, ...], _Ids]:
+    """Return `Columns.images`, and `Columns.image_BT` of all columns if there are any."""
+    places = {  # by their first columns: sequences may share an image
+        int(column_T[one.start]): (one.image, column_T[one.start : one.end])
+        for sample, column_T in zip(samples, columns, strict=True)
+        for one in sample.images
+    }
+    found = [places[start] for start in sorted(places)]
+    numbers = np.zeros(count if found else 0, np.int64)
+    for number, (_, column_T) in enumerate(found, start=1):
+        numbers[column_T] = number
+    return tuple(image for image, _ in found), numbers
 
 
 def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:

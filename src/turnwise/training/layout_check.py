@@ -27,13 +27,13 @@ from turnwise.training.attention import (
     set_packed,
     use_packed_attention,
 )
-from turnwise.training.batching import Layout, make_micro_batch
+from turnwise.training.batching import Layout, Layouts, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
-from turnwise.training.vision import TYPES, probe, sees, token_weight
+from turnwise.training.vision import TYPES, patches_per_token, probe, sees
 from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
 
 _PLAIN = SamplingConfig()
@@ -215,28 +215,38 @@ def agreed_layout(
     return layout, warning
 
 
-def check_images(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str]:
-    """Return the layout of steps with images, and the policy's `token_weight`; and why the models
-    of a run cannot be trained with images, "" if they can."""
-    policy, why = models.policy, ""
+def agreed_layouts(models: Models, config: Config, preferred: Layout) -> tuple[Layouts, str, str]:
+    """Return the layouts of a run; a warning as `agreed_layout` does; and the reason why its models
+    cannot be trained with images, "" if they can."""
+    # Images first: their check may change the attention, with which the others are then made.
+    images, patches, why = _check_images(models, config, preferred)
+    checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
+    layout, warning = agreed_layout(checks, config.training, preferred)
+    return Layouts(layout, images, patches), warning, why and f"a sample has an image: {why}"
+
+
+def _check_images(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str]:
+    """Return the layout of steps with images, the policy's patches for each token of one, and the
+    reason why there can be none."""
+    policy = models.policy
     if not sees(policy.get_submodule("model").config):
-        why = f"model.path: {config.model.path} is trained as a model of text alone"
-    elif not config.engine.images_per_prompt:
-        why = "engine.images_per_prompt is 0"
-    elif config.training.context_parallel > 1:
-        why = f"{CONTEXT_KEY}: ranks that share sequences read no images: set it to 1"
-    if why:
-        return "padded", 0.0, f"a sample has an image: {why}"
-    assert policy.images is not None
-    length = config.model.max_length
+        return "padded", 0.0, f"model.path: {config.model.path} is trained as a model of text alone"
+    if not config.engine.images_per_prompt:
+        return "padded", 0.0, "engine.images_per_prompt is 0"
+    if config.training.context_parallel > 1:
+        return "padded", 0.0, f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
     try:
-        weight = token_weight(policy.model, policy.images.processed(probe(0)))
+        assert policy.images is not None
+        patches = patches_per_token(policy.model, policy.images.processed(probe(0)))
+        length = config.model.max_length
         checks = [ModelCheck(models, module, length, images=True) for module in models.modules()]
-        return agreed_layout(checks, config.training, preferred)[0], weight, ""
-    except InputError as error:
+        return agreed_layout(checks, config.training, preferred)[0], patches, ""
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # not the model's fault
+    except Exception as error:  # of code that knows only some models of images
         for module in models.modules():  # as before these checks
             use_packed_attention(_checked(module), config.training.attention)
-        return "padded", 0.0, f"a sample has an image: {error}"
+        return "padded", 0.0, str(error) if isinstance(error, InputError) else describe_error(error)
 
 
 def _checked(module: Scorer | Critic) -> PreTrainedModel:

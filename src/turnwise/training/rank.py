@@ -27,7 +27,6 @@ from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty,
 from turnwise.training.batching import (
     Columns,
     Layout,
-    Layouts,
     MicroBatch,
     RankBatches,
     make_micro_batch,
@@ -35,7 +34,7 @@ from turnwise.training.batching import (
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import ModelCheck, agreed_layout, check_images
+from turnwise.training.layout_check import agreed_layouts
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -98,12 +97,8 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        preferred = layout_of(training, self.device)
-        # First, as they may change the attention, with which the others are then made.
-        of_images, weight, self._no_images = check_images(models, config, preferred)
-        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
-        layout, self.layout_warning = agreed_layout(checks, training, preferred)
-        self.layouts = Layouts(layout, of_images, weight)
+        found = agreed_layouts(models, config, layout_of(training, self.device))
+        self.layouts, self.layout_warning, self._no_images = found
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model

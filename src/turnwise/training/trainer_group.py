@@ -175,7 +175,7 @@ class TrainerGroup:
             training.ranks // size,
             micro_batch_tokens(training, self._on_gpu),
             layouts.images if any(sample.images for sample in samples) else layouts.text,
-            layouts.image_weight,
+            layouts.patches,
         )
         return [share for share in planned for _ in range(size)]
 

@@ -2,8 +2,7 @@
 
 The tensors of an image are those of the model's own processor, made once for each image in each
 rank. Its features are computed once for each forward pass, however many samples have it, and apart
-from other images unless these have the same shapes. Position ids of more than one dimension are
-made by the model's own code, sequence by sequence.
+from other images. Position ids of more than one dimension are made by the model's own code.
 """
 
 import inspect
@@ -63,22 +62,12 @@ def probe(number: int) -> Image:
     return read_image(picture, "an image")
 
 
-def token_weight(model: PreTrainedModel, processed: Processed) -> float:
-    """Return how many tokens of text need as much memory as one token of an image, roughly.
-
-    Activations of a part grow with its width and its layers, and so with the root of its parameters
-    times its layers; an image has several patches for each of its tokens.
-    """
-    vision, text = model.config.vision_config, model.config.get_text_config()
-    depth = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", 1)
-    look = depth * sum(p.numel() for p in vision_parameters(model))
-    words = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    layers = (p.numel() for p in model.get_decoder().parameters() if id(p) not in words)
-    read = text.num_hidden_layers * sum(layers)
+def patches_per_token(model: PreTrainedModel, made: Processed) -> float:
+    """Return the patches of an image for each of its tokens."""
+    vision = model.config.vision_config
     side, frames = vision.patch_size, getattr(vision, "temporal_patch_size", 1)
     side = side if isinstance(side, int) else side[0]
-    patches = processed.tensors["pixel_values"].numel() / (3 * side**2 * frames)
-    return float(patches / len(processed.token_ids) * (look / read) ** 0.5)
+    return made.tensors["pixel_values"].numel() / (3 * side**2 * frames) / len(made.token_ids)
 
 
 @contextmanager
@@ -90,8 +79,7 @@ def seeing(
     if columns.image_BT is None:
         yield {}
         return
-    if images is None or not sees(backbone.config):
-        raise InputError(f"the trainer reads no images with a {backbone.config.model_type} model")
+    assert images is not None, "a model without a processor"
     ids_BT, device = columns.token_ids_BT, columns.token_ids_BT.device
     processed = {image: images.processed(image) for image in columns.images}
     span_BT = columns.image_BT.to(device) > 0
@@ -101,7 +89,7 @@ def seeing(
         raise InputError(f"a {kind} model makes other tokens of an image than its prompt has")
     token: int = backbone.config.image_token_id
     read_BT, stray_BT = span_BT & (ids_BT == token), ~span_BT & (ids_BT == token)
-    found = _features(backbone, columns.images, processed, device)
+    found = _features(backbone, processed, columns)
     given: dict[str, Foreign] = {"mm_encoder_outputs": {"image": found}}
     taken = inspect.signature(backbone.forward).parameters
     given |= {name: read_BT.long() for name in TYPES if name in taken}
@@ -123,46 +111,25 @@ def seeing(
 
 
 def _features(
-    backbone: PreTrainedModel,
-    images: Sequence[Image],
-    processed: Mapping[Image, Processed],
-    device: torch.device,
+    backbone: PreTrainedModel, processed: Mapping[Image, Processed], columns: Columns
 ) -> Foreign:
-    """Return the features of images, in their order, as the model's own code computes them."""
-    groups: dict[tuple[torch.Size, ...], list[Image]] = {}
-    for image, made in processed.items():
-        groups.setdefault(tuple(t.shape for t in made.tensors.values()), []).append(image)
+    """Return the features of all images, each computed once and alone by the model's own code."""
     taken = inspect.signature(backbone.get_image_features).parameters
-    parts: dict[Image, list[Foreign]] = {}
-    for group in groups.values():
-        rows = [processed[image].tensors for image in group]
-        tensors = {
-            name: torch.cat([row[name] for row in rows]).to(device)
-            for name in rows[0]
-            if name in taken
-        }
-        output = backbone.get_image_features(**tensors, return_dict=True)
-        names = [name for name in _FEATURES if getattr(output, name, None) is not None]
-        divided = [_divided(getattr(output, name), len(group)) for name in names]
-        parts |= zip(group, zip(*divided, strict=True), strict=True)
-    placed = zip(*(parts[image] for image in images), strict=True)
-    for name, found in zip(names, placed, strict=True):
-        setattr(output, name, _joined(found))
+    found: dict[Image, Foreign] = {}
+    for image, made in processed.items():
+        own = {n: t.to(columns.token_ids_BT.device) for n, t in made.tensors.items() if n in taken}
+        found[image] = backbone.get_image_features(**own, return_dict=True)
+    output = found[columns.images[0]]
+    for name in _FEATURES:
+        if getattr(output, name, None) is not None:
+            parts = [getattr(found[image], name) for image in columns.images]
+            setattr(output, name, _joined(parts))
     return output
 
 
-def _divided(value: Foreign, count: int) -> list[Foreign]:
-    """Divide features into those of images of one shape: a tensor, tensors, or such for layers."""
-    if isinstance(value, torch.Tensor):
-        return list(value.chunk(count))
-    if isinstance(value[0], torch.Tensor):
-        each = len(value) // count
-        return [value[start : start + each] for start in range(0, len(value), each)]
-    return list(zip(*(_divided(layer, count) for layer in value), strict=True))
-
-
 def _joined(values: Sequence[Foreign]) -> Foreign:
-    """Put features of images together: the inverse of `_divided`."""
+    """Put the features of images together: tensors, lists of one for each image, or lists of such
+    for each layer."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
     if isinstance(values[0][0], torch.Tensor):
