@@ -148,17 +148,16 @@ def _positions(
     assert columns.image_BT is not None
     whole = (columns.token_ids_BT, read_BT.long(), columns.image_BT)
     rows_3BT = [each.cpu() for each in whole]
+    taken = inspect.signature(backbone.get_rope_index).parameters
     positions_3BT = torch.zeros(3, *columns.token_ids_BT.shape, dtype=torch.long)
     for row, column_T in columns.sequences():
         ids_T, types_T, numbers_T = (each[row, column_T] for each in rows_3BT)
         numbers = numbers_T.unique_consecutive().tolist()
         own = [processed[columns.images[number - 1]].tensors for number in numbers if number]
-        grids = {name: torch.cat([each[name] for each in own]) for name in own[0]} if own else {}
-        taken = inspect.signature(backbone.get_rope_index).parameters
+        names = [name for name in own[0] if name in taken] if own else []
+        grids = {name: torch.cat([each[name] for each in own]) for name in names}
         found_31T, _ = backbone.get_rope_index(
-            ids_T[None],
-            mm_token_type_ids=types_T[None],
-            **{name: tensor for name, tensor in grids.items() if name in taken},
+            ids_T[None], mm_token_type_ids=types_T[None], **grids
         )
         positions_3BT[:, row, column_T] = found_31T[:, 0]
     if columns.position_ids_BT is None:
