@@ -11,10 +11,11 @@ import torch
 from PIL import Image as Pictures
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.simulated import SimulatedEngine
 from tests.vision import asked, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError, TrajectoryError, WeightUpdateError
 from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.export import merge_adapter
 from turnwise.training.layout_check import agreed_layouts
@@ -25,6 +26,7 @@ from turnwise.training.supervised import demonstrate
 from turnwise.training.vision import vision_parameters
 from turnwise.trajectory import audit
 from turnwise.trajectory.images import extended, placed
+from turnwise.weights.sync import check_canary
 
 CPU = torch.device("cpu")
 
@@ -238,12 +240,20 @@ def test_an_exported_model_reads_images_as_the_trainer(vision_path: str, tmp_pat
     assert np.abs(found.numpy() - expected).max() < 1e-5
 
 
-def test_the_canary_has_an_image(rank: TrainerRank) -> None:
+async def test_the_canary_has_an_image_whose_own_tokens_are_not_compared(
+    rank: TrainerRank,
+) -> None:
     published = rank.publish()
     (image,) = placed(published.prompt)
     assert len(published.prompt) == 32 + image.length
     assert len(published.logprobs) == 31
     assert 0 < image.start < 32
+    engine = SimulatedEngine()  # its log-prob of a token is a thousandth of its number
+    outside = [*published.prompt[1 : image.start], *published.prompt[image.end :]]
+    wrong, right = (([token * -1e-3 for token in ids]) for ids in (outside[::-1], outside))
+    assert (await check_canary(engine, published.prompt, right, 1e-6, 0))[1] < 1e-9
+    with pytest.raises(WeightUpdateError, match="not the trainer's"):
+        await check_canary(engine, published.prompt, wrong, 1e-6, 0)
     blind = TrainerRank(vision_config(rank._config.model.path, engine={"images_per_prompt": 0}))
     assert not placed(blind.publish().prompt)
 
