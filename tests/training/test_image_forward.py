@@ -119,7 +119,7 @@ def test_packed_rows_are_scored_as_padded_ones(
     ]
     assert (samples[0].token_ids_T == samples[2].token_ids_T).all()
     columns = Columns.of(samples, layout, CPU)
-    assert len(columns.images) == (6 if layout == "shared" else 8)
+    assert len(columns.images) == (5 if layout == "shared" else 8)
     with torch.no_grad():
         expected, _ = rank._models.score("policy", Columns.of(samples, "padded", CPU))
         found, _ = rank._models.score("policy", columns)
