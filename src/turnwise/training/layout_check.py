@@ -21,12 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import (
-    CONTEXT_KEY,
-    is_packed,
-    set_packed,
-    use_packed_attention,
-)
+from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed, use_packed_attention
 from turnwise.training.batching import Layout, Layouts, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
@@ -290,12 +285,7 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
     generator = np.random.default_rng(0)
     rows = [generator.choice(ordinary, length) for length in (first, *_LENGTHS[1:])]
     rows[1][:_COMMON] = rows[0][:_COMMON]
-    return [_sample(row.tolist(), len(row), number) for number, row in enumerate(rows)]
-
-
-def _sample(ids: list[int], scored: int, number: int) -> Sample:
-    """Return a sample of which the first tokens are scored."""
-    return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
+    return [Sample.to_score(row.tolist(), [1] * len(row), n) for n, row in enumerate(rows)]
 
 
 def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
