@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from tests.vision import asked, picture, vision_config
+from tests.weights.links import state_dict_info
 from turnwise.chat.images import read_parts
 from turnwise.chat.prompts import next_prompt
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config
 from turnwise.engine.protocol import Completion, Generator, Request, generate
-from turnwise.errors import InputError
+from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.batching import Columns
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
+from turnwise.training.vision import vision_parameters
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
 from turnwise.trajectory.images import PlacedImage, PromptIds, placed
+from turnwise.weights.sync import check_canary
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,31 @@ async def test_an_image_of_the_same_size_changes_the_log_probs_and_no_cache_conf
     assert found[0].logprobs[0] == pytest.approx(found[2].logprobs[0], abs=1e-4)
     assert abs(found[0].logprobs[0] - found[1].logprobs[0]) > 1e-3
     assert found[2].cached_tokens > found[1].cached_tokens
+
+
+async def test_an_update_of_both_parts_reaches_the_engine_and_its_caches(
+    seeing: WorkerHandle, config: Config
+) -> None:
+    rank = TrainerRank(config)
+    published = rank.publish()
+    canary = published.prompt
+    assert len(placed(canary)) == 1
+    assert (await check_canary(seeing, canary, published.logprobs, 1e-3, 0))[1] < 1e-4
+    await seeing._call("prepare_refit_info", state_dict_info(rank._tensors()))
+    tower = vision_parameters(rank._models.policy)
+    before = [parameter.detach().clone() for parameter in tower]
+    for version in (1, 2):  # the second brings the first weights back
+        with torch.no_grad():
+            for parameter, first in zip(tower, before, strict=True):
+                parameter.copy_(first)
+                if version == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        rank.version = version
+        published = rank.publish()
+        with pytest.raises(WeightUpdateError, match="weights are not the trainer's"):
+            await check_canary(seeing, canary, published.logprobs, 1e-3, version - 1)
+        await seeing.update_weights(published)
+        assert (await check_canary(seeing, canary, published.logprobs, 1e-3, version))[1] < 1e-4
 
 
 async def test_too_many_images_and_wrong_ids_are_refused(

@@ -129,6 +129,7 @@ ALIASES = {
         "model.max_length": "context_length max_model_len max_seq_len max_seq_length seq_length",
         "model.path": "load model_name model_name_or_path",
         "model.tokenizer": "tokenizer_model tokenizer_path",
+        "model.train_vision": "freeze_vision_tower freeze_vit",
         "name": "exp_name run_name",
         "output_dir": "output",
         "rollout.context.compact": "compaction",

@@ -50,7 +50,7 @@ class LoraConfig(Section):
     """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
-    all-linear is every linear layer but the output head."""
+    all-linear is every linear layer but the output head. The part that reads images gets none."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
 
@@ -84,6 +84,8 @@ class ModelConfig(Section):
     template_args: Tree = {}
     """Extra variables for the chat template, such as {enable_thinking: false}."""
     lora: LoraConfig = LoraConfig()
+    train_vision: bool = True
+    """Train the part of the model that reads images, too; false trains its language model alone."""
     escape_special_tokens: bool = False
     """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
     tool result can end its turn and open another."""

@@ -50,6 +50,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on; weights that learn are kept as they are"): "model.dtype",
     (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
     (False, "the checkpoint's adapter has this form"): "model.lora",
+    (False, "the checkpoint's moments are those of the weights that learn"): "model.train_vision",
     (True, "applies from now on, if the number of rows stays and they have the same names"): (
         "data.path data.subset data.split data.limit data.filter"
     ),

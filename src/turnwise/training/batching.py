@@ -7,7 +7,7 @@ changes no result.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -28,6 +28,14 @@ samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 
 
+class Layouts(NamedTuple):
+    """Layouts of a run's micro-batches."""
+
+    text: Layout = "padded"
+    images: Layout = "padded"  # of steps in which a sample has an image
+    patches: float = 0.0  # those of an image for each of its tokens
+
+
 class _Unit(NamedTuple):
     """A pair or a sequence, and the tokens that are computed for it."""
 
@@ -44,6 +52,8 @@ class RankBatches:
     trajectory_tokens: dict[int, int]
     """Trained tokens of each trajectory, on all ranks, including those that are only counted; 0 of
     one that is left out."""
+    images: bool = False
+    """Whether any sample of the optimizer step, on any rank, has an image."""
 
     @property
     def total_tokens(self) -> int:
@@ -66,7 +76,12 @@ def threads_of(training: TrainingConfig) -> int:
 
 
 def plan_micro_batches(
-    samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, layout: Layout
+    samples: Sequence[Sample],
+    updates: int,
+    ranks: int,
+    max_tokens: int,
+    layout: Layout,
+    patches: float = 0.0,
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
 
@@ -75,6 +90,7 @@ def plan_micro_batches(
         updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own.
+        patches: Those of an image for each of its tokens; they count as tokens.
     """
     computed: dict[int, list[Sample]] = {}
     counted: dict[int, list[Sample]] = {}
@@ -94,9 +110,9 @@ def plan_micro_batches(
             tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(list(units.values()), max_tokens, ranks, layout)
+        buckets = _buckets(list(units.values()), max_tokens, ranks, layout, patches)
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
-        buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
+        buckets.sort(key=lambda bucket: -_cost(bucket, "packed", patches))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
             row = [[s for unit in b for s in unit.samples] for b in buckets[start : start + ranks]]
@@ -105,25 +121,31 @@ def plan_micro_batches(
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(RankBatches(micro_batches, dict(tokens)))
+            share.append(RankBatches(micro_batches, dict(tokens), any(s.images for s in own)))
     return shares
 
 
 def _buckets(
-    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout
+    members: Sequence[list[Sample]],
+    max_tokens: int,
+    ranks: int,
+    layout: Layout,
+    patches: float,
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""
     units = list[_Unit]()  # in an order in which neighbours go well together
     if layout == "shared":
         before: _Ids | None = None
-        for number in _in_order([samples[0].token_ids_T for samples in members]):
+        numbers: dict[Image, int] = {}
+        keys = [[_key(sample, numbers) for sample in samples] for samples in members]
+        for number in _in_order([own[0] for own in keys]):
             alone = saved = 0
-            for index, sample in enumerate(members[number]):
-                common = 0 if before is None else _common_length(before, sample.token_ids_T)
-                alone += sample.length - (common if index else 0)
+            for index, key_T in enumerate(keys[number]):
+                common = 0 if before is None else _common_length(before, key_T)
+                alone += len(key_T) - (common if index else 0)
                 saved += 0 if index else common
-                before = sample.token_ids_T
+                before = key_T
             units.append(_Unit(members[number], alone, alone - saved))
     else:
         for samples in sorted(members, key=lambda samples: max(s.length for s in samples)):
@@ -132,7 +154,7 @@ def _buckets(
     while True:
         buckets: list[list[_Unit]] = []
         for unit in units:
-            if buckets and _cost([*buckets[-1], unit], layout) <= max_tokens:
+            if buckets and _cost([*buckets[-1], unit], layout, patches) <= max_tokens:
                 buckets[-1].append(unit)
             else:
                 buckets.append([unit])
@@ -140,17 +162,22 @@ def _buckets(
         if not missing or len(units) < len(buckets) + missing:
             return buckets
         # Shrink the buckets until they can be distributed evenly.
-        largest = max(_cost(bucket, layout) for bucket in buckets)
+        largest = max(_cost(bucket, layout, patches) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
 
 
-def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
-    """Return the tokens that are computed, padding included."""
+def _cost(bucket: Sequence[_Unit], layout: Layout, patches: float) -> int:
+    """Return the tokens that are computed, padding included, and the patches of its images, each of
+    which is read once."""
+    looks = 0
+    if patches:
+        placed = (one for unit in bucket for sample in unit.samples for one in sample.images)
+        looks = round(patches * sum({one.image: one.length for one in placed}.values()))
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
-        return len(lengths) * max(lengths)
+        return len(lengths) * max(lengths) + looks
     first, *others = bucket
-    return first.tokens_first + sum(unit.tokens_after for unit in others)
+    return first.tokens_first + sum(unit.tokens_after for unit in others) + looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +206,11 @@ class Columns:
     """If they do, the number of tokens at the end of each sequence that are computed for it."""
     images: tuple[Image, ...] = ()
     """Images of all rows, in the order of their columns."""
-    span_BT: torch.Tensor | None = None
-    """True at the tokens that stand for them; None without any."""
+    image_BT: torch.Tensor | None = None
+    """1 + the index of the image that each token stands for, 0 for others, on the CPU; None without
+    any."""
+    others_see: bool = False
+    """Whether columns of the same optimizer step, maybe on other ranks, have images."""
 
     @classmethod
     def of(
@@ -189,12 +219,14 @@ class Columns:
         layout: Layout,
         device: torch.device,
         group: ContextGroup | None = None,
+        others_see: bool = False,
     ) -> "Columns":
         """Lay samples out; return this rank's columns, without a group all of them.
 
         Without samples, it is a row of one token that is no target.
         """
-        order, columns, own = _placed([sample.token_ids_T for sample in samples], layout)
+        numbers: dict[Image, int] = {}
+        order, columns, own = _placed([_key(sample, numbers) for sample in samples], layout)
         padded = layout == "padded" or not samples
         rows = (len(samples) or 1) if padded else 1
         width = max(map(len, columns), default=1) if padded else sum(own)
@@ -213,12 +245,7 @@ class Columns:
             ids[column_T] = sample.token_ids_T
             positions[column_T] = np.arange(sample.length)
         experts = _experts(samples, columns, rows * width)
-        images = tuple(one.image for sample in samples for one in sample.images)
-        span = np.zeros(rows * width if images else 0, np.bool_)
-        assert padded or not images, "rows with images are padded"
-        for sample, column_T in zip(samples, columns, strict=True):
-            for one in sample.images:
-                span[column_T[one.start : one.end]] = True
+        images, image = _images(samples, columns, rows * width)
         before = _concatenated(
             column_T[:-1][sample.response_mask_T[1:]]
             for sample, column_T in zip(samples, columns, strict=True)
@@ -250,8 +277,19 @@ class Columns:
             tensor(_concatenated(columns[number] for number in order)) if shared else None,
             own if shared else None,
             images,
-            by_row(span) if images else None,
+            torch.from_numpy(image).view(rows, width) if images else None,
+            others_see,
         )
+
+    def sequences(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the row of each sequence, padding included, and the columns of its tokens."""
+        count, width = self.token_ids_BT.shape
+        columns_T = torch.arange(width)
+        if self.lengths is None:
+            yield from ((row, columns_T) for row in range(count))
+            return
+        columns_S = columns_T if self.column_S is None else self.column_S.cpu()
+        yield from ((0, part) for part in columns_S.split(self.lengths))
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values of all columns' targets, row by row, from those of this rank's."""
@@ -288,6 +326,33 @@ def _placed(tokens: Sequence[_Ids], layout: Layout) -> tuple[list[int], list[_Id
         own.append(new)
         before, width = number, width + new
     return order, columns, own
+
+
+def _key(sample: Sample, numbers: dict[Image, int]) -> _Ids:
+    """Return numbers that are equal where samples compute the same: token ids and, at images, the
+    numbers of these, beyond all ids."""
+    if not sample.images:
+        return sample.token_ids_T
+    key_T = sample.token_ids_T.copy()
+    for one in sample.images:
+        key_T[one.start : one.end] = (1 << 31) + numbers.setdefault(one.image, len(numbers))
+    return key_T
+
+
+def _images(
+    samples: Sequence[Sample], columns: Sequence[_Ids], count: int
+) -> tuple[tuple[Image, ...], _Ids]:
+    """Return `Columns.images`, and `Columns.image_BT` of all columns if there are any."""
+    places = {  # by their first columns: sequences may share an image
+        int(column_T[one.start]): (one.image, column_T[one.start : one.end])
+        for sample, column_T in zip(samples, columns, strict=True)
+        for one in sample.images
+    }
+    found = [places[start] for start in sorted(places)]
+    numbers = np.zeros(count if found else 0, np.int64)
+    for number, (_, column_T) in enumerate(found, start=1):
+        numbers[column_T] = number
+    return tuple(image for image, _ in found), numbers
 
 
 def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:
@@ -354,6 +419,7 @@ def make_micro_batch(
     layout: Layout,
     device: torch.device,
     group: ContextGroup | None = None,
+    others_see: bool = False,
 ) -> MicroBatch:
     """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
@@ -397,7 +463,7 @@ def make_micro_batch(
             teacher_weights_2N=torch.stack([spread(part, torch.float32) for part in parts]),
         )
     return MicroBatch(
-        Columns.of(samples, layout, device, group),
+        Columns.of(samples, layout, device, group, others_see),
         tokens,
         picked((s.turns_T for s in samples), np.int64),
         sum(s.length for s in samples),

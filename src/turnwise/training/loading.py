@@ -32,13 +32,14 @@ from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.internals.transformers import layer_classes
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import check_divisible, use_packed_attention
 from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import Critic, Models, RoutingReplay, Scorer
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
+from turnwise.training.vision import decoder_layers as decoder_layers
+from turnwise.training.vision import vision_parameters
 
 _Module = TypeVar("_Module", Scorer, Critic)
 POLICY = OtherModel()
@@ -178,12 +179,6 @@ def translate_unreadable(path: str) -> Iterator[None]:
         raise InputError(f"the model {path} cannot be loaded: {error}") from error
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, as Transformers' models declare them, in their order."""
-    names = layer_classes(model)
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
     """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
     input, and compute their activations again in backward passes; return them."""
@@ -205,12 +200,24 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
     bonus = config.algorithm.entropy.has_bonus
-    images = ModelImages(config.model)
+    readers: dict[str, ModelImages] = {}
+
+    def prepared(model: PreTrainedModel, other: OtherModel = POLICY) -> ModelImages:
+        """Freeze the part that reads images if it does not learn; return its processor."""
+        if not config.model.train_vision:
+            for parameter in vision_parameters(model):
+                parameter.requires_grad_(False)
+        path = other.path or config.model.path
+        own = ModelImages(config.model.model_copy(update={"path": path}))
+        return readers.setdefault(path, own)
+
+    images = prepared(model)
     scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus, images)
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
+        images = prepared(model, other)
         frozen = Scorer(model, config.sampling, dtype_of(config, other), images=images)
         frozen.requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
@@ -222,7 +229,8 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
             )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
-        critic = Critic(load_value_model(config, other), dtype_of(config, other), images)
+        model = load_value_model(config, other)
+        critic = Critic(model, dtype_of(config, other), prepared(model, other))
         value = distribute(critic, config, device, other)
     give_back()
     return Models(policy, reference, value, device, group)
@@ -238,7 +246,8 @@ def distribute(
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered only for its own computation. The files of `other`, which the
+    Each decoder layer is gathered only for its own computation; the part that reads images with the
+    embeddings, as ranks that have no image do not compute it. The files of `other`, which the
     module was made of, hold the weights that it still lacks.
     """
     if trained:
@@ -249,7 +258,8 @@ def distribute(
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    for layer in (*decoder_layers(module), module):
+    apart = not config.engine.images_per_prompt  # then no rank ever does
+    for layer in (*decoder_layers(module, of_images=apart), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     path = path_of(config, other)
     with translate_unreadable(path):

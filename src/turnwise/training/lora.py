@@ -6,6 +6,7 @@ layer; only PEFT's layers and its file formats are used, not its own model class
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.training.shards import whole
+from turnwise.training.vision import sees
 from turnwise.weights.transport import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
@@ -35,17 +37,25 @@ ADAPTER_TENSORS = "adapter_model.safetensors"
 
 
 def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -> None:
-    """Freeze a model and give its layers an adapter for each role, in float32.
+    """Freeze a model and give its layers of text an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
     peft = optional("peft", "lora", "model.lora")
     targets: Foreign = lora.target_modules
     names = [_ADAPTERS[role] for role in roles if role in _ADAPTERS]
+    beside = None
+    if sees(model.config):  # the part that reads images may have layers of the same names
+        decoder = model.get_decoder()
+        text = next(name for name, part in model.named_modules() if part is decoder)
+        beside = rf"(?!{re.escape(text)}\.).*"
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
         settings = peft.LoraConfig(
-            **peft_settings(lora), target_modules=targets, task_type="CAUSAL_LM"
+            **peft_settings(lora),
+            target_modules=targets,
+            exclude_modules=beside,
+            task_type="CAUSAL_LM",
         )
         try:
             with warnings.catch_warnings(action="ignore"):  # of a second adapter

@@ -31,7 +31,7 @@ from turnwise.training.batching import Columns
 from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import take_role, trained_part
-from turnwise.training.vision import seeing
+from turnwise.training.vision import seeing, vision_parameters
 
 _LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
@@ -324,9 +324,13 @@ def hidden_before(
     given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
     if columns.position_ids_BT is not None:
         given["position_ids"] = columns.position_ids_BT
-    with attending(backbone, columns) as more, seeing(backbone, columns, images) as seen:
-        hidden_BTH = backbone(**given, **more, **seen).last_hidden_state
+    # Images first: their part of the model knows nothing of sequences.
+    with seeing(backbone, columns, images) as seen, attending(backbone, columns) as more:
+        hidden_BTH = backbone(**given | more | seen).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
+    if columns.others_see and not columns.images:  # FSDP adds up gradients of the same parameters
+        unused = [p.flatten()[0] for p in vision_parameters(backbone) if p.requires_grad]
+        hidden_NH = hidden_NH + 0 * sum(unused)
     return hidden_NH
 
 
