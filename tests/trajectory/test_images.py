@@ -176,7 +176,7 @@ def test_a_training_trace_has_its_images_inside(tmp_path: Path) -> None:
     assert (tmp_path / "two" / "images" / RED.name).read_bytes() == b"red"
 
 
-@pytest.mark.parametrize("what", ["moved", "gone", "other bytes", "no bytes", "a path"])
+@pytest.mark.parametrize("what", ["moved", "gone", "other bytes", "a path"])
 def test_a_trace_whose_images_were_changed_is_refused(what: str) -> None:
     trace = to_training_trace(shown_twice())
     first, second = (turn["metadata"]["turnwise"] for turn in trace["turns"])
@@ -186,11 +186,9 @@ def test_a_trace_whose_images_were_changed_is_refused(what: str) -> None:
         del first["files"][BLUE.hash]
     elif what == "other bytes":
         first["files"][RED.hash]["data"] = first["files"][BLUE.hash]["data"]
-    elif what == "no bytes":
-        del first["files"][RED.hash]["data"]
     else:
         first["files"]["../../evil"] = first["files"].pop(RED.hash)
-    with pytest.raises(InputError, match=r"trace, turn [01]: (its images|an image has no bytes)"):
+    with pytest.raises(InputError, match=r"trace, turn [01]: its images are not those exported"):
         from_training_trace(trace)
 
 

@@ -102,7 +102,9 @@ def _as_svg(path: Path) -> str:
 def test_nothing_else_is_served_as_an_image(folder: Path, name_of: Callable[[Path], str]) -> None:
     (folder.parent / "secret.png").write_bytes(encoded(picture(seed=7)))
     name = name_of(images_of(folder)[0])
-    assert opened(folder).get(f"{FILE}/images/{name}").status_code == 404
+    answer = opened(folder).get(f"{FILE}/images/{name}")
+    assert answer.status_code == (422 if name_of is _changed else 404)
+    assert answer.headers["content-type"].startswith(("application/json", "text/plain"))
 
 
 def test_a_line_has_images_by_hash_and_its_audit_is_exact(folder: Path) -> None:

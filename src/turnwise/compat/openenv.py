@@ -16,13 +16,11 @@ from itertools import chain
 from typing import Annotated, ClassVar, NotRequired
 
 import aiohttp
-import numpy as np
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from turnwise.chat.images import read_image
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign, optional
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
     IDENTITY,
@@ -55,10 +53,9 @@ _ANSWERS = {"reset": "observation", "step": "observation"}
 """Types of answers that differ from their requests'."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 _BASE64 = "data:;base64,"
-_FILES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""First characters of files in base64: PNG, JPEG, GIF, WebP."""
-_SIDE = 16  # least height and width, so that a small board is not taken for a picture
-Shown = str | list[JsonObject]
+_FILES = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""First characters of images as texts: a data: URL, or a PNG, JPEG, GIF or WebP file in base64."""
+Shown = str | list[str | JsonObject]
 """An observation as the model reads it: a text, or the parts of a message with images."""
 
 
@@ -123,8 +120,8 @@ class OpenEnv(Environment):
             if isinstance(asked, str) and isinstance(observation, str):
                 messages[-1]["content"] = f"{asked}\n\n{observation}"
             else:
-                parts = (_parts(each) for each in (asked, "\n\n", observation))
-                messages[-1]["content"] = [*chain(*parts)]
+                both = [[each] if isinstance(each, str) else each for each in (asked, observation)]
+                messages[-1]["content"] = [*both[0], "\n\n", *both[1]]
         elif observation:
             messages.append({"role": "user", "content": observation})
         if not messages:
@@ -135,8 +132,8 @@ class OpenEnv(Environment):
         """Return an observation as the model reads it.
 
         The result of a tool, or the observation's only text, or JSON without `metadata`; then its
-        images: files in base64, or rows of pixels. A tool's failure is raised, so that the model
-        reads an error. TrajectoryError (`environment_reply`) for an image that cannot be read.
+        images, which are files in base64. A tool's failure is raised, so that the model reads an
+        error. TrajectoryError (`environment_reply`) when an image cannot be read.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
@@ -149,14 +146,14 @@ class OpenEnv(Environment):
             text = "\n".join(lines) if lines or seen else _plain(result)
             if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
-            return [*_parts(text), *seen] if seen else text
+            return [text, *seen] if seen else text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
         images = {key: found for key, value in rest.items() if (found := _images(value))}
         rest = {key: value for key, value in rest.items() if key not in images}
         texts = [value for value in rest.values() if isinstance(value, str)]
         text = _plain(rest) if any(rest.values()) else ""
         text = texts[0] if len(texts) == 1 else text
-        return [*_parts(text), *chain(*images.values())] if images else text
+        return [text, *chain(*images.values())] if images else text
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -205,34 +202,18 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _parts(shown: Shown) -> list[JsonObject]:
-    return ([{"type": "text", "text": shown}] if shown else []) if isinstance(shown, str) else shown
-
-
 def _images(value: object) -> list[JsonObject]:
-    """Return the images that a value of an observation is: a data: URL or a file in base64, several
-    of them, or rows of pixels [height, width, 3 or 4]. [] if it is none."""
-    if isinstance(value, str):
-        given = value if value.startswith("data:image/") else f"{_BASE64}{value}"
-        return [_image(given)] if value.startswith(("data:image/", *_FILES)) else []
-    if not isinstance(value, list) or not value:
+    """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each.startswith(_FILES) for each in values):
         return []
-    if isinstance(value[0], str):
-        found = [image for each in value for image in _images(each)]
-        return found if len(found) == len(value) else []
-    rows = [row for row in value if isinstance(row, list) and len(row) >= _SIDE]
-    pixels = len(rows) == len(value) >= _SIDE and isinstance(rows[0][0], list)
-    return [_image(rows)] if pixels and len(rows[0][0]) in (3, 4) else []
+    return [_image(each if each.startswith("data:") else f"{_BASE64}{each}") for each in values]
 
 
-def _image(given: Foreign) -> JsonObject:
-    """Return the part of one image: a data: URL, or rows of pixels."""
+def _image(url: str) -> JsonObject:
     try:
-        if not isinstance(given, str):
-            pictures = optional("PIL.Image", "images", "an observation with pixels")
-            given = pictures.fromarray(np.array(given, np.uint8))
-        image = read_image(given, "an image of an observation", files=False)
-    except (InputError, ValueError, TypeError, OverflowError) as error:
+        image = read_image(url, "an image of an observation", files=False)
+    except InputError as error:
         raise TrajectoryError(REPLY, f"the OpenEnv server sent no image: {error}") from error
     return {"type": "image", "image": image}
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from turnwise.core.files import temporary
 from turnwise.core.images import FORMATS
@@ -224,25 +224,17 @@ def _parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
                     yield part
 
 
-def replaced(
-    messages: Iterable[Mapping[str, object]], change: Callable[[JsonObject], JsonObject]
-) -> list[JsonObject]:
-    """Return a copy of messages in which each image's part is what `change` makes of it."""
-    made = [dict(message) for message in copy.deepcopy([*messages])]
+def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
+    """Return a copy of messages, whose images are what `change` makes of them."""
+    made = copy.deepcopy([*messages])
     for part in _parts(made):
-        changed = change(dict(part))
-        part.clear()
-        part.update(changed)
+        part["image"] = change(part["image"])
     return made
 
 
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
-    if not images:
-        return messages
-    return replaced(
-        messages, lambda part: part | {"image": images.get(str(part["image"]), part["image"])}
-    )
+    return replaced(messages, lambda key: images.get(key, key)) if images else messages
 
 
 def data_url(value: object) -> str:

@@ -52,9 +52,7 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     images = trajectory.images
 
     def hashed(messages: list[Message]) -> list[Message]:
-        if not images:
-            return messages
-        return replaced(messages, lambda part: part | {"image": part["image"].hash})
+        return replaced(messages, lambda image: image.hash)
 
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
@@ -119,8 +117,12 @@ def from_training_trace(
         known.add(turn["node_id"])
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
-        files = files or _files(ours, where)
-        trained.append(_add_turn(trajectory, turn, ours, weight_version, where, files))
+        try:
+            files |= of_described(ours.get("files") or {}, None)
+            images = [PlacedImage(files[key], start, n) for key, start, n in ours.get("images", ())]
+        except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
+            raise InputError(f"{where}: its images are not those exported: {error!r}") from error
+        trained.append(_add_turn(trajectory, turn, ours, weight_version, where, images))
     number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):
@@ -132,18 +134,9 @@ def from_training_trace(
             raise InputError(f"{name}: a trajectory has no {field}")
         setattr(trajectory, field, Counter(value) if field == "events" else value)
     trajectory.messages = restored(trajectory.messages, files)
+    for made in trajectory.turns:
+        made.messages[:] = restored(made.messages, files)
     return trajectory
-
-
-def _files(ours: JsonObject, where: str) -> dict[str, Image]:
-    """Return the images of a trace by hash, from the metadata of a call; most have none."""
-    try:
-        images = of_described(ours.get("files") or {}, None)
-        if all(image.data for image in images.values()):
-            return images
-    except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
-        raise InputError(f"{where}: its images cannot be read: {error}") from error
-    raise InputError(f"{where}: an image has no bytes")
 
 
 def _add_turn(
@@ -152,7 +145,7 @@ def _add_turn(
     ours: JsonObject,
     version: int,
     where: str,
-    files: dict[str, Image],
+    images: list[PlacedImage],
 ) -> bool:
     """Add a call to a trajectory; returns False if its mask trains nothing."""
     prompt = _ids(turn, "prompt_token_ids", where)
@@ -180,10 +173,6 @@ def _add_turn(
         return False
     first = mask.index(1) if pieces else 0
     last = first + sum(mask)
-    try:
-        images = [PlacedImage(files[key], start, n) for key, start, n in ours.get("images", ())]
-    except (LookupError, TypeError, ValueError) as error:
-        raise InputError(f"{where}: its images are not those exported") from error
     prompt = PromptIds([*prompt, *completion[:first]], images)
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
@@ -196,7 +185,7 @@ def _add_turn(
         None if added is None else [*unknown, *added, *logprobs[:first]],
         fork_reason=ours.get("fork_reason"),
         adapter=ours.get("adapter", ""),
-        messages=restored((turn.get("request") or {}).get("messages") or [] if ours else [], files),
+        messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
         raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")

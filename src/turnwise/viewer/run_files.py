@@ -29,7 +29,7 @@ from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.core.run_files import judgements
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
@@ -201,15 +201,13 @@ class RunFiles:
             return file.read(length)
 
     def image(self, name: str, image: str) -> bytes:
-        """Return an image of a file's trajectories by its own name, `HASH.FORMAT`."""
-        path = self._file(name).parent / FOLDER / image
+        """Return an image of a file's trajectories by its name, `HASH.FORMAT`; TrajectoryError
+        when its bytes have been changed."""
+        folder = self._file(name).parent / FOLDER
         known = FILE.fullmatch(image)
-        if known is None or not _is_own(path):
+        if known is None or not _is_own(folder / image):
             raise KeyError(image)
-        try:
-            return Image(known[1], known[2], 0, 0, folder=path.parent).read()
-        except TrajectoryError as error:  # it has been changed
-            raise KeyError(image) from error
+        return Image(known[1], known[2], 0, 0, folder=folder).read()
 
     def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, translate_unwritable
+from turnwise.errors import InputError, TrajectoryError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Image, Trajectory
@@ -50,6 +50,7 @@ _HEADERS = {
 
 _LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
 _IMAGES = 30 * 2**20  # bytes of images in one file; the others are left out
+_IMAGE = "files/{file}/images/{name}"
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
@@ -65,6 +66,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}": lambda run, file: {"trajectories": run.index(file).summaries},
     "files/{file}/search": RunFiles.search,
     "files/{file}/timeline": RunFiles.timeline,
+    _IMAGE: RunFiles.image,
     "files/{file}/{index:int}": RunFiles.line,
     "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
     "files/{file}/{index:int}/audit": RunFiles.audit,
@@ -72,7 +74,8 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}/{index:int}/values": RunFiles.token_values,
     "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
 }
-"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already."""
+"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already, or
+an image."""
 _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
 """A part of the query that is the last argument of an answer."""
 
@@ -94,17 +97,14 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
             if path in _QUERIES:
                 at.append(request.query_params.get(_QUERIES[path], ""))
             found = read(runs[run], *at)
+            if path == _IMAGE:
+                return Response(found, media_type=f"image/{at[-1].rpartition('.')[2]}")
             if isinstance(found, bytes) and (b"NaN" in found or b"Infinity" in found):
                 found = parse(found)  # JSON has no such numbers
             text = found if isinstance(found, bytes) else json.dumps(found, default=str)
             return Response(text, media_type="application/json")
 
         return Route(f"/api/runs/{{run}}/{path}", answer)
-
-    def image(request: Request) -> Response:  # in a thread
-        run, file, name = request.path_params.values()
-        kind = name.rpartition(".")[2]
-        return Response(runs[run].image(file, name), media_type=f"image/{kind}")
 
     def explain(_: Request, error: Exception) -> Response:
         missing = isinstance(error, LookupError)
@@ -113,8 +113,7 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
     routes = [Route("/", page), Route("/static/{name}", page), Route("/api/runs", list_runs)]
     routes += [route(path, read) for path, read in _ANSWERS.items()]
-    routes.append(Route("/api/runs/{run}/files/{file}/images/{name}", image))
-    handlers = {InputError: explain, LookupError: explain}
+    handlers = dict.fromkeys((InputError, LookupError, TrajectoryError), explain)
     return _guarded(Starlette(routes=routes, exception_handlers=handlers), token, port)
 
 
@@ -247,7 +246,7 @@ def _urls(run: RunFiles, file: str, names: Iterable[str]) -> Iterator[tuple[str,
     """Yield the images of a file by name as data: URLs, as many as a page may hold."""
     room = _IMAGES
     for name in names:
-        with suppress(LookupError):  # it is gone
+        with suppress(LookupError, TrajectoryError):  # it is gone, or not the same
             data = run.image(file, name)
             if len(data) <= room:
                 room -= len(data)

@@ -323,7 +323,7 @@ def _arguments(
 ) -> dict[str, object]:
     """Return the keyword arguments of a reward function, in which an image is one of PIL's."""
     picture = cache(lambda image: decode(image.read(), str(image)))
-    with_pictures = partial(replaced, change=lambda part: part | {"image": picture(part["image"])})
+    with_pictures = partial(replaced, change=picture)
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
     prompts, completions, completion_ids = list[object](), list[object](), list[list[int]]()
     for trajectory, episode in zip(trajectories, played, strict=True):

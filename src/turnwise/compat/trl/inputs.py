@@ -219,7 +219,7 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
         tokenizer.save_pretrained(values["model.tokenizer"])
     processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     if isinstance(model, str | Path):
-        if processor is not None and _settings(processor) != _settings(_processor(str(model))):
+        if processor is not None and _pictures(processor) != _pictures(_processor(str(model))):
             why = "its image processor has other settings than the model's own: save it there"
             refuse_argument("processing_class", why)
         return values | {"model.path": str(model)}
@@ -238,16 +238,13 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
 def _processor(path: str) -> Foreign:
     from transformers import AutoProcessor  # seconds to import
 
-    try:
-        return AutoProcessor.from_pretrained(resolve_model(path))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"GRPOTrainer: model: {path} has no processor of images: {error}"
-        ) from error
+    return AutoProcessor.from_pretrained(resolve_model(path))
 
 
-def _settings(processor: Foreign) -> object:
-    return getattr(getattr(processor, "image_processor", None), "to_dict", lambda: None)()
+def _pictures(processor: Foreign) -> JsonObject | None:
+    """Return the settings of a processor of images; None if it has none."""
+    found = getattr(processor, "image_processor", None)
+    return None if found is None else dict(found.to_dict())
 
 
 def context_length(values: Mapping[str, object], args: GRPOConfig) -> int:
