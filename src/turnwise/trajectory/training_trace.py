@@ -119,7 +119,8 @@ def from_training_trace(
         kept = kept or ours.get("trajectory") or {}
         try:
             files |= of_described(ours.get("files") or {}, None)
-            images = [PlacedImage(files[key], start, n) for key, start, n in ours.get("images", ())]
+            seen = ours.get("images", ())
+            images = [PlacedImage(files[key], int(start), int(n)) for key, start, n in seen]
         except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
             raise InputError(f"{where}: its images are not those exported: {error!r}") from error
         trained.append(_add_turn(trajectory, turn, ours, weight_version, where, images))

@@ -183,8 +183,12 @@ def _with_images(prompt: Any, row: Row) -> Any:
     asked = [message for message in messages if message.get("role") != "tool"]
     for message in asked:
         if isinstance(message.get("content"), list):
-            message["content"] = parts = [dict(part) for part in message["content"]]
-            places += (p for p in parts if p.get("type") == "image" and p.get("image") is None)
+            message["content"] = [
+                dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part}
+                for part in message["content"]
+            ]
+            parts = (part for part in message["content"] if part.get("type") == "image")
+            places += (part for part in parts if part.get("image") is None)
     texts = (m for m in asked if m.get("role") == "user" and isinstance(m.get("content"), str))
     if not places and (first := next(texts, None)) is not None:
         places = [{"type": "image"} for _ in images]
