@@ -181,6 +181,30 @@ def test_arguments_of_calls_are_objects_where_a_conversation_is_rendered(
     assert own_prompt(seeing, Conversation([sent("What?")])) is None
 
 
+PARTS = """\
+{%- for message in messages %}{{- message.role | capitalize + ':' }}
+{%- for part in message.content %}{%- if part.type == 'image' %}{{- '<|image_pad|>' }}
+{%- elif part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"""
+"""A template in the manner of SmolVLM's and LLaVA's, to which a text that is no part is nothing."""
+
+
+def test_a_template_of_parts_shows_texts_and_is_continued(seeing: ChatTemplate) -> None:
+    template = ChatTemplate(seeing.tokenizer, chat_template=PARTS, images=seeing.images)
+    session = Session("s")
+    first = record(session, template, [{"role": "user", "content": "What?"}])
+    assert template.decode_all(first) == "User:What?<|im_end|>\nAssistant:"
+    more = [{"role": "user", "content": "What?"}, SAID, sent("this:", picture())]
+    second = record(session, template, more)
+    assert template.decode_all(second).startswith(
+        "User:What?<|im_end|>\nAssistant:a cat<|im_end|>\nUser:this:<|image_pad|>"
+    )
+    third = [*more, SAID, {"role": "user", "content": "Sure?"}]
+    assert record(session, template, third)[: len(second)] == second
+    assert [turn.fork_reason for turn in session.finish().turns] == [None] * 3
+    assert template.render([{"role": "user", "content": "What?"}]) == first
+
+
 def test_notations_of_clients_are_one_message() -> None:
     url = f"data:image/png;base64,{base64.b64encode(encoded(picture())).decode()}"
     text = {"type": "text", "text": "What?"}

@@ -98,7 +98,7 @@ def read_parts(
     return {**message, "content": parts}
 
 
-def with_urls(value: object) -> object:
+def with_urls(value: Foreign) -> Foreign:
     """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
     `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
     if isinstance(value, Mapping) and not isinstance(value.get("bytes"), bytes):

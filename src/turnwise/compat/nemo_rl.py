@@ -95,7 +95,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         try:
             return located(prompt, images, tokens)
         except TrajectoryError as error:
-            raise InputError(f"row {row}: {error}") from error
+            raise InputError(str(error)) from error
 
     def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
         changes: dict[str, object] = {"temperature": 0.0} if greedy else {}

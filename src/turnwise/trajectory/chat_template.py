@@ -26,6 +26,7 @@ from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""
+_PROBE = "text 8c1d0f52"
 _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
@@ -199,6 +200,10 @@ class ChatTemplate:
                     for part in content
                 ]
                 given[index] = {**message, "content": parts}
+        if self._in_parts:
+            for index, message in enumerate(given):
+                if isinstance(content := message.get("content"), str):
+                    given[index] = {**message, "content": [{"type": "text", "text": content}]}
         return str(
             self.tokenizer.apply_chat_template(
                 given,
@@ -208,6 +213,20 @@ class ChatTemplate:
                 **self._kwargs,
             )
         )
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template shows texts in lists of parts alone, as some that show images do."""
+
+        def shows(content: object) -> bool:
+            asked = [{"role": "user", "content": content}]
+            try:
+                made = self.tokenizer.apply_chat_template(asked, tokenize=False, **self._kwargs)
+            except Exception:  # a template may raise anything
+                return False
+            return _PROBE in made
+
+        return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text.

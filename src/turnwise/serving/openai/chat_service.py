@@ -441,10 +441,9 @@ class ChatService:
                 if vllm.has_non_text_content([message]):
                     what = f"messages[{index}]"
                     shown[index] = read_parts(message, what, files=False, fetch=fetching)
-                if len(images_in(shown)) > most:  # before more of them are read
-                    raise InputError(
-                        f"the messages have more than {most} images (engine.images_per_prompt)"
-                    )
+                    if len(images_in(shown)) > most:  # before more of them are read
+                        why = f"more than {most} images (engine.images_per_prompt)"
+                        raise InputError(f"the messages have {why}")
 
         for name in ("echo", "continue_final_message"):
             if getattr(request, name, False):

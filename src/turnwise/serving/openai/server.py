@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from turnwise.chat.session import NAME_PATTERN, Session, StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config
-from turnwise.core.aio import freeze_gc
+from turnwise.core.aio import freeze_gc, run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
@@ -372,7 +372,7 @@ async def get_session(session_id: str, server: _Server, images: bool = False) ->
     also their bytes, in base64."""
     session = _managed(server, session_id)
     session.finish()
-    return session.describe(whole=images)
+    return await run_in_thread(session.describe, whole=True) if images else session.describe()
 
 
 @router.post("/sessions/{session_id}/reward")
