@@ -3,10 +3,7 @@
 Runs in the environment that `make .venv-interop/.installed` makes.
 """
 
-import base64
-import struct
 import sys
-import zlib
 from typing import Any
 
 import uvicorn
@@ -16,6 +13,7 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
+from plain_png import png
 
 
 class Calculator(MCPEnvironment):
@@ -114,24 +112,10 @@ class Camera(Echo):
     """Shows a picture at first, and another one after each message."""
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **row: Any) -> Any:
-        return Picture(text="Look.", screenshot=png((255, 0, 0)))
+        return Picture(text="Look.", screenshot=png(255, 0, 0))
 
     def step(self, action: Say, timeout_s: float | None = None, **rest: Any) -> Any:
-        return Picture(text=action.message, screenshot=png((0, 0, 255)), reward=0.1)
-
-
-def png(color: tuple[int, int, int]) -> str:
-    """Return a picture of one colour, 56 x 84 pixels; nothing here needs a package for it."""
-    rows = (b"\0" + bytes(color) * 56) * 84
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checked = kind + data
-        return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
-
-    header = struct.pack(">IIBBBBB", 56, 84, 8, 2, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    whole = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-    return base64.b64encode(whole).decode()
+        return Picture(text=action.message, screenshot=png(0, 0, 255), reward=0.1)
 
 
 KINDS = {

@@ -4,15 +4,14 @@ It has what a foreign server has not: a step that waits for a gate, and a count 
 """
 
 import asyncio
-import base64
-import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from PIL import Image
+
+from tests.rollouts.foreign.plain_png import png
 
 INTEGER = {"type": "integer"}
 TOOLS = [
@@ -38,16 +37,7 @@ ACTION = {
 }
 
 
-def pictures() -> list[str]:
-    """Return two files in base64."""
-    found = []
-    for color in ("red", "blue"):
-        Image.new("RGB", (56, 84), color).save(buffer := io.BytesIO(), "PNG")
-        found.append(base64.b64encode(buffer.getvalue()).decode())
-    return found
-
-
-PICTURES = pictures()
+PICTURES = (png(255, 0, 0), png(0, 0, 255))
 
 
 class PlainServer:
