@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -25,12 +26,13 @@ class Handler(BaseHTTPRequestHandler):
         if name == "slow":
             self.send_response(200)
             self.end_headers()
-            for _ in range(200):
-                self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.05)
+            with suppress(OSError):  # the client has left
+                for _ in range(200):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.05)
             return
-        self.send_response(200 if name == "ok" else 404)
+        self.send_response(200 if name.startswith("ok") else 404)
         self.end_headers()
         self.wfile.write(b"0123456789")
 

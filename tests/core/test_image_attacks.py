@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image as Pictures
 
-from tests.vision import asked, encoded, picture
+from tests.vision import encoded, picture
 from turnwise.chat.images import read_image, read_parts
 from turnwise.core.images import MAX_BYTES, check_image, decode
 from turnwise.errors import InputError
@@ -110,7 +110,7 @@ def test_a_broken_orientation_turns_nothing_or_is_refused() -> None:
 
 
 def test_of_a_film_the_first_picture_is_read() -> None:
-    frames = [picture(seed=seed) for seed in range(50)]
+    frames = [picture(seed=seed) for seed in range(9)]
     for format in ("GIF", "WEBP", "PNG"):
         buffer = io.BytesIO()
         frames[0].save(buffer, format, save_all=True, append_images=frames[1:], lossless=True)
@@ -158,6 +158,7 @@ def test_a_path_object_is_the_programs_own(tmp_path: Path) -> None:
 )
 def test_no_url_in_a_message_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("looked up"))
-    for image in (url, {"url": url}):
+    for kind, image in (("image", url), ("image_url", {"url": url}), ("image", {"path": url})):
+        message = {"role": "user", "content": [{"type": kind, kind: image}]}
         with pytest.raises(InputError, match=r"is a URL, and none is fetched but .*allow_urls"):
-            read_parts(asked(image), "a message")
+            read_parts(message, "a message")

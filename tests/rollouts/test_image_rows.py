@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 
 from tests.rollouts.test_image_rollouts import play
-from tests.vision import asked, encoded, picture, vision_config
+from tests.vision import encoded, picture, vision_config
 from turnwise.chat.images import read_image, read_parts
 from turnwise.errors import InputError
 from turnwise.rollouts import load_rows
@@ -40,10 +40,8 @@ def shows(image: object) -> bool:
 def test_paths_in_rows_begin_at_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, name = placed_beside(tmp_path), "pictures/1.png"
     url = {"type": "image_url", "image_url": {"url": name}}
-    said = [
-        asked("What?", name),
-        {"role": "user", "content": [url, {"type": "image", "path": name}]},
-    ]
+    parts = [url, {"type": "image", "path": name}, {"type": "image", "image": name}]
+    said = [{"role": "user", "content": [{"type": "text", "text": "What?"}, *parts]}]
     row = {"image": name, "images": [name, {"path": name}], "prompt": said, "text": name}
     file.write_text(json.dumps(row) + "\n" + json.dumps({"image": "a cat", "n": 1}) + "\n")
     monkeypatch.chdir(tmp_path.parent)
@@ -53,8 +51,9 @@ def test_paths_in_rows_begin_at_their_file(tmp_path: Path, monkeypatch: pytest.M
     assert shows(first["images"])
     assert first["text"] == name
     for message in first["prompt"]:
-        parts = read_parts(message, "a message")["content"]
-        assert all(shows(part["image"]) for part in parts if part["type"] == "image")
+        text, *images = read_parts(message, "a message")["content"]
+        assert text["text"] == "What?"
+        assert [shows(part["image"]) for part in images] == [True] * 3
     assert second == {"image": "a cat", "n": 1}
 
 
