@@ -181,14 +181,16 @@ def checksum(images: Iterable[PlacedImage]) -> int:
 
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
     """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
-    return [part["image"] for part in _parts(messages) if isinstance(part["image"], Image)]
+    given = (part.get("image") for part in image_parts(messages))
+    return [image for image in given if isinstance(image, Image)]
 
 
-def _parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+    """Yield the parts of messages that are images, also those that nobody has read so far."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             for part in content:
-                if isinstance(part, dict) and part.get("type") == "image" and "image" in part:
+                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
                     yield part
 
 
@@ -196,8 +198,9 @@ def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[Js
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
     if images:
         messages = copy.deepcopy(messages)
-        for part in _parts(messages):
-            part["image"] = images.get(str(part["image"]), part["image"])
+        for part in image_parts(messages):
+            if "image" in part:
+                part["image"] = images.get(str(part["image"]), part["image"])
     return messages
 
 
