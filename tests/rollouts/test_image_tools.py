@@ -179,7 +179,7 @@ async def test_inside_a_turn_images_are_left_out(play: Callable[..., Any]) -> No
     assert not group.dropped, group.causes
     (trajectory,) = group.trajectories
     assert trajectory.events["image_left_out"] == 1
-    assert "Here:\n[image left out]" in trajectory.final_text
+    assert "Here:[image]" in trajectory.final_text
     assert audit(trajectory).percent == 100.0
 
 
