@@ -88,7 +88,7 @@ def parts_of(value: object) -> list[JsonObject] | None:
     It is a PIL image or an `Image`, a part with an image, or a list of these, texts and parts with
     text. A part whose image is a text is meant if that is a data URL: results may describe images.
     """
-    given = value if isinstance(value, list | tuple) else [value]
+    given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
     if not any(map(_shows, given)):
         return None
     parts = [

@@ -239,12 +239,12 @@ class Connection:
                 parts = []
             else:
                 parts.append(f"[{block.type} left out]")
-        if not parts and result.structured_content is not None:
+        if not parts and not shown and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(parts)
         if result.is_error:
             raise McpError(text or "the tool failed without a message")
-        return [*shown, text] if shown else text
+        return [*shown, text][: len(shown) + bool(text)] if shown else text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
         """Send a request and wait for its answer; an ended connection answers with an error."""
