@@ -4,7 +4,8 @@ The engine says what a function of its prompt's text says, so a tool's image is 
 """
 
 import json
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import pytest
 import turnwise
 from tests.rollouts.test_context_window import Rule, Say, call
 from tests.vision import asked, encoded, picture, vision_config
-from turnwise.chat.template import load_template, load_tokenizer
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.run_files import RunFiles
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner
 from turnwise.rollouts.context_window import COMPACTED, LEFT_OUT, REQUEST
-from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.trajectory import ChatTemplate, Trajectory, audit
+from turnwise.trajectory import Trajectory, audit
 
 MARKER = "<|image_pad|>"
 WHOLE = (84, 56)
@@ -50,6 +52,17 @@ class Magnifier(turnwise.Environment):
         return float(len(trajectory.images))
 
 
+class Stopping(Rule):
+    """Stops behind a call, where a loop asks for it."""
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().stream(request):
+            called = self.template.decode(chunk.token_ids).endswith("</tool_call>")
+            cut = -1 if called and request.sampling.stop else None
+            ids, logprobs, versions = chunk.token_ids, chunk.logprobs, chunk.weight_versions
+            yield Chunk(ids[:cut], logprobs[:cut], versions[:cut], chunk.finish_reason)
+
+
 def turns(*script: str) -> Say:
     """Says the texts in their order, and a summary where one is asked for."""
     left = [*script]
@@ -66,12 +79,13 @@ def play(vision_path: str) -> Callable[..., Any]:
         key = repr(sorted(sections.items()))
         if key not in runners:
             rollout = {"loop": "tool_calling", "tools_in_prompt": False, "max_turns": 6}
-            rollout |= sections.pop("rollout", {})
-            config = vision_config(vision_path, rollout=rollout, **sections)
-            runners[key] = Runner(config, load_tokenizer(config), Magnifier)
+            sections["rollout"] = rollout | sections.get("rollout", {})
+            sections["model"] = {"path": vision_path, "max_length": 2048}
+            config = vision_config(vision_path, **sections)
+            runners[key] = Runner(config, load_tokenizer(config), Magnifier, RunFiles(None))
         runner = runners[key]
-        rule = Rule(runner.template, say)
-        sampling = SamplingConfig(n=1, max_tokens=64)
+        rule = Stopping(runner.template, say)
+        sampling = SamplingConfig(n=1, max_tokens=128)
         return await runner.run_group(rule, Problem("rows:1", row or {}), sampling, "t"), rule
 
     return run
@@ -160,9 +174,9 @@ async def test_a_model_of_text_reads_that_the_image_is_left_out(
     make_config: Callable[..., Config], tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(rollout={"loop": "tool_calling"})
-    runner = Runner(config, tokenizer, Textual)
+    runner = Runner(config, tokenizer, Textual, RunFiles(None))
     rule = Rule(runner.template, turns(call("zoom", width=28), call("zoom", width=28), "a cat"))
-    sampling = SamplingConfig(n=1, max_tokens=64)
+    sampling = SamplingConfig(n=1, max_tokens=128)
     group = await runner.run_group(rule, Problem("rows:1", {}), sampling, "t")
     (trajectory,) = group.trajectories
     assert trajectory.messages[2]["content"] == "Here:\n[image left out]"
@@ -213,12 +227,11 @@ class Lying(Magnifier):
 
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)
-        from turnwise.rollouts import environment_host
 
         async def tool(player: object, name: str, arguments: str) -> object:
             return {"text": "", "outcome": "ok", "error": None, "parts": row["parts"]}
 
-        environment_host._Player.tool = tool  # type: ignore[method-assign]
+        sys.modules["__main__"]._Player.tool = tool  # type: ignore[attr-defined]
 
 
 class Zooms:
@@ -229,56 +242,22 @@ class Zooms:
         await context.toolbox.call("zoom", json.dumps({"width": 28}))
 
 
-@pytest.mark.parametrize(
-    "image",
-    ["data:image/png;base64,AAAA", "data:image/png;base64,%%", "data:nothing"],
-)
-async def test_a_process_that_sends_no_image_fails_its_own_trajectory(
-    vision_path: str, image: str
+SENT = {
+    "data:image/png;base64,AAAA": {"environment_reply": 1},
+    "data:image/png;base64,%%": {"environment_reply": 1},
+    "data:nothing": {"environment_reply": 1},
+    "/etc/hostname": {},  # a text, and no file of this process
+}
+
+
+@pytest.mark.parametrize(("image", "dropped"), SENT.items(), ids=SENT)
+async def test_what_a_process_sends_as_an_image_costs_its_own_trajectory_at_most(
+    vision_path: str, image: str, dropped: dict[str, int]
 ) -> None:
     rollout = {"loop": f"{__name__}:Zooms", "environment_process": True}
     config = vision_config(vision_path, rollout=rollout)
-    runner = Runner(config, load_tokenizer(config), Lying)
+    runner = Runner(config, load_tokenizer(config), Lying, RunFiles(None))
     row = {"parts": [{"type": "image", "image": image}]}
     engine = Rule(runner.template, turns())
     group = await runner.run_group(engine, Problem("rows:1", row), SamplingConfig(n=1), "t")
-    assert dict(group.dropped) == {"environment_reply": 1}, group.causes
-
-
-async def test_a_process_names_no_file_of_this_one(vision_path: str) -> None:
-    rollout = {"loop": f"{__name__}:Zooms", "environment_process": True}
-    config = vision_config(vision_path, rollout=rollout)
-    runner = Runner(config, load_tokenizer(config), Lying)
-    row = {"parts": [{"type": "image", "image": "/etc/hostname"}]}
-    engine = Rule(runner.template, turns())
-    group = await runner.run_group(engine, Problem("rows:1", row), SamplingConfig(n=1), "t")
-    assert not group.dropped, group.causes  # it is a text
-
-
-@pytest.fixture(scope="module")
-async def seeing(ray_started: None, vision_path: str) -> AsyncIterator[WorkerHandle]:
-    forced = {"logits_processors": ["tests.forced_tokens:ForcedTokens"]}
-    config = vision_config(vision_path, engine={"kv_cache_gib": 0.0625, **forced})
-    engine = await WorkerHandle.start(config)
-    yield engine
-    await engine.shutdown()
-
-
-@pytest.mark.slow
-async def test_a_real_engine_reads_the_images_of_tools(
-    seeing: WorkerHandle, vision_path: str
-) -> None:
-    rollout = {"loop": "tool_calling", "tools_in_prompt": False, "max_turns": 3}
-    config = vision_config(vision_path, rollout=rollout)
-    tokenizer = load_tokenizer(config)
-    template: ChatTemplate = load_template(config, tokenizer)
-    said = [call("zoom", width=28), call("zoom", width=56), "a cat"]
-    script = [template.encode(text + "<|im_end|>") for text in said]
-    sampling = SamplingConfig(n=2, max_tokens=64, extra_args={"script": script})
-    runner = Runner(config, tokenizer, Magnifier)
-    group = await runner.run_group(seeing, Problem("rows:1", {}), sampling, "t")
-    assert not group.dropped, group.causes
-    for trajectory in group.trajectories:
-        report = audit(trajectory)
-        assert (report.violations, report.percent, report.bridged) == (0, 100.0, 2)
-        assert [len(turn.images) for turn in trajectory.turns] == [1, 1, 1]
+    assert dict(group.dropped) == dropped, group.causes
