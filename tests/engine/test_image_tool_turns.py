@@ -38,7 +38,7 @@ async def test_the_crops_of_a_tool_are_exact_in_a_real_engine(
     template = load_template(forced, tokenizer)
     said = [call("zoom", width=28), call("zoom", width=56), "a cat"]
     script = [template.encode(text + "<|im_end|>") for text in said]
-    sampling = SamplingConfig(n=2, max_tokens=128, extra_args={"script": script})
+    sampling = SamplingConfig(n=2, max_tokens=128, logits_processor_args={"script": script})
     runner = Runner(forced, tokenizer, Magnifier, RunFiles(None))
     group = await runner.run_group(seeing, Problem("rows:1", {}), sampling, "t")
     assert not group.dropped, group.causes
