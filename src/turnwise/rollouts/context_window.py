@@ -218,6 +218,7 @@ def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
     *before, last = messages
     content, more = last.get("content"), f"\n\n{text}"
     if last["role"] == "user" and isinstance(content, str | list):
-        whole = content + (more if isinstance(content, str) else [{"type": "text", "text": more}])
+        added = [{"type": "text", "text": more}]
+        whole = content + more if isinstance(content, str) else [*content, *added]
         return [*before, {**last, "content": whole}]
     return [*messages, {"role": "user", "content": text}]
