@@ -9,6 +9,7 @@ datasets; `{"type": "image_url", "image_url": {"url": ...}}` is the same. Equal 
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from turnwise.trajectory import Image, Message
 from turnwise.trajectory.images import hash_of
 
 _KINDS = ("image", "image_url")  # types of parts that are images
+_MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 
 
@@ -89,7 +91,7 @@ def parts_of(value: object) -> list[JsonObject] | None:
     text. A part whose image is a text is meant if that is a data URL: results may describe images.
     """
     given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
-    if not any(map(_shows, given)):
+    if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may have no end
         return None
     parts = [
         {"type": "text", "text": part}
