@@ -110,6 +110,21 @@ def test_a_model_of_text_refuses_images(template: ChatTemplate) -> None:
         template.with_images([1], [read(picture())])
 
 
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_an_image_that_nobody_has_read_is_no_marker_alone(seeing: ChatTemplate, kind: str) -> None:
+    message = {"role": "user", "content": [{"type": "image", kind: picture()}]}
+    for given in (message, {**message, "content": [{"type": kind, kind: {"url": "data:,"}}]}):
+        with pytest.raises(InputError, match="an image that has not been read"):
+            seeing.with_images([1], [given])
+
+
+def test_a_question_whether_a_model_takes_images_is_answered(
+    seeing: ChatTemplate, template: ChatTemplate
+) -> None:
+    assert seeing.takes_images
+    assert not template.takes_images
+
+
 def test_conversations_differ_by_their_images() -> None:
     one, same, other = (Conversation([read("?", picture(seed=seed))]) for seed in (0, 0, 1))
     assert one.digests == same.digests != other.digests

@@ -9,6 +9,7 @@ same. Equal bytes are one `Image`, decoded once while any trajectory has it.
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ from turnwise.trajectory.images import data_url, hash_of
 
 _KINDS = ("image", "image_url", "input_image")  # types of parts that are images
 _TEXTS = ("text", "input_text", "output_text")
+_MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 
 
@@ -118,8 +120,8 @@ def parts_of(value: object) -> list[JsonObject] | None:
     It is a PIL image or an `Image`, a part with an image, or a list of these, texts and parts with
     text. A part whose image is a text is meant if that is a data URL: results may describe images.
     """
-    given = value if isinstance(value, list | tuple) else [value]
-    if not any(map(_shows, given)):
+    given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may have no end
         return None
     parts = [
         {"type": "text", "text": part}

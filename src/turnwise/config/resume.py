@@ -34,8 +34,8 @@ _KEYS: dict[OnResume, str] = {
     ): "environments",
     (True, "applies from now on"): (
         "trackers project entity tags samples_every log_level watchdog_seconds ray_address "
-        "data.allow_urls ray_env model.trust_remote_code engine serving weights training.context_parallel "
-        "training.colocated training.offload training.resources "
+        "ray_env model.trust_remote_code engine serving weights training.context_parallel "
+        "training.colocated training.offload training.resources data.allow_urls "
         "training.activation_checkpointing training.packing training.attention "
         "training.micro_batch_tokens training.threads training.step_timeout "
         "training.checkpoint_every training.checkpoint_minutes training.keep_last "

@@ -216,9 +216,9 @@ def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
     """Return messages after which the user says a text: in the last one if that is the user's,
     because many templates refuse two in a row."""
     *before, last = messages
-    content = last.get("content")
-    if last["role"] == "user" and isinstance(content, str):
-        return [*before, {**last, "content": f"{content}\n\n{text}"}]
-    if last["role"] == "user" and isinstance(content, list):  # parts, of which some are images
-        return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}]
+    content, more = last.get("content"), f"\n\n{text}"
+    if last["role"] == "user" and isinstance(content, str | list):
+        added = [{"type": "text", "text": more}]
+        whole = content + more if isinstance(content, str) else [*content, *added]
+        return [*before, {**last, "content": whole}]
     return [*messages, {"role": "user", "content": text}]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from turnwise.chat.messages import said
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import LOOP_NAMES
 from turnwise.core.aio import run_in_thread, together
@@ -20,7 +21,7 @@ from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
-from turnwise.trajectory.images import extended
+from turnwise.trajectory.images import extended, images_in
 
 
 class SingleTurnLoop:
@@ -174,8 +175,10 @@ class InterleavedLoop:
                 parsed = parse(call, tools)
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
-                results = await answer_calls(parsed, context, turn, advice, images=False)
-                texts = [str(message["content"]) for message in results]
+                results = await answer_calls(parsed, context, turn, advice)
+                if images_in(results):  # no template shows one inside a turn
+                    context.count("image_left_out")
+                texts = [said(message) for message in results]
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in texts)
                 escaped = "".join(form.format(result=template.escape(text)) for text in texts)
@@ -185,18 +188,11 @@ class InterleavedLoop:
 
 
 async def answer_calls(
-    parsed: ParsedText,
-    context: RolloutContext,
-    turn: int,
-    advice: str | None = None,
-    *,
-    images: bool = True,
+    parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
     """Run the calls of one turn together; return a tool message for each, in their order, or one
-    with advice if they cannot be parsed (None: that of the model's format).
-
-    The images of results are left out, which is counted, unless `images` and the model takes them.
-    """
+    with advice if they cannot be parsed (None: that of the model's format). Images of their results
+    are left out, which is counted, if the model takes none."""
     if parsed.malformed:
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice
@@ -218,7 +214,7 @@ async def answer_calls(
             await context.files.log_error(kind, context.request_id, result.error)
         content: object = result.text
         if result.parts is not None:
-            if images and await run_in_thread(lambda: context.template.takes_images):
+            if context.max_images and await run_in_thread(lambda: context.template.takes_images):
                 content = result.parts
             else:
                 context.count("image_left_out")

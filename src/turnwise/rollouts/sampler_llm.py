@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from turnwise.chat.images import read_parts
 from turnwise.config import SamplingConfig
 from turnwise.core.aio import together
 from turnwise.core.json_types import Args, JsonObject, Kwargs
@@ -292,7 +293,7 @@ def _prompt_of(prompt: object) -> _Prompt:
         return prompt, []
     if isinstance(prompt, Sequence) and prompt:
         if all(isinstance(message, Mapping) and "role" in message for message in prompt):
-            return "", [dict(message) for message in prompt]
+            return "", [read_parts(dict(message), "a message") for message in prompt]
         if all(isinstance(token, int) for token in prompt):
             return list(prompt), []
     raise InputError(

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
-from turnwise.trajectory.images import ImageTokens, as_json, images_in, put_in_place
+from turnwise.trajectory.images import ImageTokens, as_json, image_parts, images_in, put_in_place
 from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[JsonObject]
@@ -148,11 +148,16 @@ class ChatTemplate:
         """Return rendered ids with those of the messages' images in the place of their markers.
 
         Raises:
-            InputError: when the model takes no images.
+            InputError: when the model takes no images, or one has not been read.
             TrajectoryError: as `put_in_place`.
         """
-        if not (images := images_in(messages)):
+        if not (parts := [*image_parts(messages)]):
             return ids
+        if len(images := images_in(messages)) < len(parts):
+            raise InputError(
+                "a message of your own code has an image that has not been read: pass it through "
+                "turnwise.chat.images.read_parts first"
+            )
         if self.images is None:
             raise InputError("a message has an image, and this model takes text alone")
         return put_in_place(ids, images, self.images)

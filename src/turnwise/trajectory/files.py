@@ -52,17 +52,17 @@ def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         folder = path.parent
         if (folder / FOLDER).is_dir():
-            alone |= _images_of(path, path.stat().st_size)
+            alone |= _images_of(path, path.stat().st_mtime_ns)
         path.unlink(missing_ok=True)
     for path in folder.glob("*.jsonl") if alone else ():
-        alone -= _images_of(path, path.stat().st_size)
+        alone -= _images_of(path, path.stat().st_mtime_ns)
     for name in alone:
         (folder / FOLDER / name).unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=1024)  # each step asks for the files that are kept
-def _images_of(path: Path, size: int) -> frozenset[str]:
-    """Return the names of the images of a file of trajectories of this size."""
+def _images_of(path: Path, written: int) -> frozenset[str]:
+    """Return the names of the images of a file of trajectories, which was last written then."""
     found: set[str] = set()
     with path.open("rb") as file:
         for line in file:

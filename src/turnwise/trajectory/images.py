@@ -213,28 +213,31 @@ def checksum(images: Iterable[PlacedImage]) -> int:
 
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
     """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
-    return [part["image"] for part in _parts(messages) if isinstance(part["image"], Image)]
+    given = (part.get("image") for part in image_parts(messages))
+    return [image for image in given if isinstance(image, Image)]
 
 
-def _parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+    """Yield the parts of messages that are images, also those that nobody has read so far."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             for part in content:
-                if isinstance(part, dict) and part.get("type") == "image" and "image" in part:
+                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
                     yield part
 
 
 def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
     """Return a copy of messages, whose images are what `change` makes of them."""
     made = copy.deepcopy([*messages])
-    for part in _parts(made):
-        part["image"] = change(part["image"])
+    for part in image_parts(made):
+        if "image" in part:
+            part["image"] = change(part["image"])
     return made
 
 
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
-    return replaced(messages, lambda key: images.get(key, key)) if images else messages
+    return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
 
 
 def data_url(value: object) -> str:
