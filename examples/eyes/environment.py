@@ -7,7 +7,7 @@ without eyes, it is right in one of ten games.
 
 import random
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -47,12 +47,14 @@ class Eyes(turnwise.Environment):
         rng = random.Random(f"cards to {split}")
         return [make_row(rng) for _ in range(4000 if split == "train" else 128)]
 
-    def zoom(self, card: Literal[1, 2, 3, 4]) -> Image.Image:
+    def zoom(self, card: int) -> Image.Image:
         """Look at one card from near.
 
         Args:
             card: Its number, line by line.
         """
+        if not 0 < card <= len(COLOURS):
+            raise ValueError("there is no such card")
         self.zoomed.append(card)
         return from_near(self._row, card)
 
@@ -103,7 +105,7 @@ def table(row: dict[str, Any], *, digits: bool = True) -> Image.Image:
         (x, y), light = _corner(place), rng.uniform(0.6, 1.0)
         red, green, blue = (round(light * part) for part in COLOURS[colour])
         draw.rectangle((x, y, x + SIDE - 1, y + SIDE - 1), fill=(red, green, blue))
-        x, y = x + rng.randint(7, 12), y + rng.randint(4, 9)
+        x, y = x + rng.randint(8, 11), y + rng.randint(5, 8)
         for line in _DIGITS[digit] if digits else "":
             x1, y1, x2, y2 = _LINES[line]
             draw.line((x + x1, y + y1, x + x2, y + y2), fill=(255, 255, 255), width=3)

@@ -97,6 +97,6 @@ def save(
         "patch_size": SIDE // 2,
         "merge_size": 2,
         "temporal_patch_size": 2,
-        "size": {"shortest_edge": SIDE**2, "longest_edge": 64 * SIDE**2},
+        "size": {"shortest_edge": SIDE**2, "longest_edge": 16 * SIDE**2},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=1))
