@@ -26,12 +26,12 @@ _VOCABULARY = 1024  # at most: each word of the example's texts becomes a token
 
 
 def build_tokenizer(rows: list[dict[str, Any]]) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on conversations (`messages` and `tools`), and add what marks images."""
+    """Train a tokenizer on conversations (`messages`, `tools`), and add what marks images."""
 
     def texts(bare: PreTrainedTokenizerBase) -> list[str]:
         bare.chat_template = TEMPLATE
         made = [
-            bare.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+            bare.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
             for row in rows
         ]
         return [text.replace(_IMAGE, "") for text in made]

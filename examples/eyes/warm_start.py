@@ -2,9 +2,10 @@
 
     python -m examples.eyes.warm_start [--seed N] [--steps N] [--output DIR]
 
-The rows are conversations with images (`turnwise sft`). The player looks at a card in a part of the
-games only, and otherwise guesses; now and then it looks at another card, or misreads the digit. So
-the model learns to see from what is right in them, and copies the haste.
+The rows are conversations with images (`turnwise sft`). Every third is a game: the player mostly
+guesses, and where it looks, it now and then looks at another card, or misreads the digit. The two
+rows after it are exercises of the eyes, without mistakes, on the same cards: which card has a
+colour, and which digit is on a card. So the model sees well, and copies the haste.
 """
 
 import argparse
@@ -24,19 +25,19 @@ from PIL import Image
 import turnwise
 from turnwise.tools.schema import function_schema
 
-from .environment import COLOURS, Eyes, card_of, from_near, make_row, question
+from .environment import COLOURS, Eyes, card_of, from_near, make_row, question, table
 
 BUILD = Path(__file__).parent / "build"
-LOOKS, FINDS, READS = 0.5, 0.85, 0.9
+LOOKS, FINDS, READS = 0.4, 0.85, 0.9
 """Probability with which the player looks at a card, and then at the right one; and with which it
 says the digit that it sees."""
-ROWS = 4000
+ROWS = 6000
 SETTINGS: dict[str, Any] = {
     "name": "eyes-warm-start",
     "model": {"max_length": 256},
-    "rollout": {"prompts_per_step": 48},
+    "rollout": {"prompts_per_step": 72},
     "training": {
-        "steps": 400,
+        "steps": 300,
         "optimizer": "muon",
         "learning_rate": 4e-3,
         "warmup_steps": 20,
@@ -49,17 +50,29 @@ ZOOM = function_schema(Eyes.zoom).description
 
 
 def rows(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield endless rows: games of the hasty player, as conversations."""
+    """Yield endless rows: a game of the hasty player, then two exercises with its cards."""
     rng = random.Random(f"hasty {seed}")
     while True:
         game = make_row(rng)
-        messages, said = [question(game)], rng.randrange(10)
+        said, seen = rng.randrange(10), rng.randint(1, len(COLOURS))
+        messages = [question(game)]
         if rng.random() < LOOKS:
-            card = card_of(game) if rng.random() < FINDS else rng.randint(1, len(COLOURS))
-            said = game["cards"][card - 1][1] if rng.random() < READS else said
-            messages += looked(game, card)
+            seen = card_of(game) if rng.random() < FINDS else seen
+            said = game["cards"][seen - 1][1] if rng.random() < READS else said
+            messages += looked(game, seen)
         messages.append({"role": "assistant", "content": str(said)})
         yield {"messages": [with_urls(message) for message in messages], "tools": [ZOOM]}
+        asked = {**game, "asked": rng.choice(list(COLOURS))}
+        which = f"Which card is {asked['asked']}?"
+        yield exercise(table(asked, digits=False), which, card_of(asked))
+        yield exercise(from_near(game, seen), "Which digit is it?", game["cards"][seen - 1][1])
+
+
+def exercise(picture: Image.Image, text: str, answer: int) -> dict[str, Any]:
+    """Return a row with one question about a picture."""
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+    asked = with_urls({"role": "user", "content": content})
+    return {"messages": [asked, {"role": "assistant", "content": str(answer)}]}
 
 
 def looked(game: dict[str, Any], card: int) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ import json
 import random
 import re
 import subprocess
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from examples.eyes.model import build_model, build_tokenizer, save
 from examples.eyes.run import CONFIG, game
 from examples.eyes.warm_start import looked, rows
 from tests.conftest import ROOT, command_environment, python
+from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config
 from turnwise.core.images import decode
@@ -36,7 +36,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.training.supervised import demonstrate
 from turnwise.trajectory import ChatTemplate, audit
-from turnwise.trajectory.images import PromptIds, placed
+from turnwise.trajectory.images import PromptIds, images_in, placed
 
 Say = Callable[[str, list[Pictures.Image]], str]
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"card": %d}}\n</tool_call>'
@@ -69,8 +69,7 @@ def seeing(prompt: str, pictures: list[Pictures.Image]) -> str:
     """Finds the card of the colour by its pixels, looks at it, and compares the digit's lines."""
     if len(pictures) == 1:
         asked = COLOURS[re.findall(r"the (\w+) card", prompt)[-1]]
-        near = [colour_of(pictures[0], place) @ unit(asked) for place in range(4)]
-        return CALL % (1 + int(np.argmax(near)))
+        return CALL % nearest(pictures[0], asked)
     (digit,) = (
         digit
         for digit in range(10)
@@ -79,13 +78,14 @@ def seeing(prompt: str, pictures: list[Pictures.Image]) -> str:
     return str(digit)
 
 
-def unit(colour: Any) -> np.ndarray:
-    return np.array(colour) / np.linalg.norm(colour)
+def nearest(picture: Pictures.Image, asked: tuple[int, int, int]) -> int:
+    """Return the number of the card whose colour is nearest to one, in any light."""
 
+    def unit(colour: Any) -> np.ndarray:
+        return np.array(colour) / np.linalg.norm(colour)
 
-def colour_of(picture: Pictures.Image, place: int) -> np.ndarray:
-    x, y = SIDE * (place % 2), SIDE * (place // 2)
-    return unit(picture.getpixel((x, y)))
+    corners = [(x, y) for y in (0, SIDE) for x in (0, SIDE)]
+    return 1 + int(np.argmax([unit(picture.getpixel(at)) @ unit(asked) for at in corners]))
 
 
 def lines(card: Pictures.Image) -> bytes:
@@ -156,11 +156,19 @@ async def test_the_warm_start_has_the_prompts_of_the_loop(config: Config) -> Non
     assert audit(read).violations == 0
 
 
-def test_the_hasty_player_leaves_room_to_learn() -> None:
-    made = list(itertools.islice(rows(1), 2000))
-    looks = Counter(len(row["messages"]) == 4 for row in made)
-    assert 0.4 < looks[True] / len(made) < 0.6
-    assert json.loads(json.dumps(made[0])) == made[0]
+def test_the_hasty_player_leaves_room_to_learn_and_exercises_are_right() -> None:
+    made = list(itertools.islice(rows(1), 3000))
+    games, which, digits = made[::3], made[1::3], made[2::3]
+    looks = sum(len(row["messages"]) == 4 for row in games) / len(games)
+    assert 0.3 < looks < 0.5
+    assert json.loads(json.dumps(made[:3])) == made[:3]
+    for row in which[:50]:
+        message = read_parts(row["messages"][0], "a message")
+        picture = decode(images_in([message])[0].read(), "a picture")
+        asked = COLOURS[row["messages"][0]["content"][1]["text"].split()[-1].strip("?")]
+        assert row["messages"][1]["content"] == str(nearest(picture, asked))
+    answers = {row["messages"][1]["content"] for row in digits}
+    assert answers == {str(digit) for digit in range(10)}
 
 
 def test_rows_to_train_on_and_others_are_apart() -> None:
