@@ -1,8 +1,8 @@
 """Four cards, seen from afar: which digit is on the blue one?
 
-From afar a card shows its colour, and its digit is too small to be seen. The tool `zoom` shows one
-card from near. So the model has to find the card of a colour with its eyes, look at it, and read:
-without eyes, it is right in one of ten games.
+From afar a card shows its colour and the dots of its number, and its digit is too small to be seen.
+The tool `zoom` shows the card of a number from near. So the model has to find the card of a colour
+with its eyes, look at it, and read: without eyes, it is right in one of ten games.
 """
 
 import random
@@ -51,7 +51,7 @@ class Eyes(turnwise.Environment):
         """Look at one card from near.
 
         Args:
-            card: Its number, line by line.
+            card: The number of its dots.
         """
         if not 0 < card <= len(COLOURS):
             raise ValueError("there is no such card")
@@ -97,15 +97,20 @@ def from_near(row: dict[str, Any], card: int) -> Image.Image:
 
 
 def table(row: dict[str, Any], *, digits: bool = True) -> Image.Image:
-    """Return the picture of all cards, each in its light, with its digit somewhere on it."""
+    """Return the picture of all cards, each in its light, with its dots below its digit."""
     rng = random.Random(row["seed"])
     picture = Image.new("RGB", (ACROSS * SIDE, ACROSS * SIDE))
     draw = ImageDraw.Draw(picture)
     for place, (colour, digit) in enumerate(row["cards"]):
         (x, y), light = _corner(place), rng.uniform(0.6, 1.0)
+        if colour not in COLOURS:
+            continue  # no card lies there
         red, green, blue = (round(light * part) for part in COLOURS[colour])
         draw.rectangle((x, y, x + SIDE - 1, y + SIDE - 1), fill=(red, green, blue))
-        x, y = x + rng.randint(8, 11), y + rng.randint(5, 8)
+        for dot in range(place + 1):
+            left, top = x + 2 + 6 * dot, y + 22
+            draw.rectangle((left, top, left + 3, top + 3), fill=(0, 0, 0))
+        x, y = x + rng.randint(8, 11), y + rng.randint(2, 4)
         for line in _DIGITS[digit] if digits else "":
             x1, y1, x2, y2 = _LINES[line]
             draw.line((x + x1, y + y1, x + x2, y + y2), fill=(255, 255, 255), width=3)

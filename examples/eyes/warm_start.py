@@ -4,8 +4,8 @@
 
 The rows are conversations with images (`turnwise sft`). Every third is a game: the player mostly
 guesses, and where it looks, it now and then looks at another card, or misreads the digit. The two
-rows after it are exercises of the eyes, without mistakes, on the same cards: which card has a
-colour, and which digit is on a card. So the model sees well, and copies the haste.
+rows after it are exercises of the eyes, without mistakes, on the same cards: which one of some of
+them has a colour, and which digit is on a card. So the model sees well, and copies the haste.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
             messages += looked(game, seen)
         messages.append({"role": "assistant", "content": str(said)})
         yield {"messages": [with_urls(message) for message in messages], "tools": [ZOOM]}
-        asked = {**game, "asked": rng.choice(list(COLOURS))}
+        left = rng.sample(game["cards"], rng.randint(1, len(COLOURS)))
+        some = [card if card in left else ["", 0] for card in game["cards"]]
+        asked = {**game, "cards": some, "asked": left[0][0]}
         which = f"Which card is {asked['asked']}?"
         yield exercise(table(asked, digits=False), which, card_of(asked))
         yield exercise(from_near(game, seen), "Which digit is it?", game["cards"][seen - 1][1])

@@ -82,7 +82,7 @@ def nearest(picture: Pictures.Image, asked: tuple[int, int, int]) -> int:
     """Return the number of the card whose colour is nearest to one, in any light."""
 
     def unit(colour: Any) -> np.ndarray:
-        return np.array(colour) / np.linalg.norm(colour)
+        return np.array(colour) / max(np.linalg.norm(colour), 1e-9)
 
     corners = [(x, y) for y in (0, SIDE) for x in (0, SIDE)]
     return 1 + int(np.argmax([unit(picture.getpixel(at)) @ unit(asked) for at in corners]))
