@@ -1,6 +1,8 @@
 """The engine reads a prompt's images at the positions that we give, and the trainer agrees."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from turnwise.chat.prompts import next_prompt
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config
 from turnwise.engine.protocol import Completion, Generator, Request, generate
+from turnwise.engine.vllm_images import ImageInputs
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.batching import Columns
@@ -155,3 +158,36 @@ async def test_a_model_of_text_takes_no_image(
     short = PromptIds([5, 6], [each._replace(start=0, length=1) for each in placed(prompt)])
     with pytest.raises(InputError, match="this engine does not take"):
         await ask(engine, short, config, "text")
+
+
+async def test_requests_at_the_same_time_process_an_image_once(
+    seeing_template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that fails, or is given up, is processed again."""
+    from turnwise.internals import vllm
+
+    prompt = seeing_template.render([read(picture())])
+    (one,) = placed(prompt)
+    asked: list[str] = []
+
+    async def process(llm: object, picture: object, name: str, marker: int) -> dict[str, object]:
+        asked.append(name)
+        await asyncio.sleep(0.01)
+        if len(asked) == 1:
+            raise InputError("not today")
+        return {"prompt_token_ids": prompt[one.start : one.end]}
+
+    monkeypatch.setattr(vllm, "process_image", process)
+    monkeypatch.setattr(vllm, "image_marker", lambda llm: 0)
+    model = SimpleNamespace(supports_multimodal_inputs=True)
+    inputs = ImageInputs(SimpleNamespace(model_config=model), 1)  # type: ignore[arg-type]
+    first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(3)]
+    for failed in await asyncio.gather(*first, return_exceptions=True):
+        assert isinstance(failed, InputError)
+    assert len(asked) == 1
+    again = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(3)]
+    await asyncio.sleep(0.005)
+    again[0].cancel()
+    _, *made = await asyncio.gather(*again, return_exceptions=True)
+    assert len(asked) == 2
+    assert [list(each) for each in made] == [[one.image.hash]] * 2  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ processor sees each image alone, once; what it makes of it is put at the prompt'
 the ids must be the same.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ class ImageInputs:
 
     def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
         self._llm, self._most = llm, most
-        self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
+        self._kept: OrderedDict[str, asyncio.Task[vllm.MultiModalInput]] = OrderedDict()
 
     async def prepare(
         self, prompt: Sequence[int], images: Sequence[PlacedImage]
@@ -76,14 +77,24 @@ class ImageInputs:
         return vllm.mm_input(prompt, items, names, {"image": ranges}, cache_salt=salt)
 
     async def _processed(self, image: Image) -> "vllm.MultiModalInput":
-        from turnwise.internals import vllm
-
+        """Return what vLLM makes of an image, which the first of a group's requests asks for."""
         if (found := self._kept.get(image.hash)) is None:
-            picture = await run_in_thread(decode, image.read(), str(image))
-            marker = vllm.image_marker(self._llm)
-            found = await vllm.process_image(self._llm, picture, image.hash, marker)
-            self._kept[image.hash] = found
+            found = self._kept[image.hash] = asyncio.create_task(self._process(image))
+
+            def forget(done: "asyncio.Task[vllm.MultiModalInput]") -> None:
+                if done.cancelled() or done.exception():
+                    self._kept.pop(image.hash, None)
+
+            found.add_done_callback(forget)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(image.hash)
-        return found
+        return await asyncio.shield(found)
+
+    async def _process(self, image: Image) -> "vllm.MultiModalInput":
+        from turnwise.internals import vllm
+
+        picture = await run_in_thread(decode, image.read(), str(image))
+        return await vllm.process_image(
+            self._llm, picture, image.hash, vllm.image_marker(self._llm)
+        )
