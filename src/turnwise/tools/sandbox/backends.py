@@ -169,10 +169,8 @@ def _container(
     }
     command = [program, "run", "-i", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
-    for folder in (
-        _INSIDE,
-        "/tmp",
-    ):  # with --workdir, docker makes the first before, for root alone
+    # With --workdir, docker would make that folder first, for root alone: inner.py changes to it.
+    for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
     at_once: list[str] = []
