@@ -46,7 +46,7 @@ def supervised_config(config: Config) -> Config:
         "rollout": {"oversample": 0.0},
         "eval": {"background": False, "target": None},
         "training": {"colocated": False, "offload": [], "max_staleness": ahead},
-        "weights": {"transport": "shm", "delta": False},
+        "weights": {"transport": "disk", "delta": False},  # allocates nothing
     }
     return config.model_copy(
         update={
