@@ -54,4 +54,5 @@ def test_a_trained_model_teaches_the_initial_one_in_half_of_the_tokens(tmp_path:
         assert all(row["trained_tokens"] for row in taught)
         assert not any(row["groups_without_signal"] for row in taught)
         assert taught[-1]["teacher_kl"] < taught[0]["teacher_kl"]
-        assert taught[0]["phase_seconds"]["teacher"] > 0
+        if name == "engines":  # in the ranks it is part of the training
+            assert taught[0]["phase_seconds"]["teacher"] > 0
