@@ -1,6 +1,6 @@
 """Base class of all sections, and number and deadline types."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
@@ -44,6 +44,12 @@ def must(holds: Callable[[str], object], message: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> AfterValidator:
+    """Return the check of a name that is built in, or of the user's own, which has a colon."""
+    message = f"{key} must be {', '.join(names)}, or {own}, not {{!r}}"
+    return must(lambda name: name in names or ":" in name, message)
 
 
 class Section(BaseModel):

@@ -211,10 +211,12 @@ class Episode:
         values = await self._call("metrics", self.environment.metrics, trajectory)
         return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
-    def plain_text(self, trajectory: Trajectory) -> str | None:
-        """Return the whole text of a trajectory that is no chat; None if it is one."""
+    def read(self, trajectory: Trajectory) -> Sequence[Message] | str:
+        """Return what reward models and judges read of a trajectory: its messages, or the whole
+        text of one that is no chat."""
         environment = self.environment
-        return environment._plain_text(trajectory) if isinstance(environment, Environment) else None
+        own = isinstance(environment, Environment) and environment._plain_text(trajectory)
+        return own or trajectory.messages
 
     def release(self) -> None:
         """Let others have what the environment shares: its whole group has been rewarded."""

@@ -132,7 +132,12 @@ def prompt(
     low, high = config.scale
     scale = f"a number from {low:g}, the worst, to {high:g}"
     fields = f'"why", one or two sentences, then "score", {scale}'
-    spoken = [_spoken(read) for read in reads]
+    spoken = [
+        [{"text": read}]
+        if isinstance(read, str)
+        else [{"role": str(message.get("role")), "content": said(message)} for message in read]
+        for read in reads
+    ]
     score = {"type": "number", "minimum": low, "maximum": high}
     schema = _object({"why": {"type": "string", "description": "Short."}, "score": score})
     if len(reads) == 1:
@@ -183,13 +188,6 @@ def quoted(document: JsonObject) -> str:
     text = json.dumps(document, ensure_ascii=False, default=str)
     text = _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return text.encode("utf-8", "replace").decode()  # without lone surrogates
-
-
-def _spoken(read: Conversation) -> list[JsonObject]:
-    """Return what a judge reads of a conversation: roles, texts and calls."""
-    if isinstance(read, str):
-        return [{"text": read}]
-    return [{"role": str(message.get("role")), "content": said(message)} for message in read]
 
 
 def _object(properties: JsonObject) -> JsonObject:

@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from turnwise.chat.template import load_template, load_tokenizer, missing_stop
@@ -27,6 +27,7 @@ from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
 from turnwise.run.fleet import ray_running
 from turnwise.run.run_dir import Resume, RunDir
+from turnwise.run.runtime import start_policy
 from turnwise.run.trainer import Loop
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch
@@ -46,14 +47,10 @@ async def open_trainer(
     config: Config, folder: Path, progress: Display
 ) -> AsyncIterator[TrainerGroup]:
     """Start Ray and the trainer, without engines; stop both on exit."""
-    async with ray_running(config, progress) as gpus:
-        with progress.part("starting the trainer"):
-            policy = await TrainerGroup.start(config, folder, num_gpus=min(1.0, gpus))
-        try:
-            async with watching_ray(config.ray_address):
-                yield policy
-        finally:
-            await policy.close()
+    async with ray_running(config, progress) as gpus, AsyncExitStack() as stack:
+        policy = await start_policy(config, folder, min(1.0, gpus), stack, progress)
+        async with watching_ray(config.ray_address):
+            yield policy
 
 
 class SupervisedLoop(Loop):

@@ -52,10 +52,7 @@ def save_state(
     `extra`; called on all ranks."""
     state = folder / "state"
     states: dict[str, object] = {
-        name: _state(
-            learner.module,
-            {} if learner.in_8_bits else _moments_of(learner),
-        )
+        name: _state(learner.module, {} if learner.in_8_bits else _moments_of(learner))
         for name, learner in learners.items()
     }
     in_8_bits = {
