@@ -1,6 +1,6 @@
 """Base class of all sections, and number and deadline types."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
@@ -73,6 +73,16 @@ class Section(BaseModel):
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}
+
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        """Return a copy with other values, which are not checked; those of a section are a mapping
+        of what changes there."""
+
+        def value(key: str, new: object) -> object:
+            old = getattr(self, key)
+            return old.changed(new) if isinstance(old, Section) and isinstance(new, dict) else new
+
+        return self.model_copy(update={key: value(key, new) for key, new in changes.items()})
 
     def mistakes(self) -> Iterator[str]:
         """Yield a sentence for each contradiction between keys; the first one is shown."""

@@ -129,8 +129,7 @@ def load_training(
     for name, part in config.parts().items():
         sets = part.data.eval_sets if split == "eval" else {}
         for of, path in sets.items() or [("", part.data.eval_path)]:
-            own = part.data.model_copy(update={"eval_path": path, "eval_sets": {}})
-            one = part.model_copy(update={"data": own})
+            one = part.changed({"data": {"eval_path": path, "eval_sets": {}}})
             try:
                 rows = _rows_of(one, environment, split)
             except InputError as error:
