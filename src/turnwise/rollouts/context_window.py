@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from turnwise.core.optional import load_object
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -185,13 +185,11 @@ class ContextWindow:
         def shorten() -> object:
             return load_object(path, _KEY)(*given)
 
-        try:
+        async with user_errors("compaction_error", f"{name}: ", ()):
             with context.timed("environment"):
                 value = await call_user_code(shorten, name=name, seconds=seconds, key=key)
-            return read_messages(value, f"what {name} returns")
-        except Exception as error:
-            message = f"{name}: {await describe_user_error(error)}"
-            raise TrajectoryError("compaction_error", message) from error
+            messages = read_messages(value, f"what {name} returns")
+        return messages
 
 
 def _messages(opening: Sequence[Message], steps: Sequence[_Step]) -> list[Message]:

@@ -18,7 +18,7 @@ from turnwise.config import RolloutConfig
 from turnwise.core.aio import is_cancelled, together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.environment import (
@@ -191,18 +191,14 @@ class Episode:
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
         seconds, name = self._rollout.stall_timeout, "the environment's reward"
-        try:
+        said = "the environment gave no reward: "
+        async with user_errors("reward_error", said, (TrajectoryError,)):
             value = await call_user_code(
                 lambda: self.environment.reward(trajectory),
                 name=name,
                 seconds=seconds,
                 key=STALL_KEY,
             )
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            message = f"the environment gave no reward: {await describe_user_error(error)}"
-            raise TrajectoryError("reward_error", message) from error
         return await rewards_of(value, "the environment", trajectory, seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:

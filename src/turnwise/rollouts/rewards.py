@@ -17,7 +17,7 @@ from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.run_files import RunFiles
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import (
@@ -74,14 +74,10 @@ class _Part(NamedTuple):
     @asynccontextmanager
     async def judging(self, problem_id: str) -> AsyncIterator[None]:
         """Wait for this part under its name; its error is the trajectory's `reward_error`."""
-        try:
+        passing = InputError, TrajectoryError
+        async with user_errors("reward_error", f"{self} gave no reward: ", passing):
             with waiting(f"{self.name} of {problem_id}", "reward"):
                 yield
-        except (InputError, TrajectoryError):
-            raise
-        except Exception as error:
-            message = f"{self} gave no reward: {await describe_user_error(error)}"
-            raise TrajectoryError("reward_error", message) from error
 
 
 class RewardManager:
