@@ -177,7 +177,6 @@ class ContextWindow:
         return prompt
 
     async def _call(self, path: str, conversation: list[Message]) -> list[Message]:
-        """Return the messages of the user's function."""
         context, name = self._context, f"{_KEY} {path}"
         seconds, key = context.rollout.environment_timeout, "rollout.environment_timeout"
         given = deepcopy(conversation), dict(context.row)

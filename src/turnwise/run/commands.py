@@ -229,15 +229,9 @@ async def _play(
     next one.)"""
     async with AsyncExitStack() as opened:
         if supervised:
-            from turnwise.run.supervised import SupervisedLoop, open_trainer
+            from turnwise.run.supervised import train_on_rows
 
-            opening = open_trainer(config, folder.path, display)
-            policy = await opened.enter_async_context(opening)
-            rows = await run_in_thread(
-                SupervisedLoop, config, policy, *data, folder, display, start
-            )
-            await rows.run()
-            return rows.exactness
+            return await train_on_rows(config, *data, folder, display, start)
         from turnwise.observe.prometheus import serving_metrics
         from turnwise.run.trainer import TrainingLoop
 
