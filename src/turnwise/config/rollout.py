@@ -333,7 +333,7 @@ class RolloutConfig(Section):
             yield "call_tool receives the text between the tags: set call_start"
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             yield f"call_start applies only to loop interleaved, not to {self.loop}"
-        if self.context.compact and self.loop in set(LOOP_NAMES) - {"tool_calling"}:
+        if self.context.compact and self.loop != "tool_calling":
             yield (
                 f"context.compact applies to loop tool_calling, not to {self.loop}; an agent that "
                 "shortens its own messages begins a branch without it"

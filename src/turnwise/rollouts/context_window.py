@@ -42,22 +42,8 @@ class _Step(NamedTuple):
 
 
 class ContextWindow:
-    """The conversation of one trajectory. It makes the prompts and samples the turns.
-
-    Args:
-        tools: Descriptions of the tools that the model may call.
-
-    Example:
-        window = ContextWindow(context, context.toolbox.schemas)
-        prompt = await window.first_prompt()
-        while prompt is not None and window.turns < context.rollout.max_turns:
-            if (completion := await window.sample(prompt)) is None:
-                return
-            answer = {"role": "assistant", "content": context.template.decode(completion.token_ids)}
-            context.trajectory.messages.append(answer)
-            more = {"role": "user", "content": "Go on."}
-            prompt = await window.next_prompt(prompt, completion.token_ids, answer, [more])
-    """
+    """The conversation of one trajectory of `ToolCallingLoop`. It makes the prompts and samples the
+    turns; `tools` are described to the model."""
 
     def __init__(self, context: RolloutContext, tools: Tools) -> None:
         self._context, self._tools = context, tools
