@@ -34,6 +34,7 @@ from turnwise.core.aio import (
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.optional import Foreign
 from turnwise.errors import (
+    InputError,
     TrajectoryError,
     TurnwiseError,
     describe_error,
@@ -140,16 +141,18 @@ async def describe_user_error(error: Exception) -> str:
 
 @asynccontextmanager
 async def user_errors(
-    reason: str, said: str, passing: tuple[type[Exception], ...] = (TurnwiseError,)
+    reason: str | None, said: str, passing: tuple[type[Exception], ...] = (TurnwiseError,)
 ) -> AsyncIterator[None]:
-    """Raise what user code raises in an `async with` block as the failure of a trajectory, whose
-    message begins with `said`; errors that are `passing` stay what they are."""
+    """Raise what user code raises in an `async with` block as the failure of a trajectory, or
+    without a reason as an `InputError`, whose message begins with `said`; errors that are `passing`
+    stay what they are."""
     try:
         yield
     except passing:
         raise
     except Exception as error:
-        raise TrajectoryError(reason, said + await describe_user_error(error)) from error
+        why = said + await describe_user_error(error)
+        raise (TrajectoryError(reason, why) if reason else InputError(why)) from error
 
 
 # The register of calls
