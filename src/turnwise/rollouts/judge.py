@@ -47,9 +47,6 @@ _CANDIDATES = (
     "beginning."
 )
 
-Conversation = Sequence[Message] | str
-"""Messages, or the text of a trajectory that is no chat."""
-
 
 class _Scored(TypedDict):
     why: str
@@ -86,7 +83,7 @@ class Judge:
 
     async def judge(
         self,
-        reads: Sequence[Conversation],
+        reads: Sequence[Sequence[Message] | str],
         row: Row,
         trajectories: Sequence[Trajectory],
         counts: Counter[str],
@@ -125,7 +122,7 @@ class Judge:
 
 
 def prompt(
-    config: JudgeConfig, reads: Sequence[Conversation], row: JsonObject
+    config: JudgeConfig, reads: Sequence[Sequence[Message] | str], row: JsonObject
 ) -> tuple[list[Message], JsonObject]:
     """Return the prompt that asks for the score of a trajectory, or for those of several with the
     same problem, which are compared with one another; and the JSON schema of its answer."""

@@ -151,13 +151,13 @@ def load_problems(
             "environments has its own environments and rows, and the program gives one too: leave "
             "out environment, data and eval_data, or environments"
         )
-    from turnwise.rollouts.data import checked_rows, load_heldout, load_training
+    from turnwise.rollouts.data import checked_rows, load_training
     from turnwise.rollouts.problems import JoinedProblems, Problems
 
     data, rows = config.data, inputs.eval_rows if heldout else inputs.rows
     if rows is None:
-        load = load_heldout if heldout else load_training
-        return load(config, inputs.environment_for(config))
+        split = "eval" if heldout else "train"
+        return load_training(config, inputs.environment_for(config), split)
     name, limit = ("eval_data", data.eval_limit) if heldout else ("data", data.limit)
     if isinstance(rows, Mapping):
         checked = {of: checked_rows(each, f"{name}[{of!r}]", limit) for of, each in rows.items()}

@@ -141,7 +141,7 @@ async def open_runtime(
             return await start_policy(config, folder, share, closing, progress)
 
         policy = await start_trainer() if config.training.colocated else None
-        manager = make_manager(config, share, policy and policy.actors)  # in its processes
+        manager = make_manager(config, share, None if policy is None else policy.actors)
         manager.scheduler.grow(runner.slots)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
