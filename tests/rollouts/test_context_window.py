@@ -357,6 +357,7 @@ async def test_a_function_that_fails_costs_its_trajectory(
         ({"limit": 100}, {}, "limit does nothing without compact"),
         ({"compact": "summarise", "limit": 4096}, {}, "must be below model.max_length 4096"),
         ({"compact": "summarise"}, {"loop": "interleaved"}, "applies to loop tool_calling"),
+        ({"compact": "summarise"}, {"loop": "mine:Loop"}, "applies to loop tool_calling"),
     ],
 )
 def test_a_mistake_names_the_key(
