@@ -48,8 +48,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     **{
         name: (f"algorithm.correction.name={name}",)
         for name in (
-            *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop"),
-            *("sequence_mask", "seq_mask_tis"),
+            *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop", "sequence_mask"),
         )
     },
     # The geometric mean of stale tokens leaves the bounds that are meant for the engine's rounding.

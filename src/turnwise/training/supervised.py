@@ -41,24 +41,19 @@ def supervised_config(config: Config) -> Config:
     own, sampling = config.algorithm.loss, config.sampling
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
     ahead = int(not config.deterministic)  # deterministic runs are synchronous
-    parts: dict[str, JsonObject] = {
-        "data": {"curriculum": False},
-        "rollout": {"oversample": 0.0},
-        "eval": {"background": False, "target": None},
-        "training": {"colocated": False, "offload": [], "max_staleness": ahead},
-        "weights": {"transport": "disk", "delta": False},  # allocates nothing
-    }
-    return config.model_copy(
-        update={
-            "environments": {
-                name: entry.model_copy(update={"teacher": None})
-                for name, entry in config.environments.items()
-            },
+    stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
+    each = config.environments.items()
+    return config.changed(
+        {
+            "data": {"curriculum": False},
+            "environments": {name: entry.changed({"teacher": None}) for name, entry in each},
+            "rollout": {"oversample": 0.0},
+            "sampling": SamplingConfig(n=1).changed(stops),
+            "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "sampling": SamplingConfig(
-                n=1, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids
-            ),
-            **{key: getattr(config, key).model_copy(update=new) for key, new in parts.items()},
+            "training": {"colocated": False, "offload": [], "max_staleness": ahead},
+            # There is no engine; others take memory or files before they send.
+            "weights": {"transport": "collective", "delta": False},
         }
     )
 
