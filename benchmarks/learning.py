@@ -229,8 +229,10 @@ def run_corrected(
         for (ahead, name), accuracy in found.items()
     ]  # fmt: skip
     for ahead in compared:
-        best = max((c for c in claims if f" {ahead} ahead" in c.name), key=lambda c: c.judged)
-        best.at_least = KEPT
+        of_this = [claim for claim in claims if f" {ahead} ahead" in claim.name]
+        corrected = (claim for claim in of_this if not claim.name.endswith("none"))
+        if best := max(corrected, key=lambda claim: claim.judged, default=None):
+            best.at_least = KEPT
     return claims
 
 
