@@ -212,4 +212,4 @@ class WeightsConfig(Section):
     all but abort let them go on with the adapter that they began with."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
-    in float32 and 0.2 in bfloat16."""
+    in float32 and 0.5 in bfloat16."""
