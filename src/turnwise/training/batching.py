@@ -142,25 +142,20 @@ def _buckets(
 
 
 def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[list[_Unit]]:
-    """Divide units into buckets of neighbours; padded ones, which are sorted by their length, so
-    that the fewest tokens are computed."""
-    if layout != "padded":
-        buckets: list[list[_Unit]] = []
-        for unit in units:
-            if buckets and _cost([*buckets[-1], unit], layout) <= max_tokens:
-                buckets[-1].append(unit)
-            else:
-                buckets.append([unit])
-        return buckets
+    """Divide units into buckets of neighbours, so that the fewest tokens are computed."""
     best = [(0, 0)]  # for each number of units: the least cost, and where the last bucket begins
     for end in range(1, len(units) + 1):
-        longest, rows = max(sample.length for sample in units[end - 1].samples), 0
+        longest = max(sample.length for sample in units[end - 1].samples)  # if sorted by length
         found = list[tuple[int, int]]()
+        rows = others = 0
         for start in reversed(range(end)):
-            rows += len(units[start].samples)
-            if found and rows * longest > max_tokens:
+            unit = units[start]
+            rows += len(unit.samples)
+            cost = rows * longest if layout == "padded" else unit.tokens_first + others
+            if found and cost > max_tokens:
                 break
-            found.append((best[start][0] + rows * longest + _BEGINS, start))
+            others += unit.tokens_after
+            found.append((best[start][0] + cost + _BEGINS, start))
         best.append(min(found))
     ends = [len(units)]
     while ends[-1]:

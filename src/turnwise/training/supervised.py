@@ -217,9 +217,9 @@ def _turn(
             f"the template writes {where} otherwise than behind its generation prompt; if that "
             "opens reasoning, the message needs some, or model.template_args turns it off",
         )
-    shown = _squeezed(text)
+    shown = "".join(text.split())
     for spellings in _parts(turn):
-        if not any(_squeezed(spelling) in shown for spelling in spellings):
+        if not any("".join(spelling.split()) in shown for spelling in spellings):
             lost = f"{spellings[0]!r} of {where}"
             raise TrajectoryError("content_changed", f"the template leaves out, or changes, {lost}")
     prompt, whole = template.encode(opening), template.encode(opening + text)
@@ -258,10 +258,6 @@ def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
                 yield value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
             elif type(value) is int:
                 yield (str(value),)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def tools_of(row: JsonObject) -> list[JsonObject] | None:
