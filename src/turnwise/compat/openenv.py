@@ -205,9 +205,10 @@ def _plain(value: object) -> str:
 def _images(value: object) -> list[JsonObject]:
     """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) and each.startswith(_FILES) for each in values):
+    files = [each for each in values if isinstance(each, str) and each.startswith(_FILES)]
+    if len(files) != len(values):
         return []
-    return [_image(each if each.startswith("data:") else f"{_BASE64}{each}") for each in values]
+    return [_image(each if each.startswith("data:") else f"{_BASE64}{each}") for each in files]
 
 
 def _image(url: str) -> JsonObject:

@@ -51,7 +51,7 @@ def is_picture(value: object) -> bool:
 
 def encode(picture: "Picture", what: str) -> bytes:
     """Return a PIL image as a PNG file, its pixels as they are; raises as `check_image`."""
-    _check_size(*picture.size, what)
+    _check_size(picture, what)
     buffer = io.BytesIO()
     try:  # it may be a file that has not been read so far
         shown = picture if picture.mode in _PNG_MODES else picture.convert("RGB")
@@ -74,7 +74,7 @@ def _decoded(data: bytes, what: str) -> "tuple[str, Picture]":
         kinds = ", ".join(FORMATS)
         raise InputError(f"{what} is no image that can be read: it may be {kinds}") from error
     kind = str(picture.format).lower().replace("mpo", "jpeg")  # several JPEG pictures in a file
-    _check_size(*picture.size, what)
+    _check_size(picture, what)
     try:
         picture.load()
         return kind, turns.exif_transpose(picture).convert("RGB")
@@ -82,7 +82,8 @@ def _decoded(data: bytes, what: str) -> "tuple[str, Picture]":
         raise InputError(f"{what} is a broken {kind} file") from error
 
 
-def _check_size(width: int, height: int, what: str) -> None:
+def _check_size(picture: "Picture", what: str) -> None:
+    width, height = picture.size
     if width * height > MAX_PIXELS:
         raise InputError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read")
     if max(width, height) > MAX_RATIO * max(1, min(width, height)):

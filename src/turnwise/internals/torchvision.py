@@ -32,11 +32,11 @@ class _Declaring:
             import torch
 
             if "+cpu" in torch.__version__ and "+cpu" not in built:
-                library = torch.library.Library("torchvision", "DEF")
+                library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
                 _declared.append(library)
                 parameters = "Tensor dets, Tensor scores, float iou_threshold"
                 for operator in _OPERATORS:
-                    library.define(f"{operator}({parameters}) -> Tensor")
+                    library.define(f"{operator}({parameters}) -> Tensor")  # type: ignore[no-untyped-call]
         return None
 
 

@@ -79,8 +79,8 @@ internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request"
 _parameters = ("self", "request", "tokenizer", "chat_template_kwargs")
 internal(OpenAIServingChat, "_make_parser", *_parameters)
 internal(OpenAIServingChat, "_maybe_get_adapters", "self", "request")
-_parameters = ("block", "openai_messages")
-_convert_result = internal(AnthropicServingMessages, "_convert_user_tool_result", *_parameters)
+_of_result = ("block", "openai_messages")
+_convert_result = internal(AnthropicServingMessages, "_convert_user_tool_result", *_of_result)
 _url_of = internal(AnthropicServingMessages, "_convert_image_source_to_url", "source")
 
 

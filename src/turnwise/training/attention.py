@@ -114,9 +114,11 @@ def packed_attention(
     """
     if attention_mask is not None:  # `_mask`'s
         groups = query_BHTD.shape[1] // key_BHTD.shape[1]
-        both = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_BHTD, value_BHTD))
+        key_BHTD, value_BHTD = (
+            tensor.repeat_interleave(groups, dim=1) for tensor in (key_BHTD, value_BHTD)
+        )
         out_BHTD = scaled_dot_product_attention(
-            query_BHTD, *both, attn_mask=attention_mask, scale=scaling
+            query_BHTD, key_BHTD, value_BHTD, attn_mask=attention_mask, scale=scaling
         )
         return out_BHTD.transpose(1, 2).contiguous(), None
     if columns is None and _expected.get() is not None:

@@ -316,7 +316,7 @@ class Columns:
             yield from ((row, columns_T) for row in range(count))
             return
         columns_S = columns_T if self.column_S is None else self.column_S.cpu()
-        yield from ((0, part) for part in columns_S.split(self.lengths))
+        yield from ((0, part) for part in torch.split(columns_S, self.lengths))
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values of all columns' targets, row by row, from those of this rank's."""

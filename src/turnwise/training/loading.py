@@ -258,7 +258,7 @@ def distribute(
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    apart = not config.engine.images_per_prompt  # then no rank ever does
+    apart: bool = not config.engine.images_per_prompt  # then no rank ever does
     for layer in (*decoder_layers(module, of_images=apart), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     path = path_of(config, other)

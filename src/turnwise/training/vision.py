@@ -8,6 +8,7 @@ from other images. Position ids of more than one dimension are made by the model
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -152,7 +153,7 @@ def _positions(
     positions_3BT = torch.zeros(3, *columns.token_ids_BT.shape, dtype=torch.long)
     for row, column_T in columns.sequences():
         ids_T, types_T, numbers_T = (each[row, column_T] for each in rows_3BT)
-        numbers = numbers_T.unique_consecutive().tolist()
+        numbers = [number for number, _ in groupby(numbers_T.tolist())]
         own = [processed[columns.images[number - 1]].tensors for number in numbers if number]
         names = [name for name in own[0] if name in taken] if own else []
         grids = {name: torch.cat([each[name] for each in own]) for name in names}

@@ -81,15 +81,15 @@ def replace_prefix_tokens(
             f"{_short(own[at:])}; start a new one for an edited history",
         )
     ids = [*finished[:-1], *template[seam:]]
-    own, shown = placed(model_prefix_token_ids), placed(template_token_ids)
+    images, shown = placed(model_prefix_token_ids), placed(template_token_ids)
     kept = [one for one in shown if one.start < seam]
-    if [one.image for one in own] != [one.image for one in kept]:
+    if [one.image for one in images] != [one.image for one in kept]:
         raise TrajectoryError(
             "history_changed", "the conversation was sent with other images than the model's"
         )
     moved = len(finished) - 1 - seam
     new = [one._replace(start=one.start + moved) for one in shown[len(kept) :]]
-    return PromptIds(ids, [*own, *new]) if shown else ids
+    return PromptIds(ids, [*images, *new]) if shown else ids
 
 
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:

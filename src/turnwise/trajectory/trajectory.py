@@ -380,10 +380,12 @@ class Trajectory:
     def images_of(self, index: int) -> list[PlacedImage]:
         """Return the images on the path of a turn, in the order of their positions."""
         images: list[PlacedImage] = []
-        end, turn = self.turns[index].path_length, index
-        while (at := turn) is not None:
-            images[:0] = [each for each in self.turns[at].images if each.start < end]
-            end, turn = min(end, self.turns[at].prefix_length), self.turns[at].parent
+        end = self.turns[index].path_length
+        at: int | None = index
+        while at is not None:
+            turn = self.turns[at]
+            images[:0] = [each for each in turn.images if each.start < end]
+            end, at = min(end, turn.prefix_length), turn.parent
         return images
 
     @property
