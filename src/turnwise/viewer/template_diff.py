@@ -152,7 +152,8 @@ def _seeing(template: ChatTemplate, trajectory: Trajectory) -> ChatTemplate:
         return template
     message = {"role": "user", "content": [{"type": "image"}]}
     known = {*next(iter(ids.values()))} & {*template.special_tokens}
-    marker = next((token for token in template.render([message]) if token in known), None)
+    rendered = template.encode(template.render_text([message]))
+    marker = next((token for token in rendered if token in known), None)
     if marker is None:
         raise InputError("the template marks no image by one of the ids that stand for it")
     template = copy.copy(template)
