@@ -10,11 +10,10 @@ import base64
 import copy
 import hashlib
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from turnwise.core.files import temporary
 from turnwise.core.images import FORMATS
@@ -62,9 +61,12 @@ class Image:
         return f"{self.hash}.{self.format}"
 
     def read(self) -> bytes:
-        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer."""
-        if self.data or self.folder is None:
+        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer, or
+        nothing but its hash is known."""
+        if self.data:
             return self.data
+        if self.folder is None:
+            raise TrajectoryError("image_lost", f"the file of {self} is not here")
         try:
             data = (self.folder / self.name).read_bytes()
         except OSError as error:
@@ -205,12 +207,6 @@ def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int |
     return more[0].start if more else None
 
 
-def checksum(images: Iterable[PlacedImage]) -> int:
-    """Return a checksum of a prompt's images and their positions; 0 if there are none."""
-    text = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images)
-    return zlib.crc32(text.encode())
-
-
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
     """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
     given = (part.get("image") for part in image_parts(messages))
@@ -226,31 +222,27 @@ def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject
                     yield part
 
 
-def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
-    """Return a copy of messages, whose images are what `change` makes of them."""
-    made = copy.deepcopy([*messages])
-    for part in image_parts(made):
-        if "image" in part:
-            part["image"] = change(part["image"])
-    return made
-
-
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
-    return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
+    if images:
+        messages = copy.deepcopy(messages)
+        for part in image_parts(messages):
+            if (key := part.get("image")) is not None:
+                part["image"] = images.get(str(key), key)
+    return messages
+
+
+def as_json(value: object) -> str:
+    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
+    if isinstance(value, Image):
+        return value.hash
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def data_url(value: object) -> str:
     """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
     if isinstance(value, Image):
         return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-def as_json(value: object) -> object:
-    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
-    if isinstance(value, Image):
-        return value.hash
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
