@@ -22,6 +22,8 @@ from turnwise.errors import TrajectoryError
 
 FOLDER = "images"
 """Folder beside files of trajectories that holds the bytes of their images, each once."""
+KINDS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images."""
 FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
 """Names of the files there: hash and format."""
 
@@ -218,7 +220,7 @@ def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject
     for message in messages:
         if isinstance(content := message.get("content"), list):
             for part in content:
-                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+                if isinstance(part, dict) and ("image_url" in part or part.get("type") in KINDS):
                     yield part
 
 
