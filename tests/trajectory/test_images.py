@@ -1,6 +1,7 @@
 """A prompt continues a turn only if its images are the same at the same positions."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from turnwise.trajectory import (
     replace_prefix_tokens,
     write_jsonl,
 )
-from turnwise.trajectory.images import extended, placed, put_in_place
+from turnwise.trajectory.images import extended, placed, put_in_place, save_images
 from turnwise.trajectory.training_trace import (
     export_traces,
     from_training_trace,
@@ -145,6 +146,15 @@ def test_json_holds_hashes_and_the_folder_each_image_once(tmp_path: Path) -> Non
     (path.parent / "images" / RED.name).write_bytes(b"green")
     with pytest.raises(TrajectoryError, match="has been changed"):
         read.images[RED.hash].read()
+
+
+def test_an_image_may_be_written_by_several_at_once(tmp_path: Path) -> None:
+    image = Image.of(b"x" * 4_000_000, "png", 28, 28)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            [*pool.map(lambda _: save_images(tmp_path, [image]), range(8))]
+            assert [path.name for path in tmp_path.iterdir()] == [image.name]
+            (tmp_path / image.name).unlink()
 
 
 def test_a_whole_line_needs_no_folder() -> None:

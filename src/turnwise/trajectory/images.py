@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from uuid import uuid4
 
-from turnwise.core.files import temporary
 from turnwise.core.images import FORMATS
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError
@@ -276,5 +276,7 @@ def save_images(folder: Path, images: Iterable[Image]) -> None:
     for image in images:
         if not (path := folder / image.name).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            temporary(path).write_bytes(image.read())
-            temporary(path).replace(path)
+            # A step and evaluations, maybe of other processes, may write the same image at once.
+            new = folder / f"{uuid4().hex}.tmp"
+            new.write_bytes(image.read())
+            new.replace(path)

@@ -400,9 +400,8 @@ class ChatService:
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        seen = images_in(messages)
         echoing = partial(prompts.echoed_prompt, template, asked, refuse_dropped=training)
-        if (echoed := await run_in_thread(echoing) if seen else echoing()) is not None:
+        if (echoed := await in_thread_if_long(messages, echoing)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
