@@ -10,10 +10,10 @@ import base64
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from turnwise.core.images import FORMATS
@@ -224,14 +224,18 @@ def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject
                     yield part
 
 
+def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
+    """Return a copy of messages, whose images are what `change` makes of them."""
+    made = copy.deepcopy([*messages])
+    for part in image_parts(made):
+        if "image" in part:
+            part["image"] = change(part["image"])
+    return made
+
+
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
     """Return messages of JSON, in which an image is its hash, with the images themselves."""
-    if images:
-        messages = copy.deepcopy(messages)
-        for part in image_parts(messages):
-            if (key := part.get("image")) is not None:
-                part["image"] = images.get(str(key), key)
-    return messages
+    return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
 
 
 def as_json(value: object) -> str:
