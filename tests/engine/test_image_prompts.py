@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
 from turnwise.training.vision import vision_parameters
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
-from turnwise.trajectory.images import PlacedImage, PromptIds, placed
+from turnwise.trajectory.images import PlacedImage, PromptIds, images_in, placed
 from turnwise.weights.sync import check_canary
 
 
@@ -175,7 +176,9 @@ async def test_requests_at_the_same_time_process_an_image_once(
         await asyncio.sleep(0.01)
         if len(asked) == 1:
             raise InputError("not today")
-        return {"prompt_token_ids": prompt[one.start : one.end]}
+        item = SimpleNamespace(get_data=lambda: {"pixel_values": np.zeros(4, np.uint8)})
+        ids = prompt[one.start : one.end]
+        return {"prompt_token_ids": ids, "mm_kwargs": {"image": [item]}}
 
     monkeypatch.setattr(vllm, "process_image", process)
     monkeypatch.setattr(vllm, "image_marker", lambda llm: 0)
@@ -191,3 +194,31 @@ async def test_requests_at_the_same_time_process_an_image_once(
     _, *made = await asyncio.gather(*again, return_exceptions=True)
     assert len(asked) == 2
     assert [list(each) for each in made] == [[one.image.hash]] * 2  # type: ignore[arg-type]
+    monkeypatch.setattr("turnwise.engine.vllm_images._KEPT_BYTES", 11)  # two of them
+    others = [one._replace(image=replace(one.image, hash=f"{n:032x}")) for n in range(3)]
+    for other in (*others, others[2], others[1], others[0]):
+        await inputs.prepare(prompt, [other])
+    assert asked[2:] == [other.image.hash for other in (*others, others[0])]
+
+
+def test_weights_of_another_version_make_something_else_of_an_image() -> None:
+    """Where updates keep the prefix cache, only new names tell vLLM."""
+    from turnwise.internals import vllm
+
+    (image,) = images_in([read(picture())])
+    piece: dict[str, object] = {
+        "mm_placeholders": {"image": [vllm.PlaceholderRange(offset=0, length=2)]},
+        "mm_kwargs": {"image": [None]},
+    }
+    prompt, found = [1, 9, 9], set()
+    for salt in (None, "weights 1", "weights 2"):
+        given = vllm.tokens_input(prompt, cache_salt=salt)
+        made = ImageInputs(SimpleNamespace(), 1).put_in(  # type: ignore[arg-type]
+            given,
+            [PlacedImage(image, 1, 2)],
+            {image.hash: piece},  # type: ignore[dict-item]
+        )
+        assert made["mm_placeholders"]["image"][0].offset == 1
+        (name,) = made["mm_hashes"]["image"]
+        found.add(name)
+    assert len(found) == 3

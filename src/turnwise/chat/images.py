@@ -18,9 +18,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.trajectory import Image, Message
-from turnwise.trajectory.images import data_url, hash_of
+from turnwise.trajectory.images import KINDS, data_url, hash_of
 
-_KINDS = ("image", "image_url", "input_image")  # types of parts that are images
 _TEXTS = ("text", "input_text", "output_text")
 _MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
@@ -53,8 +52,8 @@ def read_image(
     elif isinstance(value, str) and "://" in value[:16]:
         if fetch is None:
             raise InputError(
-                f"{what} is a URL, and none is fetched but those that data.allow_urls allows: give "
-                "the file, or a data: URL"
+                f"{what} is a URL, and none is fetched but those in rows that data.allow_urls "
+                "allows: give the file, or a data: URL"
             )
         data = fetch(value)
     elif isinstance(value, Path) or (isinstance(value, str) and files):
@@ -80,12 +79,12 @@ def read_parts(
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
         return message
     parts: list[JsonObject] = []
-    if (count := sum(_kind(part) in _KINDS for part in content)) > MAX_IMAGES:
+    if (count := sum(_kind(part) in KINDS for part in content)) > MAX_IMAGES:
         raise InputError(f"{what} has {count:,} images; at most {MAX_IMAGES} are read")
     for part in content:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = _kind(part)
-        if kind in _KINDS:
+        if kind in KINDS:
             if message.get("role") == "assistant":
                 raise InputError(f"{what} has an image that an assistant said")
             name, given = f"an image of {what}", _given(part)
@@ -136,7 +135,7 @@ def parts_of(value: object) -> list[JsonObject] | None:
 
 def _shows(part: Foreign) -> bool:
     """Return whether a part of a tool's result is an image."""
-    if _kind(part) not in _KINDS:
+    if _kind(part) not in KINDS:
         return isinstance(part, Image) or is_picture(part)
     given = _given(part)
     return given.startswith("data:") if isinstance(given, str) else given is not None
@@ -150,7 +149,7 @@ def _kind(part: Foreign) -> object:
 
 def _given(part: Mapping[str, Foreign]) -> Foreign:
     """Return the image of a part, in the form in which it is given."""
-    keys = (*_KINDS, "url", "path")
+    keys = (*KINDS, "url", "path")
     return next((part[key] for key in keys if part.get(key) is not None), None)
 
 

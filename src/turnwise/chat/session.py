@@ -332,7 +332,6 @@ class Session:
             "forked": [t.fork_reason for t in self.trajectory.turns if t.fork_reason],
         }
 
-    def describe(self, *, whole: bool = False) -> JsonObject:
-        """Return the session as JSON, with its trajectory, which has its images if it is `whole`,
-        or else their hashes."""
-        return {**self.summary(), "trajectory": json.loads(self.trajectory.to_json(whole=whole))}
+    def describe(self) -> JsonObject:
+        """Return the session as JSON, with its trajectory."""
+        return {**self.summary(), "trajectory": json.loads(self.trajectory.to_json())}

@@ -209,7 +209,6 @@ class DataConfig(RowsConfig):
     allow_urls: bool | list[str] = False
     """Fetch the images that rows name by URL (http, https), each time that a row is used: true from
     all hosts with public addresses; a list of hosts from these only, which may be in this network.
-    If false, such a row fails its trajectories. Requests to the server may name a URL of a host in
-    the list."""
+    If false, such a row fails its trajectories."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

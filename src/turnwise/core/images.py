@@ -4,7 +4,7 @@ Only a few decoders read them, and none before the header has shown a size withi
 """
 
 import io
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from turnwise.core.optional import optional
 from turnwise.errors import InputError
@@ -20,23 +20,16 @@ MAX_IMAGES = 256  # maximum number of images in a message
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # the modes of pictures that PNG has
 
 
-class Header(NamedTuple):
-    """Type of a file, and size of its picture, the right way up."""
-
-    format: str  # one of `FORMATS`
-    width: int  # pixels
-    height: int
-
-
-def check_image(data: bytes, what: str) -> Header:
-    """Decode a file once, and return its type and size.
+def check_image(data: bytes, what: str) -> tuple[str, int, int]:
+    """Decode a file once, and return its type, one of `FORMATS`, and the width and height of its
+    picture, the right way up, in pixels.
 
     Raises:
         InputError: that begins with `what`, when it is no image of these formats, is broken, or is
             beyond the limits.
     """
     kind, picture = _decoded(data, what)
-    return Header(kind, *picture.size)
+    return kind, *picture.size
 
 
 def decode(data: bytes, what: str) -> "Picture":

@@ -20,7 +20,7 @@ from turnwise.trajectory.images import Image, PlacedImage
 if TYPE_CHECKING:
     from turnwise.internals import vllm
 
-_KEPT = 128  # maximum number of images that are kept
+_KEPT_BYTES = 1 << 30  # maximum size of the processed images that are kept
 
 
 class ImageInputs:
@@ -33,6 +33,7 @@ class ImageInputs:
     def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
         self._llm, self._most = llm, most
         self._kept: OrderedDict[str, asyncio.Task[vllm.MultiModalInput]] = OrderedDict()
+        self._size = 0  # bytes of all that are done
 
     async def prepare(
         self, prompt: Sequence[int], images: Sequence[PlacedImage]
@@ -72,29 +73,39 @@ class ImageInputs:
             (place,) = piece["mm_placeholders"]["image"]
             ranges.append(replace(place, offset=one.start + place.offset))
         items = vllm.MultiModalKwargsItems({"image": [p["mm_kwargs"]["image"][0] for p in pieces]})
-        names, prompt = {"image": [one.image.hash for one in images]}, inputs["prompt_token_ids"]
-        salt = inputs.get("cache_salt")
-        return vllm.mm_input(prompt, items, names, {"image": ranges}, cache_salt=salt)
+        prompt, salt = inputs["prompt_token_ids"], inputs.get("cache_salt")
+        # vLLM keeps what the model made of an image, by its name: other weights make something else
+        names = [f"{one.image.hash} {salt}" if salt else one.image.hash for one in images]
+        return vllm.mm_input(prompt, items, {"image": names}, {"image": ranges}, cache_salt=salt)
 
     async def _processed(self, image: Image) -> "vllm.MultiModalInput":
         """Return what vLLM makes of an image, which the first of a group's requests asks for."""
         if (found := self._kept.get(image.hash)) is None:
             found = self._kept[image.hash] = asyncio.create_task(self._process(image))
 
-            def forget(done: "asyncio.Task[vllm.MultiModalInput]") -> None:
-                if done.cancelled() or done.exception():
-                    self._kept.pop(image.hash, None)
+            def keep(done: "asyncio.Task[vllm.MultiModalInput]") -> None:
+                if self._kept.get(image.hash) is done and (done.cancelled() or done.exception()):
+                    del self._kept[image.hash]
+                elif self._kept.get(image.hash) is done:
+                    self._size += _bytes(done)
+                while self._size > _KEPT_BYTES and len(self._kept) > 1:
+                    self._size -= _bytes(self._kept.popitem(last=False)[1])
 
-            found.add_done_callback(forget)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            found.add_done_callback(keep)
         self._kept.move_to_end(image.hash)
         return await asyncio.shield(found)
 
     async def _process(self, image: Image) -> "vllm.MultiModalInput":
         from turnwise.internals import vllm
 
-        picture = await run_in_thread(decode, image.read(), str(image))
-        return await vllm.process_image(
-            self._llm, picture, image.hash, vllm.image_marker(self._llm)
-        )
+        picture = await run_in_thread(lambda: decode(image.read(), str(image)))
+        marker = vllm.image_marker(self._llm)
+        return await vllm.process_image(self._llm, picture, image.hash, marker)
+
+
+def _bytes(task: "asyncio.Task[vllm.MultiModalInput]") -> int:
+    """Return the size of the tensors of an image; 0 before it is processed."""
+    if not task.done():
+        return 0
+    tensors = task.result()["mm_kwargs"]["image"][0].get_data().values()
+    return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)

@@ -45,6 +45,7 @@ class _Unit(NamedTuple):
     samples: list[Sample]
     tokens_first: int  # if it is the first of its micro-batch
     tokens_after: int  # if it follows the unit before it
+    patches: dict[Image, float]  # of its images, each of which a micro-batch reads once
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def plan_micro_batches(
             units.setdefault(sample.pair_id, []).append(sample)
         buckets = _buckets(list(units.values()), max_tokens, ranks, layout, patches)
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
-        buckets.sort(key=lambda bucket: -_cost(bucket, "packed", patches))
+        buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
             row = [[s for unit in b for s in unit.samples] for b in buckets[start : start + ranks]]
@@ -137,6 +138,10 @@ def _buckets(
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""
+
+    def read(samples: Sequence[Sample]) -> dict[Image, float]:
+        return {one.image: patches * one.length for sample in samples for one in sample.images}
+
     units = list[_Unit]()  # in an order in which neighbours go well together
     if layout == "shared":
         before: _Ids | None = None
@@ -149,39 +154,35 @@ def _buckets(
                 alone += len(key_T) - (common if index else 0)
                 saved += 0 if index else common
                 before = key_T
-            units.append(_Unit(members[number], alone, alone - saved))
+            units.append(_Unit(members[number], alone, alone - saved, read(members[number])))
     else:
         for samples in sorted(members, key=lambda samples: max(s.length for s in samples)):
             size = sum(sample.length for sample in samples)
-            units.append(_Unit(samples, size, size))
+            units.append(_Unit(samples, size, size, read(samples)))
     while True:
-        buckets = _divided(units, max_tokens, layout, patches)
+        buckets = _divided(units, max_tokens, layout)
         missing = -len(buckets) % ranks
         if not missing or len(units) < len(buckets) + missing:
             return buckets
         # Shrink the buckets until they can be distributed evenly.
-        largest = max(_cost(bucket, layout, patches) for bucket in buckets)
+        largest = max(_cost(bucket, layout) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
 
 
-def _divided(
-    units: Sequence[_Unit], max_tokens: int, layout: Layout, patches: float
-) -> list[list[_Unit]]:
+def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[list[_Unit]]:
     """Divide units into buckets of neighbours, so that the fewest tokens are computed."""
     best = [(0, 0)]  # for each number of units: the least cost, and where the last bucket begins
     for end in range(1, len(units) + 1):
         longest = max(sample.length for sample in units[end - 1].samples)  # if sorted by length
         found = list[tuple[int, int]]()
         rows = others = 0
-        looks: dict[Image, int] = {}  # tokens of each image
+        patches: dict[Image, float] = {}
         for start in reversed(range(end)):
             unit = units[start]
             rows += len(unit.samples)
             cost = rows * longest if layout == "padded" else unit.tokens_first + others
-            if patches:
-                placed = (one for sample in unit.samples for one in sample.images)
-                looks |= {one.image: one.length for one in placed}
-                cost += round(patches * sum(looks.values()))
+            patches |= unit.patches
+            cost += round(sum(patches.values()))
             if found and cost > max_tokens:
                 break
             others += unit.tokens_after
@@ -193,13 +194,10 @@ def _divided(
     return [list(units[start:end]) for start, end in pairwise(reversed(ends))]
 
 
-def _cost(bucket: Sequence[_Unit], layout: Layout, patches: float) -> int:
-    """Return the tokens that are computed, padding included, and the patches of its images, each of
-    which is read once."""
-    looks = 0
-    if patches:
-        placed = (one for unit in bucket for sample in unit.samples for one in sample.images)
-        looks = round(patches * sum({one.image: one.length for one in placed}.values()))
+def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
+    """Return the tokens that are computed, padding included, and the patches of images."""
+    patches = {image: number for unit in bucket for image, number in unit.patches.items()}
+    looks = round(sum(patches.values()))
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
         return len(lengths) * max(lengths) + looks

@@ -207,7 +207,7 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         if not config.model.train_vision:
             for parameter in vision_parameters(model):
                 parameter.requires_grad_(False)
-        path = other.path or config.model.path
+        path = path_of(config, other)
         own = ModelImages(config.model.model_copy(update={"path": path}))
         return readers.setdefault(path, own)
 

@@ -195,21 +195,17 @@ def _checked(message: Foreign) -> Message:
         raise TrajectoryError("image_refused", str(error)) from error
     content = message.get("content")
     parts = content if isinstance(content, list) else [content or ""]
-    if not all(isinstance(p, str) or (isinstance(p, dict) and _known(p)) for p in parts):
+    shown = [p.get("text", p.get("image")) if isinstance(p, dict) else p for p in parts]
+    if not all(isinstance(part, str | Image) for part in shown):
         raise TrajectoryError("not_text", f"the content of a {message['role']} is not only text")
-    shown = plain({key: value for key, value in message.items() if key != "weight"})
     try:
-        made = with_objects(shown)
+        made = with_objects(plain({k: value for k, value in message.items() if k != "weight"}))
         named = [call["function"]["name"] for call in made.get("tool_calls") or ()]
     except (TypeError, KeyError, ValueError):
         named = [None]
     if not all(isinstance(name, str) for name in named):
         raise TrajectoryError("malformed", "a call has no function with a name")
     return made
-
-
-def _known(part: JsonObject) -> bool:
-    return isinstance(part.get("image"), Image) or "text" in part
 
 
 def _turn(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory.images import PlacedImage, checksum
+from turnwise.trajectory.images import PlacedImage
 from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
 
 
@@ -140,6 +140,7 @@ def audit(
 
 def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
     totals: list[int] = []  # for each turn, the recorded sum of the ids on its path
+    seen = any(turn.images for turn in turns)
     for index, turn in enumerate(turns):
         if turn.parent is not None and not 0 <= turn.parent < index:
             yield f"turn {index}: its parent {turn.parent} is not a turn before it"
@@ -168,19 +169,19 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
                 version = above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
                 break
             end, parent = min(end, above.prefix_length), above.parent
-        for problem in _differences(turn, before, version):
+        images = _images(turns, index) if seen else []
+        for problem in _differences(turn, images, before, version):
             yield f"turn {index}: {problem}"
-        images = _images(turns, index)
-        if (checksum(images) if images else 0) != turn.image_sum:
-            yield f"turn {index}: its prompt's images, or their positions, are not those recorded"
         end = turn.prefix_length + len(turn.added_token_ids)
         if any(one.start < turn.prefix_length or one.end > end for one in turn.images):
             yield f"turn {index}: an image of its prompt is not among the ids that it added"
 
 
-def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
-    """Compare a stored turn with what was recorded of it; its prompt takes over ids that sum to
-    `total_before`, and the token sampled before it has a weight `version`."""
+def _differences(
+    turn: Turn, images: Sequence[PlacedImage], total_before: int, version: int
+) -> list[str]:
+    """Compare a stored turn with what was recorded of it; its prompt has `images`, and takes over
+    ids that sum to `total_before`, and the token sampled before it has a weight `version`."""
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
@@ -207,9 +208,9 @@ def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
     if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
         engines = turn.record[0]
         return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
-    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
-    if sampled != turn.record[2]:
-        return ["its sampled tokens, log-probs or versions are not those recorded"]
+    made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
+    if fingerprint((), *made, images)[2] != turn.record[2]:
+        return ["its images, sampled tokens, log-probs or versions are not those recorded"]
     return []
 
 
@@ -233,12 +234,10 @@ def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
 def _images(turns: Sequence[Turn], leaf: int) -> list[PlacedImage]:
     """Return the images on a turn's path, in the order of their positions."""
     images: list[PlacedImage] = []
-    index: int | None = leaf
-    end = turns[leaf].path_length
-    while index is not None:
-        turn = turns[index]
-        images[:0] = [image for image in turn.images if image.start < end]
-        end, index = min(end, turn.prefix_length), turn.parent
+    end = 0
+    for index, ids in _segments(turns, leaf):
+        end += len(ids)
+        images += [image for image in turns[index].images if image.start < end]
     return images
 
 

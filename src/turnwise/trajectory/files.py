@@ -11,7 +11,7 @@ from turnwise.trajectory.images import FOLDER, save_images
 from turnwise.trajectory.trajectory import Trajectory
 
 _NAMED = re.compile(rb'"([0-9a-f]{32})":\{"format":"(\w+)"')
-"""Description of an image at the end of a line (`Trajectory.to_json`): its hash and format."""
+"""Description of an image in a line (`Trajectory.to_json`): its hash and format."""
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -66,7 +66,6 @@ def _images_of(path: Path, written: int) -> frozenset[str]:
     found: set[str] = set()
     with path.open("rb") as file:
         for line in file:
-            if (start := line.rfind(b',"images":{')) >= 0:  # no text has these bare quotes
-                pairs = _NAMED.findall(line, start)
-                found.update(f"{key.decode()}.{kind.decode()}" for key, kind in pairs)
+            pairs = _NAMED.findall(line)  # in no text: it would have escaped quotes
+            found.update(f"{key.decode()}.{kind.decode()}" for key, kind in pairs)
     return frozenset(found)

@@ -10,19 +10,20 @@ import base64
 import copy
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
 
-from turnwise.core.files import temporary
 from turnwise.core.images import FORMATS
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError
 
 FOLDER = "images"
 """Folder beside files of trajectories that holds the bytes of their images, each once."""
+KINDS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images."""
 FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
 """Names of the files there: hash and format."""
 
@@ -62,9 +63,12 @@ class Image:
         return f"{self.hash}.{self.format}"
 
     def read(self) -> bytes:
-        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer."""
-        if self.data or self.folder is None:
+        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer, or
+        nothing but its hash is known."""
+        if self.data:
             return self.data
+        if self.folder is None:
+            raise TrajectoryError("image_lost", f"the file of {self} is not here")
         try:
             data = (self.folder / self.name).read_bytes()
         except OSError as error:
@@ -205,12 +209,6 @@ def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int |
     return more[0].start if more else None
 
 
-def checksum(images: Iterable[PlacedImage]) -> int:
-    """Return a checksum of a prompt's images and their positions; 0 if there are none."""
-    text = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images)
-    return zlib.crc32(text.encode())
-
-
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
     """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
     given = (part.get("image") for part in image_parts(messages))
@@ -222,7 +220,7 @@ def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject
     for message in messages:
         if isinstance(content := message.get("content"), list):
             for part in content:
-                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+                if isinstance(part, dict) and ("image_url" in part or part.get("type") in KINDS):
                     yield part
 
 
@@ -240,17 +238,17 @@ def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[Js
     return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
 
 
+def as_json(value: object) -> str:
+    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
+    if isinstance(value, Image):
+        return value.hash
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def data_url(value: object) -> str:
     """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
     if isinstance(value, Image):
         return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-def as_json(value: object) -> object:
-    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
-    if isinstance(value, Image):
-        return value.hash
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
@@ -282,5 +280,7 @@ def save_images(folder: Path, images: Iterable[Image]) -> None:
     for image in images:
         if not (path := folder / image.name).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            temporary(path).write_bytes(image.read())
-            temporary(path).replace(path)
+            # A step and evaluations, maybe of other processes, may write the same image at once.
+            new = folder / f"{uuid4().hex}.tmp"
+            new.write_bytes(image.read())
+            new.replace(path)

@@ -22,13 +22,11 @@ from turnwise.trajectory.images import (
     Image,
     PlacedImage,
     PromptIds,
-    described,
     of_described,
     placed,
-    replaced,
     restored,
 )
-from turnwise.trajectory.trajectory import Message, Trajectory
+from turnwise.trajectory.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
@@ -49,20 +47,18 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
-    images = trajectory.images
-
-    def hashed(messages: list[Message]) -> list[Message]:
-        return replaced(messages, lambda image: image.hash)
-
+    tree = json.loads(trajectory.to_json(whole=True))
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)
-        names = ("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs")
-        ours: JsonObject = {name: getattr(turn, name) for name in names}
-        ours["record"] = list(turn.record)
+        names = (
+            *("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs"),
+            "record",
+        )
+        plain = tree["turns"][index]
+        ours: JsonObject = {name: plain[name] for name in names}
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
-            ours["image_sum"] = turn.image_sum
         if any(logprob > 0 for logprob in turn.logprobs):
             ours["logprobs"] = turn.logprobs
         turns.append(
@@ -72,16 +68,15 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
                 "completion_token_ids": turn.completion_token_ids,
                 "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
                 "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
-                "request": {"messages": hashed(turn.messages)} if turn.messages else {},
+                "request": {"messages": plain["messages"]} if turn.messages else {},
                 "response": {},
                 "metadata": {_OURS: ours},
             }
         )
-    kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
-    kept |= {"events": dict(trajectory.events), "messages": hashed(trajectory.messages)}
-    turns[0]["metadata"][_OURS]["trajectory"] = kept
-    if images:
-        turns[0]["metadata"][_OURS]["files"] = described(images, whole=True)
+    first = turns[0]["metadata"][_OURS]
+    first["trajectory"] = {name: tree[name] for name in _OF_TRAJECTORY}
+    if "images" in tree:
+        first["files"] = tree["images"]
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
@@ -189,9 +184,8 @@ def _add_turn(
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
-        raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
-    if ours.get("image_sum", made.image_sum) != made.image_sum:
-        raise InputError(f"{where}: its images are not those exported")
+        why = "its images, tokens, log-probs or versions are not those exported"
+        raise InputError(f"{where}: {why}")
     return True
 
 

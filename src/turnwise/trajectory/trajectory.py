@@ -27,7 +27,6 @@ from turnwise.trajectory.images import (
     PromptIds,
     agreement,
     as_json,
-    checksum,
     described,
     extended,
     images_in,
@@ -82,8 +81,6 @@ class Turn:
     this path; empty if the engine returned none."""
     images: list[PlacedImage] = field(default_factory=list)
     """Images among the added ids, at their positions on this path."""
-    image_sum: int = 0
-    """`images.checksum` of the whole prompt, as the engine received it."""
 
     def __post_init__(self) -> None:
         names = ("completion_token_ids", "logprobs", "weight_versions")
@@ -240,11 +237,8 @@ class Trajectory:
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
-            if images or self._last_images:  # would the ids alone continue another turn?
-                pairs = zip(self.turns, self._shared(prompt), strict=True)
-                alone = max((n for turn, n in pairs if n == turn.path_length), default=0)
-                if alone > (0 if continued is None else self.turns[continued].path_length):
-                    fork_reason = "image_changed"
+            if self.continued_turn(*self.find_parent(prompt)) != continued:
+                fork_reason = "image_changed"
         turn = Turn(
             added,
             completion_token_ids,
@@ -256,12 +250,11 @@ class Trajectory:
             shared,
             fork_reason,
             sums=checksums([*added, *completion_token_ids]),
-            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
+            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions, images),
             messages=list(messages),
             adapter=adapter,
             experts=experts[row * max(0, shared - 1) :],
             images=[each for each in images if each.start >= shared],
-            image_sum=checksum(images) if images else 0,
         )
         self.turns.append(turn)
         prompt += completion_token_ids
@@ -278,25 +271,18 @@ class Trajectory:
             apart = agreement(known, images) if images is not None and (images or known) else None
             if apart is None or apart >= len(last):
                 return len(self.turns) - 1, len(last)
-        shared = self._shared(prompt)
-        if images is not None and (images or any(turn.images for turn in self.turns)):
-            for index, length in enumerate(shared):
-                apart = agreement(self.images_of(index), images)
-                shared[index] = length if apart is None else min(length, apart)
-        longest = max(shared, default=0)
-        return (shared.index(longest) if longest else None), longest
-
-    def _shared(self, prompt: list[int]) -> list[int]:
-        """Return, for each turn, the number of ids with which its path and a prompt begin."""
+        seen = images is not None and (images or any(turn.images for turn in self.turns))
         shared: list[int] = []
-        for turn in self.turns:
+        for index, turn in enumerate(self.turns):
             start = turn.prefix_length
             above = 0 if turn.parent is None else min(shared[turn.parent], start)
             if above == start:
                 own = [*turn.added_token_ids, *turn.completion_token_ids]
                 above += common_prefix(prompt[start : start + len(own)], own)
-            shared.append(above)
-        return shared
+            apart = agreement(self.images_of(index), images or ()) if seen else None
+            shared.append(above if apart is None else min(above, apart))
+        longest = max(shared, default=0)
+        return (shared.index(longest) if longest else None), longest
 
     def continued_turn(self, index: int | None, shared: int) -> int | None:
         """Return the last turn whose path is in the first `shared` ids of a turn's, or None."""
@@ -464,11 +450,8 @@ class Trajectory:
         for turn in tree["turns"]:
             if rows := turn.pop("experts"):
                 turn["experts"] = base64.b64encode(rows).decode()
-            images, total = turn.pop("images"), turn.pop("image_sum")
-            if images:
-                turn["images"] = [[each.image, each.start, each.length] for each in images]
-            if total:
-                turn["image_sum"] = total
+            if not turn["images"]:
+                del turn["images"]
         if images := self.images:
             tree["images"] = described(images, whole=whole)
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), default=as_json)
@@ -556,8 +539,11 @@ def fingerprint(
     completion_token_ids: Sequence[int],
     logprobs: Sequence[float],
     weight_versions: Sequence[int],
+    images: Iterable[PlacedImage] = (),
 ) -> tuple[int, int, int]:
-    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
-    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
+    """Return the prompt's length, the sum of its ids, and a checksum of its images, at their
+    positions, and of the sampled tokens."""
+    sampled = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images).encode()
+    sampled += array("q", [*completion_token_ids, *weight_versions]).tobytes()
     sampled += array("d", logprobs).tobytes()
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)

@@ -36,8 +36,6 @@ from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread
-from turnwise.core.fetch import fetch
-from turnwise.core.images import MAX_BYTES
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.protocol import (
@@ -53,7 +51,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryEr
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
-from turnwise.trajectory.images import PlacedImage, extended, images_in, placed
+from turnwise.trajectory.images import PlacedImage, extended, image_parts, images_in, placed
 from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,6 @@ logger = logging.getLogger(__name__)
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
-_FETCH_SECONDS = 30.0  # time for all images of a request
 _TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
@@ -403,9 +400,8 @@ class ChatService:
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        seen = images_in(messages)
         echoing = partial(prompts.echoed_prompt, template, asked, refuse_dropped=training)
-        if (echoed := await run_in_thread(echoing) if seen else echoing()) is not None:
+        if (echoed := await in_thread_if_long(messages, echoing)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
@@ -427,32 +423,26 @@ class ChatService:
         self, request: vllm.SamplingRequest, messages: Sequence[JsonObject]
     ) -> list[JsonObject]:
         """Return messages with the images of their parts, as we keep them; refuse a request whose
-        images cannot be read, are too many, or are nothing that this server takes. URLs are fetched
-        from the hosts alone that `data.allow_urls` names: clients are not trusted."""
-        hosts, ends = self._config.data.allow_urls, time.monotonic() + _FETCH_SECONDS
-        most, shown = self._most_images, list(messages)
+        images cannot be read, are too many, or are nothing that this server takes."""
 
-        def fetched(url: str) -> bytes:
-            return fetch(url, hosts, MAX_BYTES, max(0.1, ends - time.monotonic()))
-
-        def read() -> None:
-            fetching = None if isinstance(hosts, bool) else fetched
-            for index, message in enumerate(messages):
-                if vllm.has_non_text_content([message]):
-                    what = f"messages[{index}]"
-                    shown[index] = read_parts(message, what, files=False, fetch=fetching)
-                    if len(images_in(shown)) > most:  # before more of them are read
-                        why = f"more than {most} images (engine.images_per_prompt)"
-                        raise InputError(f"the messages have {why}")
+        def read() -> list[JsonObject]:
+            return [
+                read_parts(message, f"messages[{index}]", files=False)
+                if vllm.has_non_text_content([message])
+                else message
+                for index, message in enumerate(messages)
+            ]
 
         for name in ("echo", "continue_final_message"):
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
-        if not most:
+        if not (most := self._most_images):
             raise InputError(_TEXT_ALONE)
-        await run_in_thread(read)
-        return shown
+        if len([*image_parts(messages)]) > most:  # before any is decoded
+            why = f"more than {most} images (engine.images_per_prompt)"
+            raise InputError(f"the messages have {why}")
+        return await run_in_thread(read)
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from turnwise.chat.session import NAME_PATTERN, Session, StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config
-from turnwise.core.aio import freeze_gc, run_in_thread
+from turnwise.core.aio import freeze_gc
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
@@ -367,12 +367,11 @@ async def open_session_under(
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, server: _Server, images: bool = False) -> JsonObject:
-    """Return the session's trajectory: every token, log-prob and weight version; with `images`
-    also their bytes, in base64."""
+async def get_session(session_id: str, server: _Server) -> JsonObject:
+    """Return the session's trajectory: every token, log-prob and weight version."""
     session = _managed(server, session_id)
     session.finish()
-    return await run_in_thread(session.describe, whole=True) if images else session.describe()
+    return session.describe()
 
 
 @router.post("/sessions/{session_id}/reward")

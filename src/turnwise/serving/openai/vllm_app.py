@@ -45,7 +45,7 @@ from turnwise.serving.openai.chat_service import (
 from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import settle
 from turnwise.serving.scheduler import Scheduler
-from turnwise.trajectory.images import PlacedImage, PromptIds, placed
+from turnwise.trajectory.images import PromptIds, placed
 
 Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
 ROUTES = {
@@ -407,7 +407,6 @@ class EngineClient:
     ) -> AsyncGenerator[vllm.RequestOutput, None]:
         """Sample `sampling_params.n` completions of a prompt that vLLM has rendered."""
         context, params = CURRENT.get(), sampling_params
-        images = () if context is None else context.images
         if context is not None:
             # Not all kinds of requests have these parameters.
             sampling = context.session.sampling or self._sampling
@@ -436,8 +435,7 @@ class EngineClient:
             if parent is not None:
                 part.request_id, part.sampling_params = parent.get_child_info(index)
             self._outputs.add_request(part, text, parent, index, queue)
-            key = request_id, index
-            task = asyncio.create_task(self._run(part, images, context, key, queue))
+            task = asyncio.create_task(self._run(part, context, (request_id, index), queue))
             task.add_done_callback(self._tasks.discard)
             tasks.add(task)
         self._tasks |= tasks
@@ -456,7 +454,6 @@ class EngineClient:
     async def _run(
         self,
         request: vllm.EngineCoreRequest,
-        images: Sequence[PlacedImage],
         context: RequestContext | None,
         key: ChoiceKey,
         queue: vllm.RequestOutputCollector,
@@ -465,6 +462,7 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
+            images = () if context is None else context.images
             prompt: list[int] = list(request.prompt_token_ids)
             prompt, sampling = PromptIds(prompt, images) if images else prompt, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
