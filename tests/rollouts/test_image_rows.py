@@ -19,7 +19,6 @@ from turnwise.chat.images import read_image, read_parts
 from turnwise.errors import InputError
 from turnwise.rollouts import load_rows
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.problems import ProblemStream
 from turnwise.trajectory import Trajectory, audit, write_jsonl
 
 PICTURE = encoded(picture())
@@ -121,8 +120,8 @@ def problems(vision_path: str, file: Path, allowed: object) -> Any:
     return load_training(vision_config(vision_path, data=data))
 
 
-def test_urls_are_fetched_only_if_allowed_and_broken_ones_leave_out_their_row(
-    vision_path: str, tmp_path: Path
+def test_urls_are_fetched_only_if_allowed_and_broken_ones_stay_urls(
+    vision_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = placed_beside(tmp_path)
 
@@ -138,14 +137,17 @@ def test_urls_are_fetched_only_if_allowed_and_broken_ones_leave_out_their_row(
         file.write_text("".join(json.dumps({"image": {"url": name}}) + "\n" for name in names))
         closed = problems(vision_path, file, False)
         assert [problem.row["image"]["url"] for problem in closed] == names
-        for allowed, taken in ((["127.0.0.1"], "rows.jsonl:1"), (True, "")):
-            stream = ProblemStream(problems(vision_path, file, allowed), 0, shuffle=False)
-            if taken:
-                assert {problem.id for problem in stream.take(4)} == {taken}
-                assert shows(stream.find(taken).row["image"])
-            else:  # this network is not asked
-                with pytest.raises(InputError, match=r"no row .* is not public"):
-                    stream.take(1)
+        rows = [problem.row for problem in problems(vision_path, file, ["127.0.0.1"])]
+        assert shows(rows[0]["image"]["url"])
+        assert [row["image"]["url"] for row in rows[1:]] == names[1:]
+        assert "missing.png answered with status 404" in caplog.text
+        assert "169.254.169.254 may not be asked" in caplog.text
+        with pytest.raises(InputError, match="is a URL"):
+            read_image(rows[1]["image"], "an image")
+        caplog.clear()
+        rows = [problem.row for problem in problems(vision_path, file, True)]
+        assert [row["image"]["url"] for row in rows] == names  # this network is not asked
+        assert caplog.text.count("is not public") == 3
         server.shutdown()
 
 

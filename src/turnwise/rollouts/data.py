@@ -163,7 +163,8 @@ def _rows_of(
         agent_env=config.rollout.agent_env,
     )
     if allowed := data.allow_urls:  # fetched whenever a row is asked for
-        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed))
+        most = config.rollout.environment_timeout / 2  # which is the time to read a row
+        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed, most))
     return path, rows
 
 
