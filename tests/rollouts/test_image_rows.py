@@ -18,7 +18,7 @@ from tests.vision import encoded, picture, vision_config
 from turnwise.chat.images import read_image, read_parts
 from turnwise.errors import InputError
 from turnwise.rollouts import load_rows
-from turnwise.rollouts.data import load_training
+from turnwise.rollouts.data import checked_rows, load_training
 from turnwise.trajectory import Trajectory, audit, write_jsonl
 
 PICTURE = encoded(picture())
@@ -97,6 +97,23 @@ def test_images_of_datasets_are_their_files_whatever_they_are_in(
         (text, image) = read_parts(read["messages"][0], "a message")["content"]
         assert text == {"type": "text", "text": "?"}
         assert shows(image["image"])
+
+
+def test_rows_with_images_are_not_read_at_once() -> None:
+    read = []
+
+    class Rows(list[dict[str, Any]]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    for image in (picture(), PICTURE, [{"bytes": PICTURE, "path": None}], "data:image/png,"):
+        read.clear()
+        rows = checked_rows(Rows([{"image": image, "n": n} for n in range(3)]), "rows", None)
+        assert (len(rows), {*read}) == (3, {0})
+        assert rows[2]["n"] == 2
+    named = [{"image": "pictures/1.png"}]
+    assert checked_rows(named, "rows", None) == named
 
 
 def test_a_broken_file_in_a_dataset_costs_only_who_reads_it(tmp_path: Path) -> None:

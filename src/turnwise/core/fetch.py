@@ -16,11 +16,13 @@ from turnwise.core.aio import call_within
 from turnwise.core.untrusted import IDENTITY
 from turnwise.errors import InputError
 
+_Hosts = bool | Sequence[str]
+_Sockets = list[socket.socket]
 _MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
 
-def fetch(url: str, allowed: bool | Sequence[str], most: int, seconds: float) -> bytes:
+def fetch(url: str, allowed: _Hosts, most: int, seconds: float) -> bytes:
     """Return the file at a URL, of at most `most` bytes and within `seconds`; blocks meanwhile.
 
     Args:
@@ -30,7 +32,7 @@ def fetch(url: str, allowed: bool | Sequence[str], most: int, seconds: float) ->
     Raises:
         InputError: when it may not be fetched, does not come in time, or is too long.
     """
-    opened: list[socket.socket] = []
+    opened: _Sockets = []
     try:
         return call_within(lambda: _fetched(url, allowed, most, seconds, opened), seconds)
     except TimeoutError:
@@ -41,13 +43,7 @@ def fetch(url: str, allowed: bool | Sequence[str], most: int, seconds: float) ->
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
-def _fetched(
-    url: str,
-    allowed: bool | Sequence[str],
-    most: int,
-    seconds: float,
-    opened: list[socket.socket],
-) -> bytes:
+def _fetched(url: str, allowed: _Hosts, most: int, seconds: float, opened: _Sockets) -> bytes:
     for _ in range(_MAX_HOPS):
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"
@@ -76,7 +72,7 @@ def _fetched(
     raise InputError(f"{url[:200]} is redirected more than {_MAX_HOPS - 1} times")
 
 
-def _address(host: str, port: int, allowed: bool | Sequence[str]) -> str:
+def _address(host: str, port: int, allowed: _Hosts) -> str:
     """Return an address of a host; InputError when the host or one of its addresses may not be
     asked."""
     named = not isinstance(allowed, bool) and host in map(str.lower, allowed)

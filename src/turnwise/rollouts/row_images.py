@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from turnwise.core.fetch import fetch
-from turnwise.core.images import MAX_BYTES
+from turnwise.core.images import MAX_BYTES, is_picture
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.rollouts.problems import Row
@@ -56,6 +56,14 @@ def with_urls(row: Row, allowed: bool | Sequence[str], seconds: float) -> Row:
         return f"data:image;base64,{base64.b64encode(data).decode()}"
 
     return _changed(row, fetched)
+
+
+def holds_images(value: Foreign) -> bool:
+    """Return whether a value of a row has images themselves, not their names."""
+    if isinstance(value, dict | list):
+        return any(map(holds_images, value.values() if isinstance(value, dict) else value))
+    is_url = isinstance(value, str) and value.startswith("data:")
+    return is_url or isinstance(value, bytes) or is_picture(value)
 
 
 def _changed(row: Row, change: Callable[[str], str]) -> Row:
