@@ -72,7 +72,7 @@ async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
 ) -> None:
     config = seeing(vision_path, endpoint)
     tokenizer = load_tokenizer(config)
-    engine = SimulatedEngine(vocab_size=1000, mean_tokens=100_000, latency=QUICK)
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=100_000, latency=QUICK)
     server = OpenAIServer(config, engine)
     await server.start()
     try:
