@@ -26,7 +26,7 @@ _NAMES = ("image", "images", "image_url")
 def with_own_paths(row: Row, folder: Path) -> Row:
     """Return a row of a file in `folder` whose relative paths of images begin there, where such
     files are. The images of a trajectory are in the folder beside its file."""
-    if "turns" in row and isinstance(images := row.get("images"), dict):
+    if "problem_id" in row and "turns" in row and isinstance(images := row.get("images"), dict):
         own = {"folder": str(folder / FOLDER)}
         return {**row, "images": {key: {**known, **own} for key, known in images.items()}}
 
