@@ -57,6 +57,7 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.row_images import holds_images
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolOutcome, ToolResult, read_result
 from turnwise.trajectory import Message, Trajectory
@@ -304,9 +305,11 @@ class RemoteEpisode(Episode):
             self.kill()
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
-        try:  # in a thread, because images are decoded
-            return await run_in_thread(partial(value_of, reply, kind, alone=alone))
-        except AnswerError as error:
+        read = partial(value_of, reply, kind, alone=alone)
+        try:  # images are decoded
+            shows = holds_images(reply.get("value"))
+            return await run_in_thread(read) if shows else read()
+        except (AnswerError, RecursionError) as error:
             raise self._end(REPLY, str(error)) from None
 
     def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
