@@ -13,6 +13,7 @@ from turnwise.core.fetch import fetch
 from turnwise.errors import InputError
 
 HERE = ["127.0.0.1"]
+LEFT = threading.Event()  # set when a client has left the slow answer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,11 +27,12 @@ class Handler(BaseHTTPRequestHandler):
         if name == "slow":
             self.send_response(200)
             self.end_headers()
-            with suppress(OSError):  # the client has left
-                for _ in range(200):
+            with suppress(OSError):
+                for _ in range(2000):
                     self.wfile.write(b"x")
                     self.wfile.flush()
                     time.sleep(0.05)
+            LEFT.set()
             return
         self.send_response(200 if name.startswith("ok") else 404)
         self.end_headers()
@@ -86,6 +88,12 @@ def test_a_name_with_one_address_here_is_not_asked(monkeypatch: pytest.MonkeyPat
         fetch("http://evil.example/cat.png", True, 10, 60.0)
 
 
+def test_hosts_are_named_in_any_case(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, resolve = server.rpartition(":")[2], socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **kw: resolve("127.0.0.1", *rest))
+    assert fetch(f"http://Images.example:{port}/ok", ["IMAGES.Example"], 10, 60.0)
+
+
 def test_a_redirect_leads_to_no_other_host(server: str) -> None:
     with pytest.raises(InputError, match=r"169\.254\.169\.254 may not be asked"):
         fetch(f"{server}/to/http://169.254.169.254/latest/", HERE, 10, 60.0)
@@ -93,6 +101,13 @@ def test_a_redirect_leads_to_no_other_host(server: str) -> None:
         fetch(f"{server}/to/file:///etc/passwd", HERE, 10, 60.0)
     with pytest.raises(InputError, match="is redirected more than 3 times"):
         fetch(f"{server}/to//to//to//to//ok", HERE, 10, 60.0)
+
+
+def test_a_host_that_never_ends_keeps_no_thread(server: str) -> None:
+    LEFT.clear()
+    with pytest.raises(InputError, match=r"did not come within 0\.3 s"):
+        fetch(f"{server}/slow", HERE, 1000, 0.3)
+    assert LEFT.wait(60)
 
 
 def test_a_host_that_does_not_answer_well_is_named(server: str) -> None:

@@ -72,7 +72,7 @@ async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
 ) -> None:
     config = seeing(vision_path, endpoint)
     tokenizer = load_tokenizer(config)
-    engine = SimulatedEngine(vocab_size=1000, mean_tokens=100_000, latency=QUICK)
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=100_000, latency=QUICK)
     server = OpenAIServer(config, engine)
     await server.start()
     try:
@@ -96,3 +96,21 @@ async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
     # Both trajectories have the one object of the row's image.
     first, second = (t.images_of(0)[0].image for t in group.trajectories)
     assert first is second
+
+
+async def test_a_broken_image_of_a_row_costs_its_trajectories(
+    vision_path: str, endpoint: str
+) -> None:
+    config = seeing(vision_path, endpoint)
+    engine = SimulatedEngine(vocab_size=1000, mean_tokens=4, latency=QUICK)
+    server = OpenAIServer(config, engine)
+    await server.start()
+    try:
+        runner = Runner(config, load_tokenizer(config))
+        runner.server = server
+        problem = Problem("p", {"image": {"bytes": b"nothing", "path": None}})
+        group = await runner.run_group(engine, problem, config.sampling, "images")
+    finally:
+        await server.stop()
+    assert group.dropped == {"agent_error": 2}
+    assert "is no image that can be read" in group.causes["agent_error"]

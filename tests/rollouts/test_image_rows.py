@@ -18,8 +18,7 @@ from tests.vision import encoded, picture, vision_config
 from turnwise.chat.images import read_image, read_parts
 from turnwise.errors import InputError
 from turnwise.rollouts import load_rows
-from turnwise.rollouts.data import load_training
-from turnwise.rollouts.problems import ProblemStream
+from turnwise.rollouts.data import checked_rows, load_training
 from turnwise.trajectory import Trajectory, audit, write_jsonl
 
 PICTURE = encoded(picture())
@@ -55,6 +54,9 @@ def test_paths_in_rows_begin_at_their_file(tmp_path: Path, monkeypatch: pytest.M
         assert text["text"] == "What?"
         assert [shows(part["image"]) for part in images] == [True] * 3
     assert second == {"image": "a cat", "n": 1}
+    own = {"turns": 3, "images": {"before": "pictures/1.png"}}  # no trajectory of ours
+    file.write_text(json.dumps(own))
+    assert list(load_rows(str(file), split="train")) == [own]
 
 
 def test_a_table_names_images_too(tmp_path: Path) -> None:
@@ -100,6 +102,23 @@ def test_images_of_datasets_are_their_files_whatever_they_are_in(
         assert shows(image["image"])
 
 
+def test_rows_with_images_are_not_read_at_once() -> None:
+    read = []
+
+    class Rows(list[dict[str, Any]]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    for image in (picture(), PICTURE, [{"bytes": PICTURE, "path": None}], "data:image/png,"):
+        read.clear()
+        rows = checked_rows(Rows([{"image": image, "n": n} for n in range(3)]), "rows", None)
+        assert (len(rows), {*read}) == (3, {0})
+        assert rows[2]["n"] == 2
+    named = [{"image": "pictures/1.png"}]
+    assert checked_rows(named, "rows", None) == named
+
+
 def test_a_broken_file_in_a_dataset_costs_only_who_reads_it(tmp_path: Path) -> None:
     files = [{"bytes": PICTURE, "path": None}, {"bytes": PICTURE[:99], "path": None}]
     made = Dataset.from_dict({"image": files}, features=Features({"image": Image()}))
@@ -121,8 +140,8 @@ def problems(vision_path: str, file: Path, allowed: object) -> Any:
     return load_training(vision_config(vision_path, data=data))
 
 
-def test_urls_are_fetched_only_if_allowed_and_broken_ones_leave_out_their_row(
-    vision_path: str, tmp_path: Path
+def test_urls_are_fetched_only_if_allowed_and_broken_ones_stay_urls(
+    vision_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = placed_beside(tmp_path)
 
@@ -138,14 +157,17 @@ def test_urls_are_fetched_only_if_allowed_and_broken_ones_leave_out_their_row(
         file.write_text("".join(json.dumps({"image": {"url": name}}) + "\n" for name in names))
         closed = problems(vision_path, file, False)
         assert [problem.row["image"]["url"] for problem in closed] == names
-        for allowed, taken in ((["127.0.0.1"], "rows.jsonl:1"), (True, "")):
-            stream = ProblemStream(problems(vision_path, file, allowed), 0, shuffle=False)
-            if taken:
-                assert {problem.id for problem in stream.take(4)} == {taken}
-                assert shows(stream.find(taken).row["image"])
-            else:  # this network is not asked
-                with pytest.raises(InputError, match=r"no row .* is not public"):
-                    stream.take(1)
+        rows = [problem.row for problem in problems(vision_path, file, ["127.0.0.1"])]
+        assert shows(rows[0]["image"]["url"])
+        assert [row["image"]["url"] for row in rows[1:]] == names[1:]
+        assert "missing.png answered with status 404" in caplog.text
+        assert "169.254.169.254 may not be asked" in caplog.text
+        with pytest.raises(InputError, match="is a URL"):
+            read_image(rows[1]["image"], "an image")
+        caplog.clear()
+        rows = [problem.row for problem in problems(vision_path, file, True)]
+        assert [row["image"]["url"] for row in rows] == names  # this network is not asked
+        assert caplog.text.count("is not public") == 3
         server.shutdown()
 
 

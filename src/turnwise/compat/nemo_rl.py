@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from turnwise.chat.images import read_image
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
-from turnwise.errors import EngineError, InputError, TrajectoryError, TurnwiseError
+from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 from turnwise.trajectory import replace_prefix_tokens
-from turnwise.trajectory.images import located, placed
 
 if TYPE_CHECKING:
     from turnwise.trajectory import ChatTemplate
@@ -53,8 +50,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         Args:
             data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B];
-                and maybe `stop_strings`, a list or None for each, besides the configuration's, and
-                `vllm_images`, a list for each of the images whose ids the prompt holds.
+                and maybe `stop_strings`, a list or None for each, besides the configuration's.
             greedy: Whether the temperature is 0 instead of the configuration's.
 
         Yields:
@@ -76,26 +72,16 @@ class VllmAsyncGenerationWorker(EngineWorker):
         if not all(0 < length <= width for length in lengths_B.tolist()):
             raise InputError(f"input_lengths must be between 1 and {width}")
         stops = _stop_strings(data.get("stop_strings"), len(lengths_B))
-        shown: Sequence[Sequence[object]] = data.get("vllm_images") or [()] * len(lengths_B)
+        if any(map(len, data.get("vllm_images") or ())):
+            raise InputError("vllm_images: this worker takes prompts of text alone")
 
         async def one(index: int) -> dict[str, torch.Tensor]:
-            prompt: list[int] = input_ids_BT[index, : int(lengths_B[index])].tolist()
-            if len(shown[index]):
-                prompt = await run_in_thread(self._with_images, prompt, shown[index], index)
+            prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
             return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
         async with aclosing(as_ready(one, len(lengths_B))) as ready:
             async for row in ready:
                 yield row
-
-    def _with_images(self, prompt: list[int], given: Sequence[object], row: int) -> list[int]:
-        tokens = self._template.images
-        assert tokens is not None  # `load_template` gives it
-        images = [read_image(each, f"an image of row {row}") for each in given]
-        try:
-            return located(prompt, images, tokens)
-        except TrajectoryError as error:
-            raise InputError(str(error)) from error
 
     def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
         changes: dict[str, object] = {"temperature": 0.0} if greedy else {}
@@ -111,8 +97,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         completion = Completion([], [], [], "length")
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
-            request = Request(prompt, sampling.within(room), name, images=placed(prompt))
-            completion = await generate(self._engine, request)
+            completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
 
         def padded_1W(values: Sequence[float], fill: float) -> torch.Tensor:

@@ -19,7 +19,6 @@ import aiohttp
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from turnwise.chat.images import read_image
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
@@ -52,7 +51,6 @@ _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
 """Types of answers that differ from their requests'."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
-_BASE64 = "data:;base64,"
 _FILES = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """First characters of images as texts: a data: URL, or a PNG, JPEG, GIF or WebP file in base64."""
 Shown = str | list[str | JsonObject]
@@ -132,8 +130,8 @@ class OpenEnv(Environment):
         """Return an observation as the model reads it.
 
         The result of a tool, or the observation's only text, or JSON without `metadata`; then its
-        images, which are files in base64. A tool's failure is raised, so that the model reads an
-        error. TrajectoryError (`environment_reply`) when an image cannot be read.
+        images, which are files in base64 that nobody has checked so far. A tool's failure is
+        raised, so that the model reads an error.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
@@ -142,18 +140,18 @@ class OpenEnv(Environment):
             blocks = result.get("content") if isinstance(result, dict) else None
             found = [b for b in blocks or () if isinstance(b, dict)]
             lines = [str(b["text"]) for b in found if "text" in b]
-            seen = [_image(f"{_BASE64}{b.get('data')}") for b in found if b.get("type") == "image"]
-            text = "\n".join(lines) if lines or seen else _plain(result)
+            images = [_image(str(b.get("data"))) for b in found if b.get("type") == "image"]
+            text = "\n".join(lines) if lines or images else _plain(result)
             if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
-            return [text, *seen] if seen else text
+            return [text, *images] if images else text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
-        images = {key: found for key, value in rest.items() if (found := _images(value))}
-        rest = {key: value for key, value in rest.items() if key not in images}
+        seen = {key: found for key, value in rest.items() if (found := _images(value))}
+        rest = {key: value for key, value in rest.items() if key not in seen}
         texts = [value for value in rest.values() if isinstance(value, str)]
         text = _plain(rest) if any(rest.values()) else ""
         text = texts[0] if len(texts) == 1 else text
-        return [text, *chain(*images.values())] if images else text
+        return [text, *chain(*seen.values())] if seen else text
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -208,15 +206,12 @@ def _images(value: object) -> list[JsonObject]:
     files = [each for each in values if isinstance(each, str) and each.startswith(_FILES)]
     if len(files) != len(values):
         return []
-    return [_image(each if each.startswith("data:") else f"{_BASE64}{each}") for each in files]
+    return [_image(each) for each in files]
 
 
-def _image(url: str) -> JsonObject:
-    try:
-        image = read_image(url, "an image of an observation", files=False)
-    except InputError as error:
-        raise TrajectoryError(REPLY, f"the OpenEnv server sent no image: {error}") from error
-    return {"type": "image", "image": image}
+def _image(file: str) -> JsonObject:
+    url = file if file.startswith("data:") else f"data:;base64,{file}"
+    return {"type": "image", "image": url}
 
 
 def at(url: str) -> EnvironmentType:

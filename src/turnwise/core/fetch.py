@@ -7,7 +7,7 @@ leads into this network. A proxy of the environment is not used.
 import socket
 import ssl
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from urllib.parse import urljoin, urlsplit
@@ -16,11 +16,13 @@ from turnwise.core.aio import call_within
 from turnwise.core.untrusted import IDENTITY
 from turnwise.errors import InputError
 
+_Hosts = bool | Sequence[str]
+_Sockets = list[socket.socket]
 _MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
 
-def fetch(url: str, allowed: bool | Sequence[str], most: int, seconds: float) -> bytes:
+def fetch(url: str, allowed: _Hosts, most: int, seconds: float) -> bytes:
     """Return the file at a URL, of at most `most` bytes and within `seconds`; blocks meanwhile.
 
     Args:
@@ -30,15 +32,18 @@ def fetch(url: str, allowed: bool | Sequence[str], most: int, seconds: float) ->
     Raises:
         InputError: when it may not be fetched, does not come in time, or is too long.
     """
+    opened: _Sockets = []
     try:
-        return call_within(lambda: _fetched(url, allowed, most, seconds), seconds)
+        return call_within(lambda: _fetched(url, allowed, most, seconds, opened), seconds)
     except TimeoutError:
+        with suppress(OSError, IndexError):  # else a host that sends a byte now and then keeps it
+            opened[-1].shutdown(socket.SHUT_RDWR)
         raise InputError(f"{url[:200]} did not come within {seconds:g} s") from None
     except (OSError, HTTPException, ValueError) as error:  # of a certificate, too
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
-def _fetched(url: str, allowed: bool | Sequence[str], most: int, seconds: float) -> bytes:
+def _fetched(url: str, allowed: _Hosts, most: int, seconds: float, opened: _Sockets) -> bytes:
     for _ in range(_MAX_HOPS):
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"
@@ -52,6 +57,7 @@ def _fetched(url: str, allowed: bool | Sequence[str], most: int, seconds: float)
             if secure:
                 context = ssl.create_default_context()
                 connection.sock = context.wrap_socket(talk, server_hostname=host)
+            opened.append(connection.sock)
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers=IDENTITY)
             answer = connection.getresponse()
@@ -66,10 +72,10 @@ def _fetched(url: str, allowed: bool | Sequence[str], most: int, seconds: float)
     raise InputError(f"{url[:200]} is redirected more than {_MAX_HOPS - 1} times")
 
 
-def _address(host: str, port: int, allowed: bool | Sequence[str]) -> str:
+def _address(host: str, port: int, allowed: _Hosts) -> str:
     """Return an address of a host; InputError when the host or one of its addresses may not be
     asked."""
-    named = not isinstance(allowed, bool) and host in allowed
+    named = not isinstance(allowed, bool) and host in map(str.lower, allowed)
     if not named and allowed is not True:
         raise InputError(f"{host} may not be asked for an image: data.allow_urls does not have it")
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]

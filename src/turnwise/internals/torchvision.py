@@ -7,9 +7,6 @@ come first, whoever imports it: Transformers does in many places.
 """
 
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 _OPERATORS = ("nms", "qnms")
 _declared: list[object] = []  # torch forgets what is declared with the object that declares it
@@ -18,9 +15,7 @@ _declared: list[object] = []  # torch forgets what is declared with the object t
 class _Declaring:
     """Finder that declares the operators when torchvision is first imported; it finds nothing."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             from importlib.metadata import PackageNotFoundError, version  # tens of milliseconds
@@ -28,7 +23,7 @@ class _Declaring:
             try:
                 built = version("torchvision")
             except PackageNotFoundError:
-                return None
+                return
             import torch
 
             if "+cpu" in torch.__version__ and "+cpu" not in built:
@@ -37,7 +32,6 @@ class _Declaring:
                 parameters = "Tensor dets, Tensor scores, float iou_threshold"
                 for operator in _OPERATORS:
                     library.define(f"{operator}({parameters}) -> Tensor")  # type: ignore[no-untyped-call]
-        return None
 
 
 def declare_operators() -> None:

@@ -401,7 +401,8 @@ class HttpAgentLoop:
         row, name, rollout = context.row, context.request_id, context.rollout
         trace = trace_headers()
         if not (is_function := _FUNCTION.fullmatch(agent)):
-            row = await run_in_thread(with_urls, row)
+            async with user_errors("agent_error", f"the row of {name}: ", ()):
+                row = await run_in_thread(with_urls, row)
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
             if command not in self._workers:

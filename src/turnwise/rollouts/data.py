@@ -31,7 +31,7 @@ from turnwise.rollouts.environment import (
     name_of,
 )
 from turnwise.rollouts.problems import Joined, JoinedProblems, Lazy, Problems, Row
-from turnwise.rollouts.row_images import with_own_paths, with_urls
+from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -88,8 +88,8 @@ def load_rows(
 def _first(
     rows: Sequence[Row], limit: int | None, read: Callable[[int], Row], condition: str | None
 ) -> Sequence[Row]:
-    """Return the first rows, in a list, which finds mistakes early, unless they are many. With a
-    condition all rows are read until there are enough."""
+    """Return the first rows, in a list, which finds mistakes early, unless they are many or have
+    images. With a condition all rows are read until there are enough."""
     if condition is not None:
         # The user's own code, as the classes are that a configuration names.
         code = compile(condition, "data.filter", "eval")
@@ -110,7 +110,7 @@ def _first(
         lazy = Lazy(len(numbers), lambda index: read(numbers[index]))
     else:
         lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
-    return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
+    return lazy if len(lazy) > _EAGER_ROWS or holds_images(lazy[0]) else list(lazy)
 
 
 def load_training(
@@ -163,7 +163,8 @@ def _rows_of(
         agent_env=config.rollout.agent_env,
     )
     if allowed := data.allow_urls:  # fetched whenever a row is asked for
-        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed))
+        most = config.rollout.environment_timeout / 2  # which is the time to read a row
+        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed, most))
     return path, rows
 
 

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,10 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, NotRequired, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
-from pydantic import Field, TypeAdapter, with_config
+from pydantic import AfterValidator, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from turnwise.chat.images import read_parts
+from turnwise.chat.images import parts_of, read_parts
 from turnwise.config import RolloutConfig
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
@@ -57,6 +57,7 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.row_images import holds_images
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolOutcome, ToolResult, read_result
 from turnwise.trajectory import Message, Trajectory
@@ -78,9 +79,23 @@ _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
+def _seen(message: Message) -> Message:
+    """Return a message with its images, which the process sent as data: URLs."""
+    try:
+        return read_parts(message, "a message", files=False)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
 @with_config(extra="allow")
-class _Message(TypedDict):
+class _Unseen(TypedDict):
     role: str
+
+
+_Message = Annotated[_Unseen, AfterValidator(_seen)]
+_Parts = Annotated[
+    list[JsonObject], AfterValidator(lambda parts: _seen({"content": parts_of(parts)})["content"])
+]
 
 
 @with_config(extra="allow")
@@ -109,7 +124,7 @@ class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
     error: _Text | None  # the tool's traceback
-    parts: NotRequired[list[dict[str, object]]]
+    parts: NotRequired[_Parts]
 
 
 class _Rewarded(TypedDict):
@@ -231,8 +246,6 @@ class RemoteEpisode(Episode):
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
         opened = await self.ask(OPENED, "open", seconds=seconds)
         vars(self).update(opened)
-        said = await self._with_images({"": self.problem, **self.players})
-        self.problem, self.players = said.pop(""), said
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
@@ -292,9 +305,11 @@ class RemoteEpisode(Episode):
             self.kill()
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
-        try:
-            return value_of(reply, kind, alone=alone)
-        except AnswerError as error:
+        read = partial(value_of, reply, kind, alone=alone)
+        try:  # images are decoded
+            shows = holds_images(reply.get("value"))
+            return await run_in_thread(read) if shows else read()
+        except (AnswerError, RecursionError) as error:
             raise self._end(REPLY, str(error)) from None
 
     def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
@@ -320,29 +335,13 @@ class RemoteEpisode(Episode):
             if writer is not None:
                 writer.close()
 
-    async def seen(self, read: Callable[[], _T]) -> _T:
-        """Read images that the process sent, off the event loop; broken ones end the process."""
-        try:
-            return await run_in_thread(read)
-        except InputError as error:
-            raise self._end(REPLY, f"sent a wrong answer ({error})") from None
-
-    async def _with_images(self, said: Mapping[str, list[Message]]) -> dict[str, list[Message]]:
-        """Return messages by player with their images."""
-        if not any(isinstance(m.get("content"), list) for some in said.values() for m in some):
-            return dict(said)
-        return await self.seen(partial(_read_images, said))
-
     def prompt(self) -> list[Message] | None:
-        said = self._ask_alone(PROMPT, "prompt")
-        return None if said is None else _read_images({"": said})[""]
+        return self._ask_alone(PROMPT, "prompt")
 
     def preview(self) -> bool:
         if (known := self._ask_alone(PREVIEW, "preview")) is None:
             return False
         vars(self).update(known)
-        said = _read_images({"": self.problem, **self.players})
-        self.problem, self.players = said.pop(""), said
         with naming_row(self.where, self._row):
             self._offer([])
         return not self._toolsets
@@ -359,7 +358,7 @@ class RemoteEpisode(Episode):
         moved = await self.ask(MOVED, "step", message, game)
         if moved is None:
             return None
-        ((player, said),) = (await self._with_images(moved)).items()
+        ((player, said),) = moved.items()
         if player not in (self.players if game else {""}):
             raise TrajectoryError(REPLY, f"{self.where}: the environment's process named no player")
         return player, said
@@ -398,7 +397,7 @@ class _RemoteToolbox(Toolbox):
         rollout: RolloutConfig,
     ) -> None:
         super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
-        self._episode = episode
+        self._ask = episode.ask
         self._remote = {str(schema["function"]["name"]): schema for schema in episode.schemas}
         if twice := self._remote.keys() & set(super().names):
             raise InputError(f"two tools are named {min(twice)}")
@@ -414,12 +413,11 @@ class _RemoteToolbox(Toolbox):
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         if name not in self._remote:
             return await super().call(name, arguments_json)
-        ask, most = self._episode.ask, self._max_chars + _CUT_CHARS
-        called = await ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
+        called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
+        most = self._max_chars + _CUT_CHARS
         error = None if called["error"] is None else RuntimeError(called["error"])
         if (parts := called.get("parts")) is not None:
-            result = await self._episode.seen(partial(read_result, parts, most))
-            return replace(result, outcome=called["outcome"], error=error)
+            return replace(read_result(parts, most), outcome=called["outcome"], error=error)
         return ToolResult(called["text"][:most], called["outcome"], error)
 
 
@@ -435,13 +433,6 @@ class _Elsewhere:
             f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
             "the context's problem, toolbox and step"
         )
-
-
-def _read_images(said: Mapping[str, list[Message]]) -> dict[str, list[Message]]:
-    return {
-        name: [read_parts(message, "a message", files=False) for message in some]
-        for name, some in said.items()
-    }
 
 
 def _packed(what: object) -> bytes:

@@ -5,19 +5,17 @@ loaded at the first use, from the run's files or a local cache; no code of a mod
 nothing is downloaded.
 """
 
-import copy
 import json
 import threading
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
-from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.trajectory import common_prefix
 
 TOOLS_UNKNOWN = (
@@ -72,10 +70,12 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
     def compare(trajectory: Trajectory, leaf: int) -> JsonObject:
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
+        if trajectory.images:
+            return {"error": "the comparison is of texts alone, and this trajectory has images"}
         ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
         with lock:
             try:
-                template = _seeing(load(), trajectory)
+                template = load()
                 rendered, note = _rendered(template, trajectory, leaf)
             except InputError as error:
                 return {"error": str(error)}
@@ -130,37 +130,6 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
     return found
 
 
-class _Recorded(NamedTuple):
-    """The ids that stand for the images of a trajectory, as its turns have them."""
-
-    marker: int
-    ids: dict[Image, list[int]]
-    takes_images: bool = True
-
-    def ids_of(self, image: Image) -> list[int]:
-        return self.ids.get(image, [self.marker])
-
-
-def _seeing(template: ChatTemplate, trajectory: Trajectory) -> ChatTemplate:
-    """Return a template that renders the trajectory's images, without the model's processor."""
-    ids: dict[Image, list[int]] = {}
-    for turn in trajectory.turns:
-        for image, start, length in turn.images:
-            at = start - turn.prefix_length
-            ids[image] = turn.added_token_ids[at : at + length]
-    if not ids:
-        return template
-    message = {"role": "user", "content": [{"type": "image"}]}
-    known = {*next(iter(ids.values()))} & {*template.special_tokens}
-    rendered = template.encode(template.render_text([message]))
-    marker = next((token for token in rendered if token in known), None)
-    if marker is None:
-        raise InputError("the template marks no image by one of the ids that stand for it")
-    template = copy.copy(template)
-    template.images = _Recorded(marker, ids)
-    return template
-
-
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
     """Return the ids of a branch's messages, and a note for people or "". Descriptions of tools are
     known from the first turn's prompt only, which is used as it is if the template keeps it."""
@@ -176,18 +145,16 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
         raise InputError("the messages of this branch are not recorded one by one")
     text = template.render_text(whole, add_generation_prompt=False)
     prompt = trajectory.prompt_token_ids(first)
-    rendered = template.with_images(template.encode(text), whole)
     if template.render(opening) == prompt:
-        return rendered, ""
+        return template.encode(text), ""
     before = template.render_text(opening, add_generation_prompt=False)
     with_answer = template.render_text(opening)
     if text.startswith(before) and with_answer.startswith(before):
         begins = template.encode(with_answer[len(before) :])  # the answer, in the template
         if prompt[len(prompt) - len(begins) :] == begins:
             kept = prompt[: len(prompt) - len(begins)]
-            later = template.encode(text[len(before) :])
-            return [*kept, *template.with_images(later, whole[len(opening) :])], TOOLS_UNKNOWN
-    return rendered, HISTORY_CHANGED
+            return [*kept, *template.encode(text[len(before) :])], TOOLS_UNKNOWN
+    return template.encode(text), HISTORY_CHANGED
 
 
 def _chain(trajectory: Trajectory, leaf: int) -> list[int]:

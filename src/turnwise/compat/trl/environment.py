@@ -9,6 +9,7 @@ import inspect
 import json
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from turnwise.rollouts.problems import Row
 from turnwise.rollouts.rewards import UserCall
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
-from turnwise.trajectory.images import replaced
+from turnwise.trajectory.images import image_parts, replaced
 
 RewardFunction = Callable[..., object]
 """A reward function with TRL's signature, sync or async."""
@@ -178,17 +179,10 @@ def _with_images(prompt: Any, row: Row) -> Any:
         return prompt
     if isinstance(prompt, str):
         raise InputError("prompt must be a list of messages where a row has images, not a text")
-    messages: list[Message] = [dict(message) for message in prompt]
-    places: list[Message] = []
+    messages: list[Message] = deepcopy(list(prompt))
     asked = [message for message in messages if message.get("role") != "tool"]
-    for message in asked:
-        if isinstance(message.get("content"), list):
-            message["content"] = [
-                dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part}
-                for part in message["content"]
-            ]
-            parts = (part for part in message["content"] if part.get("type") == "image")
-            places += (part for part in parts if part.get("image") is None)
+    parts = (part for part in image_parts(asked) if part["type"] == "image")
+    places = [part for part in parts if part.get("image") is None]
     texts = (m for m in asked if m.get("role") == "user" and isinstance(m.get("content"), str))
     if not places and (first := next(texts, None)) is not None:
         places = [{"type": "image"} for _ in images]
@@ -309,9 +303,8 @@ async def judge_group(
             lines.append(json.dumps(known | columns, default=str))
         files.append("extra.jsonl", "".join(f"{line}\n" for line in lines))
 
-    gather = partial(_arguments, max_steps, trajectories, row, episodes)
-    seen = any(turn.images for each in trajectories for turn in each.turns)
-    arguments = await run_in_thread(gather) if seen else gather()  # decoding takes its time
+    # In a thread, because images are decoded.
+    arguments = await run_in_thread(_arguments, max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
     values = await call(partial(function, **arguments))
     for name, numbers in metrics.items():

@@ -219,9 +219,11 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
         tokenizer.save_pretrained(values["model.tokenizer"])
     processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     if isinstance(model, str | Path):
-        if processor is not None and _pictures(processor) != _pictures(_processor(str(model))):
-            why = "its image processor has other settings than the model's own: save it there"
-            refuse_argument("processing_class", why)
+        if processor is not None:
+            own = getattr(_processor(str(model)), "image_processor", None)
+            if own is None or own.to_dict() != processor.image_processor.to_dict():
+                why = "its image processor has other settings than the model's own: save it there"
+                refuse_argument("processing_class", why)
         return values | {"model.path": str(model)}
     if not hasattr(model, "save_pretrained"):
         refuse_argument("model", "it must be a path, a name, or a model of Transformers or PEFT")
@@ -239,12 +241,6 @@ def _processor(path: str) -> Foreign:
     from transformers import AutoProcessor  # seconds to import
 
     return AutoProcessor.from_pretrained(resolve_model(path))
-
-
-def _pictures(processor: Foreign) -> JsonObject | None:
-    """Return the settings of a processor of images; None if it has none."""
-    found = getattr(processor, "image_processor", None)
-    return None if found is None else dict(found.to_dict())
 
 
 def context_length(values: Mapping[str, object], args: GRPOConfig) -> int:

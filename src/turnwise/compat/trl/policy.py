@@ -87,8 +87,9 @@ class Policy:
 
         from turnwise.training.loading import language_model_class  # imports torch
 
-        found, trust = resolve_model(path), self.trust_remote_code
+        trust = self.trust_remote_code
         try:
+            found = resolve_model(path)
             kind = language_model_class(AutoConfig.from_pretrained(found, trust_remote_code=trust))
             model: PreTrainedModel = kind.from_pretrained(
                 found, dtype=dtype, trust_remote_code=trust
