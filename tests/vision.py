@@ -26,8 +26,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-def make_qwen_vl(folder: Path) -> str:
-    """Save a tiny Qwen2.5-VL of two layers, its tokenizer and its processor; returns a folder."""
+def make_qwen_vl(folder: Path, hidden_size: int = 64, layers: int = 2) -> str:
+    """Save a tiny Qwen2.5-VL, its tokenizer and its processor; returns a folder."""
     tokenizer = build_tokenizer(0, 100)
     tokenizer.add_special_tokens({"additional_special_tokens": [*_TOKENS]})
     tokenizer.chat_template = TEMPLATE
@@ -35,11 +35,12 @@ def make_qwen_vl(folder: Path) -> str:
     torch.manual_seed(0)
     text = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,  # of 32, the least that vLLM's attention takes on a CPU
-        "num_key_value_heads": 2,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        # Of 32, the least that vLLM's attention takes on a CPU.
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
         "bos_token_id": None,
@@ -51,7 +52,7 @@ def make_qwen_vl(folder: Path) -> str:
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
-        "out_hidden_size": 64,
+        "out_hidden_size": hidden_size,
         "fullatt_block_indexes": [1],
         "patch_size": PATCH // 2,
         "window_size": 56,

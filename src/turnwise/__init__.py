@@ -24,7 +24,6 @@ from turnwise.errors import (
     TurnwiseError,
     WeightUpdateError,
 )
-from turnwise.internals.torchvision import declare_operators
 
 if TYPE_CHECKING:
     from turnwise.compat.bfcl import Bfcl
@@ -161,9 +160,6 @@ __all__ = [
     "sft",
     "train",
 ]
-
-
-declare_operators()  # before anything imports it
 
 
 def __getattr__(name: str) -> object:

@@ -126,6 +126,13 @@ def test_a_processor_is_that_of_the_model(vision_path: str, tmp_path: Path) -> N
         GRPOTrainer(vision_path, ones, args, rows, processing_class=changed)
 
 
+def told_apart(**given: Any) -> list[float]:
+    """Rewards that differ within a group, by the first letter of the answer."""
+    assert scored(**given)
+    texts = [completion[0]["content"] for completion in given["completions"]]
+    return [float(ord(text[0]) if text else 0) for text in texts]
+
+
 @pytest.mark.slow
 def test_a_script_with_a_column_of_images_trains(vision_path: str, tmp_path: Path) -> None:
     args = GRPOConfig(
@@ -138,7 +145,7 @@ def test_a_script_with_a_column_of_images_trains(vision_path: str, tmp_path: Pat
         turnwise={"engine.kv_cache_gib": 0.0625, "model.max_length": 256},
     )
     rows = [{"prompt": QUESTION, "image": picture(seed=seed)} for seed in range(4)]
-    made = GRPOTrainer(vision_path, scored, args, Dataset.from_list(rows))
+    made = GRPOTrainer(vision_path, told_apart, args, Dataset.from_list(rows))
     before = {name: tensor.clone() for name, tensor in made.model.named_parameters()}
     made.train()
     assert any(not tensor.equal(before[name]) for name, tensor in made.model.named_parameters())

@@ -53,7 +53,6 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import logger as reload_logger
-from vllm.model_executor.models import registry
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
@@ -496,10 +495,6 @@ def pack_experts_again(module: torch.nn.Module) -> None:
 
 
 if current_platform.is_cpu():
-    # A process of its own would look at the model's class, lest this one initialize CUDA; it takes
-    # seconds, and knows nothing of `internals.torchvision`.
-    internal(registry, "_run_in_subprocess", "fn")
-    registry._run_in_subprocess = lambda fn: fn()
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
