@@ -115,6 +115,7 @@ def configuration(path: Path, kind: str) -> Config:
             "data": {"path": "none"},
             "rollout": {"loop": "benchmarks.images:FixedTurns", "concurrency": CONCURRENCY},
             "sampling": {"n": GROUP, "max_tokens": NEW_TOKENS, "ignore_eos": True},
+            "training": {"micro_batch_tokens": 8192, "learning_rate": 1e-5},
             "engine": {"images_per_prompt": TURNS if kind == "images" else 0},
         }
     )
