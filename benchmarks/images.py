@@ -45,6 +45,8 @@ from turnwise.trajectory.audit import audit
 KINDS = ("images", "text")
 TURNS, NEW_TOKENS, GROUP, SIDE, IDS = 3, 24, 8, 112, 16
 CONCURRENCY = 64
+BUDGET = 8192
+"""Tokens of a micro-batch."""
 
 
 class Album:
@@ -115,7 +117,7 @@ def configuration(path: Path, kind: str) -> Config:
             "data": {"path": "none"},
             "rollout": {"loop": "benchmarks.images:FixedTurns", "concurrency": CONCURRENCY},
             "sampling": {"n": GROUP, "max_tokens": NEW_TOKENS, "ignore_eos": True},
-            "training": {"micro_batch_tokens": 8192, "learning_rate": 1e-5},
+            "training": {"micro_batch_tokens": BUDGET, "learning_rate": 1e-5},
             "engine": {"images_per_prompt": TURNS if kind == "images" else 0},
         }
     )
@@ -185,9 +187,7 @@ def train(config: Config, groups: Sequence[Group], reply: Connection) -> None:
         layout = rank.layouts.images if any(s.images for s in samples) else rank.layouts.text
         for _ in range(3):
             started = time.perf_counter()
-            (shares,) = plan_micro_batches(
-                samples, 1, 1, config.training.micro_batch_tokens, layout, rank.layouts.patches
-            )
+            (shares,) = plan_micro_batches(samples, 1, 1, BUDGET, layout, rank.layouts.patches)
             rank.train(shares)
             rates.append(tokens / (time.perf_counter() - started))
 
