@@ -41,7 +41,7 @@ def make_qwen_vl(folder: Path, hidden_size: int = 64, layers: int = 2) -> str:
         # Of 32, the least that vLLM's attention takes on a CPU.
         "num_attention_heads": hidden_size // 32,
         "num_key_value_heads": hidden_size // 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
