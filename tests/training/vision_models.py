@@ -139,7 +139,8 @@ def make_gemma3(folder: Path) -> None:
     named = dict(
         zip(names, ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), strict=True)
     )
-    tokenizer = _tokenizer(folder, "<start_of_image>", named)
+    lines = ("\n" * count for count in range(1, 5))  # vLLM joins them beside an image
+    tokenizer = _tokenizer(folder, "<start_of_image>", named, *lines)
     image, boi, eoi = map(tokenizer.convert_tokens_to_ids, named.values())
     text = _text(_size(tokenizer), tokenizer, head_dim=32, sliding_window=16)
     text |= {"query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}
