@@ -182,7 +182,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
 
     monkeypatch.setattr(vllm, "process_image", process)
     monkeypatch.setattr(vllm, "image_marker", lambda llm: 0)
-    model = SimpleNamespace(supports_multimodal_inputs=True)
+    model = SimpleNamespace(supports_multimodal_inputs=True, is_mm_prefix_lm=False)
     inputs = ImageInputs(SimpleNamespace(model_config=model), 1)  # type: ignore[arg-type]
     first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(3)]
     for failed in await asyncio.gather(*first, return_exceptions=True):
@@ -199,6 +199,9 @@ async def test_requests_at_the_same_time_process_an_image_once(
     for other in (*others, others[2], others[1], others[0]):
         await inputs.prepare(prompt, [other])
     assert asked[2:] == [other.image.hash for other in (*others, others[0])]
+    model.is_mm_prefix_lm = True  # as Gemma's, which vLLM does not compute on a CPU
+    with pytest.raises(InputError, match="whose tokens see each other in this model"):
+        await inputs.prepare(prompt, [one])
 
 
 def test_weights_of_another_version_make_something_else_of_an_image() -> None:

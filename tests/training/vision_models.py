@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -95,6 +96,16 @@ def _save(folder: Path, shape: Any, processor: Any) -> None:
     processor.save_pretrained(folder)
 
 
+def _publish(folder: Path) -> None:
+    """Name the tensors of SigLIP's tower as in published models; vLLM knows no other names."""
+    path = folder / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+
+
 def _size(tokenizer: Any) -> int:
     return int(-(-len(tokenizer) // 64) * 64)
 
@@ -154,6 +165,7 @@ def make_gemma3(folder: Path) -> None:
     )
     images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
     _save(folder, shape, Gemma3Processor(images, tokenizer, image_seq_length=4))
+    _publish(folder)
 
 
 def make_idefics3(folder: Path) -> None:
@@ -235,6 +247,7 @@ def make_llava_onevision(folder: Path) -> None:
     videos = LlavaOnevisionVideoProcessor(size=size)
     options = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
     _save(folder, shape, LlavaOnevisionProcessor(images, tokenizer, videos, **options))
+    _publish(folder)
 
 
 FAMILIES: dict[str, Callable[[Path], object]] = {

@@ -41,10 +41,17 @@ class ImageInputs:
         """Process the images of a prompt, and return what vLLM makes of each, by hash; InputError
         when the engine takes fewer of them, or none, or when vLLM expands one to other ids than the
         prompt has."""
+        from turnwise.internals import vllm  # seconds to import
+
         if not self._llm.model_config.supports_multimodal_inputs:
             raise InputError(
                 "a prompt has an image, which this engine does not take: the model is one of text, "
                 "or engine.images_per_prompt is 0"
+            )
+        if self._llm.model_config.is_mm_prefix_lm and vllm.current_platform.is_cpu():
+            raise InputError(
+                "a prompt has an image, whose tokens see each other in this model, but not in vLLM's "
+                "attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
             )
         if len(images) > self._most:
             raise InputError(
