@@ -50,8 +50,8 @@ class ImageInputs:
             )
         if self._llm.model_config.is_mm_prefix_lm and vllm.current_platform.is_cpu():
             raise InputError(
-                "a prompt has an image, whose tokens see each other in this model, but not in vLLM's "
-                "attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
+                "a prompt has an image, whose tokens see each other in this model, but not in "
+                "vLLM's attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
             )
         if len(images) > self._most:
             raise InputError(
