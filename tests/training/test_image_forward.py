@@ -42,7 +42,7 @@ def sample_of(vision_path: str, *parts: object, answer: list[int], number: int =
     prompt = template.render([read_parts(asked(*parts), "a message")])
     ids = extended(prompt, answer)
     mask = [0] * len(prompt) + [1] * len(answer)
-    return Sample.to_score(ids, mask, number, placed(ids))
+    return Sample.to_score(ids, mask, number)
 
 
 def by_the_model(vision_path: str, sample: Sample, pictures: list[Pictures.Image]) -> np.ndarray:

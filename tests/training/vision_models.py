@@ -36,7 +36,7 @@ from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.layout_check import ModelCheck
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory.images import PromptIds, extended, placed
 
 SECONDS = 900
 """Deadline of one family, its engine included."""
@@ -318,7 +318,7 @@ async def engine_row(rank: TrainerRank, folder: Path) -> dict[str, object]:
         said = await generate(engine, Request(ids, sampling, "two", images=first.images))
         both = [*ids, *said.token_ids]
         mask = [0] * len(ids) + [1] * len(said.token_ids)
-        columns = Columns.of([Sample.to_score(both, mask, 0, first.images)], "padded", CPU)
+        columns = Columns.of([Sample.to_score(PromptIds(both, first.images), mask)], "padded", CPU)
         with torch.no_grad():
             found, _ = rank._models.score("policy", columns)
         row["answer"] = float((found - torch.tensor(said.logprobs)).abs().max())

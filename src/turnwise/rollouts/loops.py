@@ -214,7 +214,7 @@ async def answer_calls(
             await context.files.log_error(kind, context.request_id, result.error)
         content: object = result.text
         if result.parts is not None:
-            if context.max_images and await run_in_thread(lambda: context.template.takes_images):
+            if await run_in_thread(lambda: context.template.takes_images):
                 content = result.parts
             else:
                 context.count("image_left_out")

@@ -130,11 +130,7 @@ def plan_micro_batches(
 
 
 def _buckets(
-    members: Sequence[list[Sample]],
-    max_tokens: int,
-    ranks: int,
-    layout: Layout,
-    patches: float,
+    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout, patches: float
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""

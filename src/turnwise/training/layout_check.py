@@ -29,7 +29,7 @@ from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 from turnwise.training.vision import TYPES, patches_per_token, probe, sees
-from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
+from turnwise.trajectory.images import PlacedImage, PromptIds, extended
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -298,15 +298,15 @@ def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]
         own = images.ids_of(image)
         ids = extended(text, PromptIds(own, [PlacedImage(image, 0, len(own))]), rest)
         scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
-        made.append(Sample.to_score(ids, scored, number, placed(ids)))
+        made.append(Sample.to_score(ids, scored, number))
     return made
 
 
 def _followed(sample: Sample) -> Sample:
     """Return a sample with tokens after it that are not scored."""
     ids, mask = sample.token_ids_T.tolist(), [1, *sample.response_mask_T.tolist()[1:]]
-    more = ids[:_BLOCK]
-    return Sample.to_score(ids + more, mask + [0] * len(more), sample.sequence, sample.images)
+    longer = PromptIds(ids + ids[:_BLOCK], sample.images)
+    return Sample.to_score(longer, mask + [0] * len(ids[:_BLOCK]), sample.sequence)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:

@@ -373,7 +373,7 @@ class TrainerRank:
         canary = self._canary()
         inside = {at for one in placed(canary) for at in range(one.start, one.end)}
         mask = [at not in inside for at in range(len(canary))]
-        sample = Sample.to_score(canary, mask, images=placed(canary))
+        sample = Sample.to_score(canary, mask)
         columns = Columns.of([sample], "padded", self.device, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)

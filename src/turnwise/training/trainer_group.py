@@ -32,7 +32,6 @@ from turnwise.training.batching import (
 )
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
-from turnwise.trajectory.images import placed
 from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.sync import check_transport
 from turnwise.weights.transport import Manifest
@@ -190,7 +189,7 @@ class TrainerGroup:
             under `sampling`, or, from the value model, the expected return before it.
         """
         samples = [
-            Sample.to_score(ids, mask, number, placed(ids))
+            Sample.to_score(ids, mask, number)
             for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
         ]
         found: dict[int, list[float]] = {}

@@ -159,7 +159,10 @@ class ChatTemplate:
                 "turnwise.chat.images.read_parts first"
             )
         if self.images is None:
-            raise InputError("a message has an image, and this model takes text alone")
+            raise InputError(
+                "a message has an image, and this model takes text alone, or "
+                "engine.images_per_prompt is 0"
+            )
         return put_in_place(ids, images, self.images)
 
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:

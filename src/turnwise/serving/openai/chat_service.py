@@ -440,8 +440,7 @@ class ChatService:
         if not (most := self._most_images):
             raise InputError(_TEXT_ALONE)
         if len([*image_parts(messages)]) > most:  # before any is decoded
-            why = f"more than {most} images (engine.images_per_prompt)"
-            raise InputError(f"the messages have {why}")
+            raise InputError(f"the messages have more than {most} images (engine.images_per_prompt)")
         return await run_in_thread(read)
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:

@@ -462,9 +462,9 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-            images = () if context is None else context.images
-            prompt: list[int] = list(request.prompt_token_ids)
-            prompt, sampling = PromptIds(prompt, images) if images else prompt, copy.copy(params)
+            asking = CURRENT.get()  # of a search of beams, too
+            images, ids = () if asking is None else asking.images, list(request.prompt_token_ids)
+            prompt, sampling = PromptIds(ids, images) if images else ids, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
             stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
             if context is not None:
