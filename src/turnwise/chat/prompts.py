@@ -18,7 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import Tools
-from turnwise.trajectory.images import images_in, located, placed
+from turnwise.trajectory.images import images_in, located
 
 
 class RefusedParameter(InputError):
@@ -227,8 +227,7 @@ def response_room(
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
-    prompt = list(prompt_token_ids)
-    index, shared = trajectory.find_parent(prompt, placed(prompt_token_ids))
+    index, shared = trajectory.find_parent(prompt_token_ids)
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
@@ -236,4 +235,4 @@ def response_room(
     turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
-    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
+    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt_token_ids)

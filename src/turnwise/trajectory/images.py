@@ -199,14 +199,14 @@ def located(ids: Sequence[int], images: Iterable[Image], tokens: ImageTokens) ->
     return prompt if found else [*ids]
 
 
-def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int | None:
-    """Return the first position at which images differ; None if one's are the beginning of the
-    other's, so that equal ids are equal prompts."""
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            return min(a.start, b.start)
-    more = [*one[len(other) :], *other[len(one) :]]
-    return more[0].start if more else None
+def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
+    """Return ids, the first of which is at position `start`, with numbers below 0 for those of
+    images: two prompts are the same as far as these lists are."""
+    seen = [*ids]
+    for one in images:
+        first = -(int(one.image.hash, 16) << 32) - one.length
+        seen[one.start - start : one.end - start] = range(first, first + one.length)
+    return seen
 
 
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:

@@ -248,7 +248,8 @@ async def test_several_choices_and_beams_see_the_images(
     http: httpx.AsyncClient, engine: Seeing
 ) -> None:
     question = {"role": "user", "content": [text("What?"), shown(0)]}
-    for more in ({"n": 2}, {"logprobs": True, "top_logprobs": 1}, {"use_beam_search": True, "n": 2}):
+    beams = {"use_beam_search": True, "n": 2}
+    for more in ({"n": 2}, {"logprobs": True, "top_logprobs": 1}, beams):
         engine.asked = []
         answer = await http.post(
             "/v1/chat/completions", json={"messages": [question], "max_tokens": 4, **more}

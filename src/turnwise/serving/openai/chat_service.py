@@ -440,7 +440,8 @@ class ChatService:
         if not (most := self._most_images):
             raise InputError(_TEXT_ALONE)
         if len([*image_parts(messages)]) > most:  # before any is decoded
-            raise InputError(f"the messages have more than {most} images (engine.images_per_prompt)")
+            why = f"more than {most} images (engine.images_per_prompt)"
+            raise InputError(f"the messages have {why}")
         return await run_in_thread(read)
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
