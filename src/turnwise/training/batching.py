@@ -28,14 +28,6 @@ samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 
 
-class Layouts(NamedTuple):
-    """Layouts of a run's micro-batches."""
-
-    text: Layout = "padded"
-    images: Layout = "padded"  # of steps in which a sample has an image
-    patches: float = 0.0  # those of an image for each of its tokens
-
-
 _BEGINS = 512  # tokens in whose time a micro-batch begins and ends
 
 

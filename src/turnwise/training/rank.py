@@ -34,7 +34,7 @@ from turnwise.training.batching import (
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import agreed_layouts
+from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -97,8 +97,8 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        found = agreed_layouts(models, config, layout_of(training, self.device))
-        self.layouts, self.layout_warning, self._no_images = found
+        found = check_run(models, config, layout_of(training, self.device))
+        self.layout, self.patches, self.layout_warning, self._no_images = found
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model
@@ -171,7 +171,7 @@ class TrainerRank:
             samples,
             share.trajectory_tokens,
             self.version,
-            self.layouts.images if share.images else self.layouts.text,
+            self.layout,
             self.device,
             self._models.group,
             share.images and self._ranks > 1,
