@@ -171,7 +171,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
     (one,) = placed(prompt)
     asked: list[str] = []
 
-    async def process(llm: object, picture: object, name: str, marker: int) -> dict[str, object]:
+    async def process(llm: object, picture: object, name: str) -> dict[str, object]:
         asked.append(name)
         await asyncio.sleep(0.01)
         if len(asked) == 1:
@@ -181,7 +181,6 @@ async def test_requests_at_the_same_time_process_an_image_once(
         return {"prompt_token_ids": ids, "mm_kwargs": {"image": [item]}}
 
     monkeypatch.setattr(vllm, "process_image", process)
-    monkeypatch.setattr(vllm, "image_marker", lambda llm: 0)
     model = SimpleNamespace(supports_multimodal_inputs=True)
     inputs = ImageInputs(SimpleNamespace(model_config=model), 1)  # type: ignore[arg-type]
     first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(4)]

@@ -87,8 +87,7 @@ class ImageInputs:
         async with self._processing:
             if (found := self._kept.get(image.hash)) is None:
                 picture = await run_in_thread(lambda: decode(image.read(), str(image)))
-                marker = vllm.image_marker(self._llm)
-                found = await vllm.process_image(self._llm, picture, image.hash, marker)
+                found = await vllm.process_image(self._llm, picture, image.hash)
                 self._kept[image.hash] = found
                 self._size += _bytes(found)
                 while self._size > _KEPT_BYTES and len(self._kept) > 1:

@@ -79,12 +79,7 @@ _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
-def _seen(message: Message) -> Message:
-    """Return a message with its images, which the process sent as data: URLs."""
-    try:
-        return read_parts(message, "a message", files=False)
-    except InputError as error:
-        raise ValueError(str(error)) from error
+_seen = partial(read_parts, what="a message", files=False)  # its images were sent as data: URLs
 
 
 @with_config(extra="allow")

@@ -130,14 +130,13 @@ async def build(
 def _listed(message: JsonObject) -> JsonObject:
     """Return a copy of a message whose parts can be read again: vLLM's may be an iterator that is
     read once, or its own objects."""
-    message = dict(message)
     if (content := message.get("content")) is None or isinstance(content, str):
-        return message
+        return dict(message)
     parts = [
         part.model_dump(exclude_none=True) if isinstance(part, BaseModel) else part
         for part in content
     ]
-    return message | {"content": parts}
+    return {**message, "content": parts}
 
 
 async def _preprocess(
