@@ -171,34 +171,6 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
     return prompt
 
 
-def located(ids: Sequence[int], images: Iterable[Image], tokens: ImageTokens) -> list[int]:
-    """Return ids that hold those of the images already, in their order, as a prompt with them. Each
-    image is at the first place behind the one before it where all of its ids are.
-
-    Raises:
-        TrajectoryError: `image_missing`, when the ids hold not those of each image, or more markers
-            beside them, as those of a larger image would be.
-    """
-    prompt = PromptIds(ids)
-    found: list[PlacedImage] = []
-    for image in images:
-        own, begin = tokens.ids_of(image), found[-1].end if found else 0
-        places = (
-            at
-            for at in range(begin, len(prompt) - len(own) + 1)
-            if prompt[at] == own[0] and prompt[at : at + len(own)] == own
-        )
-        if (start := next(places, None)) is None:
-            raise TrajectoryError("image_missing", f"the ids do not hold the {len(own)} of {image}")
-        found.append(PlacedImage(image, start, len(own)))
-    held = {at for one in found for at in range(one.start, one.end)}
-    beside = {at for one in found for at in (one.start - 1, one.end)} - held
-    if any(0 <= at < len(prompt) and prompt[at] == tokens.marker for at in beside):
-        raise TrajectoryError("image_missing", "the ids hold those of other images")
-    prompt.images = tuple(found)
-    return prompt if found else [*ids]
-
-
 def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
     """Return ids, the first of which is at position `start`, with numbers below 0 for those of
     images: two prompts are the same as far as these lists are."""

@@ -395,13 +395,14 @@ class ChatService:
                     logger.warning("a request has tools, and %s", error)
                 self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
-            return await run_in_thread(prompts.spliced_prompt, template, asked, required)
+            name = "required_prefix_token_ids"
+            ids = prompts.token_ids_of({name: required}, name)
+            return await run_in_thread(prompts.spliced_prompt, template, asked, ids)
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        echoing = partial(prompts.echoed_prompt, template, asked, refuse_dropped=training)
-        if (echoed := await in_thread_if_long(messages, echoing)) is not None:
+        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
@@ -433,7 +434,7 @@ class ChatService:
                 for index, message in enumerate(messages)
             ]
 
-        for name in ("echo", "continue_final_message"):
+        for name in ("echo", "continue_final_message", "required_prefix_token_ids"):
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
