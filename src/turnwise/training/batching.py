@@ -7,7 +7,7 @@ changes no result.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -294,15 +294,13 @@ class Columns:
             others_see,
         )
 
-    def sequences(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the row of each sequence, padding included, and the columns of its tokens."""
-        count, width = self.token_ids_BT.shape
-        columns_T = torch.arange(width)
+    def sequences(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the row of each sequence, padding included, and the columns of its tokens."""
+        columns_T = torch.arange(self.token_ids_BT.shape[1])
         if self.lengths is None:
-            yield from ((row, columns_T) for row in range(count))
-            return
+            return [(row, columns_T) for row in range(len(self.token_ids_BT))]
         columns_S = columns_T if self.column_S is None else self.column_S.cpu()
-        yield from ((0, part) for part in torch.split(columns_S, self.lengths))
+        return [(0, part) for part in torch.split(columns_S, self.lengths)]
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values of all columns' targets, row by row, from those of this rank's."""

@@ -29,7 +29,7 @@ from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 from turnwise.training.vision import TYPES, patches_per_token, probe, sees
-from turnwise.trajectory.images import PlacedImage, PromptIds, extended
+from turnwise.trajectory.images import PromptIds, extended
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -299,9 +299,8 @@ def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]
     text, others = samples[0].token_ids_T.tolist()[:_COMMON], samples[1:]
     made = []
     for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
-        rest, image = sample.token_ids_T.tolist()[_COMMON:], probe(picture)
-        own = images.ids_of(image)
-        ids = extended(text, PromptIds(own, [PlacedImage(image, 0, len(own))]), rest)
+        rest, own = sample.token_ids_T.tolist()[_COMMON:], images.ids_of(probe(picture))
+        ids = extended(text, own, rest)
         scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
         made.append(Sample.to_score(ids, scored, number))
     return made

@@ -49,7 +49,7 @@ from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
 from turnwise.training.vision import probe
-from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
+from turnwise.trajectory.images import extended, placed
 from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
@@ -384,9 +384,8 @@ class TrainerRank:
         canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
         if self._no_images or self._scorer.images is None:
             return canary
-        own, half = self._scorer.images.ids_of(image := probe(0)), len(canary) // 2
-        seen = PromptIds(own, [PlacedImage(image, 0, len(own))])
-        longer = extended(canary[:half], seen, canary[half:])
+        half = len(canary) // 2
+        longer = extended(canary[:half], self._scorer.images.ids_of(probe(0)), canary[half:])
         return longer if len(longer) < self._config.model.max_length else canary
 
     def _tensors(self) -> NamedTensors:

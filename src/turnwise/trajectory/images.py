@@ -124,9 +124,9 @@ class ImageTokens(Protocol):
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
-    def ids_of(self, image: Image) -> list[int]:
-        """Return the ids that stand for an image, in the place of the marker; TrajectoryError
-        (`image_refused`) when the model refuses it."""
+    def ids_of(self, image: Image) -> PromptIds:
+        """Return the ids that stand for an image, in the place of the marker, with it;
+        TrajectoryError (`image_refused`) when the model refuses it."""
 
 
 def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
@@ -158,17 +158,11 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
             f"the chat template renders {len(images)} images with {len(places)} markers (token "
             f"{tokens.marker}): it leaves out an image, or the text of a message holds the marker",
         )
-    prompt, end = PromptIds(), 0
-    found = []
+    parts, end = list[Sequence[int]](), 0
     for at, image in zip(places, images, strict=True):
-        prompt += ids[end:at]
-        own = tokens.ids_of(image)
-        found.append(PlacedImage(image, len(prompt), len(own)))
-        prompt += own
+        parts += [ids[end:at], tokens.ids_of(image)]
         end = at + 1
-    prompt += ids[end:]
-    prompt.images = tuple(found)
-    return prompt
+    return extended([], *parts, ids[end:])
 
 
 def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
