@@ -119,7 +119,7 @@ class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
     error: _Text | None  # the tool's traceback
-    parts: NotRequired[_Parts]
+    parts: _Parts | None
 
 
 class _Rewarded(TypedDict):
@@ -411,8 +411,9 @@ class _RemoteToolbox(Toolbox):
         called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
         most = self._max_chars + _CUT_CHARS
         error = None if called["error"] is None else RuntimeError(called["error"])
-        if (parts := called.get("parts")) is not None:
-            return replace(read_result(parts, most), outcome=called["outcome"], error=error)
+        if called["parts"] is not None:
+            made = read_result(called["parts"], most)
+            return replace(made, outcome=called["outcome"], error=error)
         return ToolResult(called["text"][:most], called["outcome"], error)
 
 

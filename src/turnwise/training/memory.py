@@ -45,7 +45,6 @@ from turnwise.training.loading import (
 )
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import backbone_of, score_hidden
-from turnwise.training.vision import vision_parameters
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
@@ -69,32 +68,25 @@ def model_size(
     config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
     """Return the size of a model, by default the policy."""
-    model = config.model
-    lora = model.lora.model_dump_json() if roles else ""
-    return _size(path_of(config, other), model.trust_remote_code, roles, lora, model.train_vision)
+    lora = config.model.lora.model_dump_json() if roles else ""
+    return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
 
 
 @cache
-def _size(
-    path: str, trust: bool, roles: tuple[ModelName, ...], lora: str, train_vision: bool
-) -> ModelSize:
+def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> ModelSize:
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        kind = language_model_class(shape)
-        if is_classifier(shape):
-            kind = AutoModelForSequenceClassification
+        classifies = is_classifier(shape)
+        kind = AutoModelForSequenceClassification if classifies else language_model_class(shape)
         with no_init_weights():  # some ways to draw them need values
             model = kind.from_config(shape, trust_remote_code=trust)
         model.tie_weights()  # part of the initialization
         if roles:
             add_adapters(model, LoraConfig.model_validate_json(lora), roles)
-    still = set() if train_vision else {id(parameter) for parameter in vision_parameters(model)}
-    counts = [(p.numel(), p.requires_grad and id(p) not in still) for p in model.parameters()]
-    layers = [
-        sum(p.numel() for p in layer.parameters())
-        for layer in decoder_layers(model, of_images=False)
-    ]
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    decoder = decoder_layers(model, of_images=False)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     total = sum(n for n, _ in counts)
     return ModelSize(
         total,
@@ -111,8 +103,7 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
     learning = learning_dtype(config).itemsize * size.learning
-    still = dtype_of(config) if roles else learning_dtype(config)  # that of weights which stay
-    weights = learning + still.itemsize * (size.parameters - size.learning)
+    weights = learning + dtype_of(config).itemsize * (size.parameters - size.learning)
     others = {
         role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
         for role, other in beside.items()

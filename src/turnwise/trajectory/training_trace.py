@@ -51,12 +51,9 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)
-        names = (
-            *("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs"),
-            "record",
-        )
+        names = "weight_versions finish_reason fork_reason adapter added_logprobs record"
         plain = tree["turns"][index]
-        ours: JsonObject = {name: plain[name] for name in names}
+        ours: JsonObject = {name: plain[name] for name in names.split()}
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
         if any(logprob > 0 for logprob in turn.logprobs):

@@ -360,13 +360,10 @@ class Trajectory:
 
     def images_of(self, index: int) -> list[PlacedImage]:
         """Return the images on the path of a turn, in the order of their positions."""
-        images: list[PlacedImage] = []
-        end = self.turns[index].path_length
-        at: int | None = index
-        while at is not None:
-            turn = self.turns[at]
-            images[:0] = [each for each in turn.images if each.start < end]
-            end, at = min(end, turn.prefix_length), turn.parent
+        images, end = list[PlacedImage](), 0
+        for turn, length in self._path(index):
+            end += length
+            images += [each for each in self.turns[turn].images if each.start < end]
         return images
 
     @property
