@@ -135,9 +135,6 @@ class ChatService:
         self.tokenizer = self._chat.renderer.tokenizer
         self._format = format_of(config.rollout.tool_parser)
         self._template = load_template(config, self.tokenizer)
-        self._most_images = 0  # in a prompt
-        if self._chat.model_config.supports_multimodal_inputs:
-            self._most_images = config.engine.images_per_prompt
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
@@ -438,7 +435,8 @@ class ChatService:
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
-        if not (most := self._most_images):
+        most = self._config.engine.images_per_prompt
+        if not most or not self._chat.model_config.supports_multimodal_inputs:
             raise InputError(_TEXT_ALONE)
         if len([*image_parts(messages)]) > most:  # before any is decoded
             why = f"more than {most} images (engine.images_per_prompt)"
