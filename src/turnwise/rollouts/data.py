@@ -162,9 +162,9 @@ def _rows_of(
         condition=condition,
         agent_env=config.rollout.agent_env,
     )
-    if allowed := data.allow_urls:  # fetched whenever a row is asked for
+    if data.allow_urls:  # fetched whenever a row is asked for
         most = config.rollout.environment_timeout / 2  # which is the time to read a row
-        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed, most))
+        return path, Lazy(len(rows), lambda index: with_urls(rows[index], most))
     return path, rows
 
 
