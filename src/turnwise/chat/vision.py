@@ -87,13 +87,9 @@ class ModelImages:
 
     def _process(self, image: Image) -> Processed:
         processor, picture = self._processor, decode(image.read(), str(image))
+        given = {"text": [processor.image_token], "images": [picture]}
         try:
-            made = processor(
-                text=[processor.image_token],
-                images=[picture],
-                add_special_tokens=False,
-                return_tensors="pt",
-            )
+            made = processor(**given, add_special_tokens=False, return_tensors="pt")
         except Exception as error:  # of another package, for a size that it does not take
             why = f"{image} is refused by the model: {first_line(error)}"
             raise TrajectoryError("image_refused", why) from error

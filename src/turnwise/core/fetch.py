@@ -15,7 +15,6 @@ from turnwise.core.aio import call_within
 from turnwise.core.untrusted import IDENTITY
 from turnwise.errors import InputError
 
-_Sockets = list[socket.socket]
 _MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
@@ -26,7 +25,7 @@ def fetch(url: str, most: int, seconds: float) -> bytes:
     Raises:
         InputError: when it may not be fetched, does not come in time, or is too long.
     """
-    opened: _Sockets = []
+    opened: list[socket.socket] = []
     try:
         return call_within(lambda: _fetched(url, most, seconds, opened), seconds)
     except TimeoutError:
@@ -37,7 +36,7 @@ def fetch(url: str, most: int, seconds: float) -> bytes:
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
-def _fetched(url: str, most: int, seconds: float, opened: _Sockets) -> bytes:
+def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -> bytes:
     for _ in range(_MAX_HOPS):
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"

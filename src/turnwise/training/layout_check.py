@@ -220,11 +220,8 @@ def check_run(models: Models, config: Config, preferred: Layout) -> tuple[Layout
     layout, patches, warning, why = preferred, 0.0, "", _without_images(models, config)
     length = config.model.max_length
     try:  # images first: their check may change the attention, with which the others are then made
-        if not why:
-            assert models.policy.images is not None
-            patches = patches_per_token(
-                models.policy.model, models.policy.images.processed(probe(0))
-            )
+        if not why and (reader := models.policy.images) is not None:
+            patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
             checks = [ModelCheck(models, module, length, True) for module in models.modules()]
             layout, warning = agreed_layout(checks, config.training, preferred)
     except (torch.OutOfMemoryError, dist.DistError):
