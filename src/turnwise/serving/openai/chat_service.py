@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
-_TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
@@ -437,7 +436,7 @@ class ChatService:
                 raise prompts.RefusedParameter(name, why)
         most = self._config.engine.images_per_prompt
         if not most or not self._chat.model_config.supports_multimodal_inputs:
-            raise InputError(_TEXT_ALONE)
+            raise InputError("this server takes text alone: a request has an image or another file")
         if len([*image_parts(messages)]) > most:  # before any is decoded
             why = f"more than {most} images (engine.images_per_prompt)"
             raise InputError(f"the messages have {why}")
