@@ -8,7 +8,6 @@ come first, whoever imports it: Transformers does in many places.
 
 import sys
 
-_OPERATORS = ("nms", "qnms")
 _declared: list[object] = []  # torch forgets what is declared with the object that declares it
 
 
@@ -30,7 +29,7 @@ class _Declaring:
                 library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
                 _declared.append(library)
                 parameters = "Tensor dets, Tensor scores, float iou_threshold"
-                for operator in _OPERATORS:
+                for operator in ("nms", "qnms"):
                     library.define(f"{operator}({parameters}) -> Tensor")  # type: ignore[no-untyped-call]
 
 

@@ -189,8 +189,7 @@ def read_result(value: object, longest: int) -> ToolResult:
         if left_out:
             return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
         return ToolResult(text, "ok")
-    parts: list[JsonObject] = []
-    room = longest
+    parts, room = list[JsonObject](), longest
     for part in read_parts({"content": given}, "the result", files=False)["content"]:
         if part["type"] == "text":
             text = str(part.get("text") or "")

@@ -45,6 +45,7 @@ from turnwise.training.loading import (
 )
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import backbone_of, score_hidden
+from turnwise.training.vision import vision_parameters
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
@@ -68,12 +69,15 @@ def model_size(
     config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
     """Return the size of a model, by default the policy."""
-    lora = config.model.lora.model_dump_json() if roles else ""
-    return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
+    model = config.model
+    lora = model.lora.model_dump_json() if roles else ""
+    return _size(path_of(config, other), model.trust_remote_code, roles, lora, model.train_vision)
 
 
 @cache
-def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> ModelSize:
+def _size(
+    path: str, trust: bool, roles: tuple[ModelName, ...], lora: str, train_vision: bool
+) -> ModelSize:
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -84,6 +88,8 @@ def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> Mo
         model.tie_weights()  # part of the initialization
         if roles:
             add_adapters(model, LoraConfig.model_validate_json(lora), roles)
+        for parameter in () if train_vision else vision_parameters(model):
+            parameter.requires_grad_(False)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     decoder = decoder_layers(model, of_images=False)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
@@ -103,7 +109,8 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
     learning = learning_dtype(config).itemsize * size.learning
-    weights = learning + dtype_of(config).itemsize * (size.parameters - size.learning)
+    still = dtype_of(config) if roles else learning_dtype(config)  # that of weights which stay
+    weights = learning + still.itemsize * (size.parameters - size.learning)
     others = {
         role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
         for role, other in beside.items()

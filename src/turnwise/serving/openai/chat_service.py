@@ -402,11 +402,9 @@ class ChatService:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        return await self.own_prompt(asked, request)
+        return await self.own_ids(asked, request)
 
-    async def own_prompt(
-        self, asked: Conversation, request: vllm.SamplingRequest
-    ) -> list[int] | None:
+    async def own_ids(self, asked: Conversation, request: vllm.SamplingRequest) -> list[int] | None:
         """Return the ids of a whole conversation, or None if vLLM has to render it."""
         if not self._config.model.escape_special_tokens and not images_in(asked.messages):
             return None

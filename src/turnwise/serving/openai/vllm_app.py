@@ -165,7 +165,7 @@ async def _preprocess(
             ids = await service.exact_prompt(context, request)
             context.images = placed(ids or ())
         elif seen:
-            ids = await service.own_prompt(asked, request)
+            ids = await service.own_ids(asked, request)
     if ids is not None:
         kept = getattr(request, "kv_transfer_params", None) or {}
         request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
