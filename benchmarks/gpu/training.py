@@ -103,7 +103,7 @@ def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> lis
 def take_step(rank: TrainerRank, given: Sequence[Sample]) -> StepReport:
     """Take one optimizer step; require that it changed the weights."""
     version = rank.version
-    report = rank.train(shares_of(rank, given, rank.layouts.text))
+    report = rank.train(shares_of(rank, given, rank.layout))
     norm = report.updates[0].grad_norm
     require(math.isfinite(norm) and norm > 0, f"the gradient's norm is {norm}")
     require(rank.version == version + 1, "the step was skipped")
@@ -131,7 +131,7 @@ def speed_of(place: Place, step: Callable[[], object], given: Sequence[Sample]) 
 
 def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    rank.layouts = rank.layouts._replace(text=layout)
+    rank.layout = layout
     scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 

@@ -1,6 +1,7 @@
 """Images in messages: forms, limits, ids, bridges and digests."""
 
 import base64
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from turnwise.chat.images import read_image, read_parts
 from turnwise.chat.messages import Conversation, plain
 from turnwise.chat.prompts import next_prompt
 from turnwise.chat.template import load_template, load_tokenizer
+from turnwise.chat.vision import ModelImages
+from turnwise.config import Config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.images import placed
@@ -119,10 +122,11 @@ def test_an_image_that_nobody_has_read_is_no_marker_alone(seeing: ChatTemplate, 
 
 
 def test_a_question_whether_a_model_takes_images_is_answered(
-    seeing: ChatTemplate, template: ChatTemplate
+    seeing: ChatTemplate, make_config: Callable[..., Config]
 ) -> None:
-    assert seeing.takes_images
-    assert not template.takes_images
+    assert seeing.images is not None
+    assert seeing.images.takes_images
+    assert not ModelImages(make_config().model).takes_images
 
 
 def test_conversations_differ_by_their_images() -> None:

@@ -19,9 +19,9 @@ from turnwise.chat.prompts import (
 from turnwise.chat.session import Session
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.engine.protocol import Completion
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
-from turnwise.trajectory.images import located, placed
+from turnwise.trajectory.images import extended, placed
 
 SAID: Message = {"role": "assistant", "content": "a cat"}
 
@@ -109,45 +109,23 @@ def test_the_memory_of_an_image_counts_once(seeing: ChatTemplate) -> None:
     assert first[0].image.data is third[0].image.data
 
 
-def test_ids_that_clients_send_have_the_images_of_the_messages(seeing: ChatTemplate) -> None:
+def test_ids_are_spliced_with_their_images_and_refused_without(seeing: ChatTemplate) -> None:
     asking = sent("What? ", picture(), picture(28, 28, 1))
     prompt, completion = seeing.render([asking]), seeing.encode("a cat<|im_end|>")
     more = sent(picture(84, 56, 2), " and this?")
     whole = [asking, SAID, more]
-    required = [*prompt, *completion]  # as JSON has them
+    required = extended(prompt, completion)
     ids = spliced_prompt(seeing, Conversation(whole), required)
     expected = seeing.render(whole)
     assert ids == expected
     assert placed(ids) == placed(expected)
     assert len(placed(ids)) == 3
     said = {**SAID, "prompt_token_ids": [*prompt], "generation_token_ids": completion}
-    echoed = echoed_prompt(seeing, Conversation([asking, said, more]), refuse_dropped=True)
-    assert echoed is not None
-    assert echoed.token_ids == expected
-    assert placed(echoed.token_ids) == placed(expected)
+    with pytest.raises(RefusedParameter, match="not served beside images"):  # JSON has ids alone
+        echoed_prompt(seeing, Conversation([asking, said, more]), refuse_dropped=True)
     for others in ([sent("What? ", picture())], [sent("What? ", picture(84, 56), picture())]):
         with pytest.raises(RefusedParameter, match="required_prefix_token_ids: the"):
             spliced_prompt(seeing, Conversation([*others, SAID, more]), required)
-
-
-def test_images_are_located_behind_one_another_and_none_in_a_larger_one(
-    seeing: ChatTemplate,
-) -> None:
-    assert seeing.images is not None
-    message = sent(picture(), "and", picture(28, 28, 1))
-    ids = seeing.render([message])
-    images = [one.image for one in placed(ids)]
-    assert placed(located([*ids], images, seeing.images)) == placed(ids)
-    assert located([1, 2], [], seeing.images) == [1, 2]
-    # A sampled marker is a token like others.
-    stray = [seeing.images.marker, 7, *ids]
-    assert [one.start - 2 for one in placed(located(stray, images, seeing.images))] == [
-        one.start for one in placed(ids)
-    ]
-    for wrong in ([images[1], images[1]], [*images, images[0]], images[::-1]):
-        with pytest.raises(TrajectoryError) as refused:
-            located([*ids], wrong, seeing.images)
-        assert refused.value.reason == "image_missing"
 
 
 def test_the_room_of_a_response_counts_from_the_prompt_with_the_same_image(

@@ -17,7 +17,7 @@ from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config
 from turnwise.engine.protocol import Completion, Generator, Request, generate
 from turnwise.engine.vllm_images import ImageInputs
-from turnwise.errors import InputError, WeightUpdateError
+from turnwise.errors import InputError, TrajectoryError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.batching import Columns
 from turnwise.training.rank import TrainerRank
@@ -144,7 +144,7 @@ async def test_too_many_images_and_wrong_ids_are_refused(
     seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
 ) -> None:
     prompt = seeing_template.render([read(*(picture(28, 28, seed) for seed in range(4)))])
-    with pytest.raises(InputError, match="images_per_prompt is 3"):
+    with pytest.raises(TrajectoryError, match="images_per_prompt is 3"):
         await ask(seeing, prompt, config, "many")
     (one,) = placed(seeing_template.render([read(picture())]))
     wrong = PromptIds([1, 2, 3, 4], [PlacedImage(one.image, 1, 2)])
@@ -171,7 +171,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
     (one,) = placed(prompt)
     asked: list[str] = []
 
-    async def process(llm: object, picture: object, name: str, marker: int) -> dict[str, object]:
+    async def process(llm: object, picture: object, name: str) -> dict[str, object]:
         asked.append(name)
         await asyncio.sleep(0.01)
         if len(asked) == 1:
@@ -181,24 +181,22 @@ async def test_requests_at_the_same_time_process_an_image_once(
         return {"prompt_token_ids": ids, "mm_kwargs": {"image": [item]}}
 
     monkeypatch.setattr(vllm, "process_image", process)
-    monkeypatch.setattr(vllm, "image_marker", lambda llm: 0)
     model = SimpleNamespace(supports_multimodal_inputs=True, is_mm_prefix_lm=False)
     inputs = ImageInputs(SimpleNamespace(model_config=model), 1)  # type: ignore[arg-type]
-    first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(3)]
-    for failed in await asyncio.gather(*first, return_exceptions=True):
-        assert isinstance(failed, InputError)
-    assert len(asked) == 1
-    again = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(3)]
-    await asyncio.sleep(0.005)
-    again[0].cancel()
-    _, *made = await asyncio.gather(*again, return_exceptions=True)
-    assert len(asked) == 2
+    first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(4)]
+    while len(asked) < 2:  # one has failed
+        await asyncio.sleep(0.001)
+    first[1].cancel()
+    failed, given_up, *made = await asyncio.gather(*first, return_exceptions=True)
+    assert isinstance(failed, InputError)
+    assert isinstance(given_up, asyncio.CancelledError)
+    assert len(asked) == 3
     assert [list(each) for each in made] == [[one.image.hash]] * 2  # type: ignore[arg-type]
     monkeypatch.setattr("turnwise.engine.vllm_images._KEPT_BYTES", 11)  # two of them
     others = [one._replace(image=replace(one.image, hash=f"{n:032x}")) for n in range(3)]
     for other in (*others, others[2], others[1], others[0]):
         await inputs.prepare(prompt, [other])
-    assert asked[2:] == [other.image.hash for other in (*others, others[0])]
+    assert asked[3:] == [other.image.hash for other in (*others, others[0])]
     model.is_mm_prefix_lm = True  # as Gemma's, which vLLM does not compute on a CPU
     with pytest.raises(InputError, match="whose tokens see each other in this model"):
         await inputs.prepare(prompt, [one])

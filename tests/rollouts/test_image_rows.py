@@ -135,13 +135,16 @@ def test_a_parquet_file_names_paths_beside_it(tmp_path: Path) -> None:
     assert shows(row["image"])
 
 
-def problems(vision_path: str, file: Path, allowed: object) -> Any:
+def problems(vision_path: str, file: Path, allowed: bool) -> Any:
     data = {"path": str(file), "allow_urls": allowed, "shuffle": False}
     return load_training(vision_config(vision_path, data=data))
 
 
 def test_urls_are_fetched_only_if_allowed_and_broken_ones_stay_urls(
-    vision_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    vision_path: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = placed_beside(tmp_path)
 
@@ -157,7 +160,9 @@ def test_urls_are_fetched_only_if_allowed_and_broken_ones_stay_urls(
         file.write_text("".join(json.dumps({"image": {"url": name}}) + "\n" for name in names))
         closed = problems(vision_path, file, False)
         assert [problem.row["image"]["url"] for problem in closed] == names
-        rows = [problem.row for problem in problems(vision_path, file, ["127.0.0.1"])]
+        with monkeypatch.context() as patch:
+            patch.setattr("turnwise.core.fetch._is_public", lambda address: address == "127.0.0.1")
+            rows = [problem.row for problem in problems(vision_path, file, True)]
         assert shows(rows[0]["image"]["url"])
         assert [row["image"]["url"] for row in rows[1:]] == names[1:]
         assert "missing.png answered with status 404" in caplog.text

@@ -6,6 +6,7 @@ The engine says what a function of its prompt's text says, so a tool's image is 
 import json
 import sys
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Chunk, Request
+from turnwise.engine.vllm_images import ImageInputs
 from turnwise.errors import TrajectoryError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner
 from turnwise.rollouts.context_window import COMPACTED, LEFT_OUT, REQUEST
@@ -152,13 +154,22 @@ async def test_an_image_that_the_model_refuses_costs_its_trajectory(
 
 
 async def test_more_images_than_the_engine_takes_cost_the_trajectory(
-    play: Callable[..., Any],
+    play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = turns(*[call("zoom", width=28)] * 6)
-    engine = {"kv_cache_gib": 0.0625, "images_per_prompt": 3}
-    group, rule = await play(script, engine=engine)
+    model = SimpleNamespace(supports_multimodal_inputs=True)
+    inputs = ImageInputs(SimpleNamespace(model_config=model), 3)  # type: ignore[arg-type]
+    stream = Stopping.stream
+
+    async def limited(rule: Stopping, request: Request) -> AsyncGenerator[Chunk, None]:
+        if len(request.images) > 3:
+            await inputs.prepare(request.prompt, request.images)
+        async for chunk in stream(rule, request):
+            yield chunk
+
+    monkeypatch.setattr(Stopping, "stream", limited)
+    group, rule = await play(turns(*[call("zoom", width=28)] * 6))
     assert dict(group.dropped) == {"too_many_images": 1}
-    assert "turn 3 has 4 images; engine.images_per_prompt is 3" in group.causes["too_many_images"]
+    assert "has 4 images; engine.images_per_prompt is 3" in group.causes["too_many_images"]
     assert len(rule.prompts) == 3
 
 
@@ -185,6 +196,18 @@ async def test_a_model_of_text_reads_that_the_image_is_left_out(
     said = [record.message for record in caplog.records if "left out" in record.message]
     assert len(said) == 1
     assert "takes text alone" in said[0]
+
+
+async def test_an_engine_without_images_is_shown_none(vision_path: str) -> None:
+    rollout = {"loop": "tool_calling", "tools_in_prompt": False}
+    config = vision_config(vision_path, engine={"images_per_prompt": 0}, rollout=rollout)
+    runner = Runner(config, load_tokenizer(config), Textual, RunFiles(None))
+    rule = Rule(runner.template, turns(call("zoom", width=28), "a cat"))
+    sampling = SamplingConfig(n=1, max_tokens=128)
+    group = await runner.run_group(rule, Problem("rows:1", {}), sampling, "t")
+    (trajectory,) = group.trajectories
+    assert trajectory.messages[2]["content"] == "Here:\n[image left out]"
+    assert trajectory.events["image_left_out"] == 1
 
 
 async def test_inside_a_turn_images_are_left_out(play: Callable[..., Any]) -> None:

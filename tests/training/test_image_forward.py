@@ -18,7 +18,7 @@ from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.errors import InputError, TrajectoryError, WeightUpdateError
 from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.export import merge_adapter
-from turnwise.training.layout_check import agreed_layouts
+from turnwise.training.layout_check import check_run
 from turnwise.training.memory import model_size
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
@@ -42,7 +42,7 @@ def sample_of(vision_path: str, *parts: object, answer: list[int], number: int =
     prompt = template.render([read_parts(asked(*parts), "a message")])
     ids = extended(prompt, answer)
     mask = [0] * len(prompt) + [1] * len(answer)
-    return Sample.to_score(ids, mask, number, placed(ids))
+    return Sample.to_score(ids, mask, number)
 
 
 def by_the_model(vision_path: str, sample: Sample, pictures: list[Pictures.Image]) -> np.ndarray:
@@ -152,12 +152,12 @@ def test_an_image_is_read_once_however_many_samples_have_it(
 
 def test_every_layout_is_exact_with_images_at_the_start(rank: TrainerRank) -> None:
     config, layouts = rank._config, ("padded", "packed", "shared")
-    assert rank.layouts.patches > 0
+    assert rank.patches > 0
     for layout in layouts:
-        found, warning, why = agreed_layouts(rank._models, config, layout)
-        assert (found.text, found.images, warning, why) == (layout, layout, "", "")
+        found = check_run(rank._models, config, layout)
+        assert found == (layout, rank.patches, "", "")
     packed = TrainerRank(vision_config(config.model.path, training={"packing": "shared"}))
-    assert packed.layouts[:2] == ("shared", "shared")
+    assert packed.layout == "shared"
 
 
 def test_micro_batches_have_a_budget_of_images(rank: TrainerRank, vision_path: str) -> None:
@@ -195,7 +195,7 @@ def step(rank: TrainerRank, vision_path: str) -> dict[str, torch.Tensor]:
     sample = Sample.of(ids, mask, zeros, zeros, 1.0, 0, images=prompt.images)
     model = rank._models.policy.get_submodule("model")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rank.train(plan_micro_batches([sample], 1, 1, 512, rank.layouts.images)[0])
+    rank.train(plan_micro_batches([sample], 1, 1, 512, rank.layout)[0])
     return {n: p for n, p in model.named_parameters() if not torch.equal(p, before[n])}
 
 

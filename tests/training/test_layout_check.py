@@ -212,7 +212,7 @@ def be_rank(number: int, trees: list[tuple[str, str, dict[str, Any]]], reply: An
         rank.layout_of = lambda *_, preferred=preferred: preferred  # type: ignore[assignment, misc]
         try:
             made = TrainerRank(parse_config(tree), rank=number, ranks=2, address=address)
-            reply.send((made.layouts.text, made.layout_warning))
+            reply.send((made.layout, made.layout_warning))
         except InputError as error:
             reply.send(("refused", str(error)))
         dist.destroy_process_group()

@@ -37,7 +37,7 @@ from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.layout_check import ModelCheck
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory.images import PromptIds, extended, placed
 
 SECONDS = 900
 """Deadline of one family, its engine included."""
@@ -292,7 +292,7 @@ def trained_row(name: str, folder: Path) -> tuple[dict[str, object], TrainerRank
     row |= {layout: check.compare_and_choose_attention(layout).nats for layout in LAYOUTS}
     samples = samples_of(config, [[5, 6, 7], [5, 6, 8, 9]])
     row["tokens"] = samples[0].images[0].length
-    shares = plan_micro_batches(samples, 1, 1, 4096, rank.layouts.images)[0]
+    shares = plan_micro_batches(samples, 1, 1, 4096, rank.layout)[0]
     learner = TrainerRank(config, folder / "run")
     report = learner.train(shares)
     row["gradient"] = report.updates[0].grad_norm
@@ -332,7 +332,7 @@ async def engine_row(rank: TrainerRank, folder: Path) -> dict[str, object]:
         said = await generate(engine, Request(ids, sampling, "two", images=first.images))
         both = [*ids, *said.token_ids]
         mask = [0] * len(ids) + [1] * len(said.token_ids)
-        columns = Columns.of([Sample.to_score(both, mask, 0, first.images)], "padded", CPU)
+        columns = Columns.of([Sample.to_score(PromptIds(both, first.images), mask)], "padded", CPU)
         with torch.no_grad():
             found, _ = rank._models.score("policy", columns)
         row["answer"] = float((found - torch.tensor(said.logprobs)).abs().max())

@@ -35,8 +35,9 @@ class Tokens:
 
     marker = PAD
 
-    def ids_of(self, image: Image) -> list[int]:
-        return [PAD] * (2 if image == RED else 3)
+    def ids_of(self, image: Image) -> PromptIds:
+        length = 2 if image == RED else 3
+        return PromptIds([PAD] * length, [PlacedImage(image, 0, length)])
 
 
 def with_images(ids: list[int], *images: Image) -> list[int]:

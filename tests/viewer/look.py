@@ -263,7 +263,8 @@ def look_at_pictures(page: "Page") -> None:
             assert image.evaluate(wide) == 56
         expect(page.locator(".chip", has_text="images")).to_have_text("images1")
         shoot(page, "picture")
-        page.locator(".message.tool").get_by_role("link", name="6 tokens").click()
+        page.get_by_role("tab", name="Tokens").click()
+        page.locator("#token-11").click()
         expect(page.locator(".token img")).to_have_count(2)
         chosen, detail = page.locator(".token.on"), page.locator(".detail")
         expect(chosen).to_have_attribute("data-at", "11")

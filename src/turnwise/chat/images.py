@@ -8,7 +8,7 @@ same. Equal bytes are one `Image`, decoded once while any trajectory has it.
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -25,19 +25,12 @@ _MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an i
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 
 
-Fetch = Callable[[str], bytes]
-"""Returns the file at a URL; InputError when it may not be fetched."""
-
-
-def read_image(
-    value: Foreign, what: str, *, files: bool = True, fetch: Fetch | None = None
-) -> Image:
+def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
     """Return an image that is given in any form.
 
     Args:
         what: Its name in errors.
         files: Whether a text may be the path of a file: only where the text is the user's own.
-        fetch: How a URL is fetched; None fetches none.
 
     Raises:
         InputError: when it has another form, or is beyond the limits of `core.images`.
@@ -50,12 +43,10 @@ def read_image(
     if isinstance(value, str) and value.startswith("data:"):
         data = _of_data_url(value, what)
     elif isinstance(value, str) and "://" in value[:16]:
-        if fetch is None:
-            raise InputError(
-                f"{what} is a URL, and none is fetched but those in rows that data.allow_urls "
-                "allows: give the file, or a data: URL"
-            )
-        data = fetch(value)
+        raise InputError(
+            f"{what} is a URL, and none is fetched but those in rows that data.allow_urls allows: "
+            "give the file, or a data: URL"
+        )
     elif isinstance(value, Path) or (isinstance(value, str) and files):
         data = _of_file(Path(value).expanduser(), what)
     elif isinstance(value, bytes):
@@ -71,9 +62,7 @@ def read_image(
     return image
 
 
-def read_parts(
-    message: Message, what: str, *, files: bool = True, fetch: Fetch | None = None
-) -> Message:
+def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
     """Return a message whose images have the form that we keep; raises as `read_image`, and
     InputError for a part that is neither text nor an image, and for too many images."""
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
@@ -87,8 +76,7 @@ def read_parts(
         if kind in KINDS:
             if message.get("role") == "assistant":
                 raise InputError(f"{what} has an image that an assistant said")
-            name, given = f"an image of {what}", _given(part)
-            image = read_image(given, name, files=files, fetch=fetch)
+            image = read_image(_given(part), f"an image of {what}", files=files)
             parts.append({"type": "image", "image": image})
         elif kind in _TEXTS:
             parts.append({"type": "text", "text": str(part.get("text") or "")})

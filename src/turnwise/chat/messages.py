@@ -15,7 +15,7 @@ from typing import TypeVar
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.trajectory import Image, Message
-from turnwise.trajectory.images import images_in
+from turnwise.trajectory.images import images_in, replaced
 
 Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn: its text, and the name and canonical arguments of each call."""
@@ -75,8 +75,7 @@ class Conversation:
         """The same with nothing in the places of its images; itself if it has none."""
         if not images_in(self.messages):
             return self
-        text = json.dumps(list(self.messages), default=lambda image: None)
-        return Conversation(json.loads(text), self.tools)
+        return Conversation(replaced(self.messages, lambda image: None), self.tools)
 
     @property
     def opening(self) -> bytes:

@@ -18,7 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import Tools
-from turnwise.trajectory.images import images_in, located, placed
+from turnwise.trajectory.images import images_in
 
 
 class RefusedParameter(InputError):
@@ -116,15 +116,18 @@ def echoed_prompt(
     template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
 ) -> NextPrompt | None:
     """Continue the last assistant message that contains its ids, as the server's answers do; None
-    when none does. Raises as `_sent_ids` and `continue_turn` do."""
+    when none does. Raises as `token_ids_of` and `continue_turn` do."""
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
-            before = asked.messages[:index]
+            name = "prompt_token_ids"
+            if images_in(asked.messages):
+                why = f"{name} of a message are not served beside images: ask in its session"
+                raise RefusedParameter(name, why)
             return continue_turn(
                 template,
-                prompt_token_ids=_sent_ids(template, message, "prompt_token_ids", before),
-                completion_token_ids=_sent_ids(template, message, "generation_token_ids"),
+                prompt_token_ids=token_ids_of(message, name),
+                completion_token_ids=token_ids_of(message, "generation_token_ids"),
                 new_messages=[plain(m) for m in asked.messages[index + 1 :]],
                 tools=asked.tools,
                 refuse_dropped=refuse_dropped,
@@ -132,13 +135,13 @@ def echoed_prompt(
     return None
 
 
-def spliced_prompt(template: ChatTemplate, asked: Conversation, sent: object) -> list[int]:
-    """Render a conversation, with the ids that were sent as `required_prefix_token_ids` in place of
-    those up to the last assistant turn; RefusedParameter when they do not fit the messages."""
+def spliced_prompt(
+    template: ChatTemplate, asked: Conversation, required: Sequence[int]
+) -> list[int]:
+    """Render a conversation, with `required` in place of its ids up to the last assistant turn;
+    RefusedParameter when they do not fit the messages."""
     messages, tools = [plain(message) for message in asked.messages], asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
-    name = "required_prefix_token_ids"
-    required = _sent_ids(template, {name: sent}, name, messages[:end])
 
     def rendered(shown: Sequence[Message]) -> tuple[list[int], list[int]]:
         before: list[int] = []
@@ -163,6 +166,7 @@ def spliced_prompt(template: ChatTemplate, asked: Conversation, sent: object) ->
                 raise
             return replace_prefix_tokens(template.tokenizer, required, *ids, drops_content=True)
     except TrajectoryError as error:
+        name = "required_prefix_token_ids"
         raise RefusedParameter(name, f"{name}: {error}") from error
 
 
@@ -199,20 +203,12 @@ def own_prompt(
         return template.render(messages, tools=asked.tools, add_generation_prompt=generation)
 
 
-def _sent_ids(
-    template: ChatTemplate, tree: JsonObject, name: str, messages: Sequence[Message] = ()
-) -> list[int]:
-    """Return `tree[name]`, with the images of the messages that it stands for; RefusedParameter
-    when it is not a list of token ids, or does not hold those of the images."""
+def token_ids_of(tree: JsonObject, name: str) -> list[int]:
+    """Return `tree[name]`; RefusedParameter when it is not a list of token ids."""
     value = tree.get(name)
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise RefusedParameter(name, f"{name} must be a list of token ids")
-    if not (images := images_in(messages)) or template.images is None:
-        return value
-    try:
-        return located(value, images, template.images)
-    except TrajectoryError as error:
-        raise RefusedParameter(name, f"{name}: {error}") from error
+    return value
 
 
 NEW = ("new_conversation", "new_session")
@@ -227,8 +223,7 @@ def response_room(
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
-    prompt = list(prompt_token_ids)
-    index, shared = trajectory.find_parent(prompt, placed(prompt_token_ids))
+    index, shared = trajectory.find_parent(prompt_token_ids)
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
@@ -236,4 +231,4 @@ def response_room(
     turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
-    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
+    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt_token_ids)

@@ -16,7 +16,7 @@ from turnwise.core.gguf import resolve_model
 from turnwise.core.images import decode
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError, first_line
-from turnwise.trajectory import Image
+from turnwise.trajectory import Image, PlacedImage, PromptIds
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,9 @@ class ModelImages:
         processor = self._processor
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
-    def ids_of(self, image: Image) -> list[int]:
-        return self.processed(image).token_ids
+    def ids_of(self, image: Image) -> PromptIds:
+        own = self.processed(image).token_ids
+        return PromptIds(own, [PlacedImage(image, 0, len(own))])
 
     def processed(self, image: Image) -> Processed:
         """Return what the processor makes of an image; TrajectoryError (`image_refused`) when it
@@ -86,13 +87,9 @@ class ModelImages:
 
     def _process(self, image: Image) -> Processed:
         processor, picture = self._processor, decode(image.read(), str(image))
+        given = {"text": [processor.image_token], "images": [picture]}
         try:
-            made = processor(
-                text=[processor.image_token],
-                images=[picture],
-                add_special_tokens=False,
-                return_tensors="pt",
-            )
+            made = processor(**given, add_special_tokens=False, return_tensors="pt")
         except Exception as error:  # of another package, for a size that it does not take
             why = f"{image} is refused by the model: {first_line(error)}"
             raise TrajectoryError("image_refused", why) from error

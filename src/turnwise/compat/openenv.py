@@ -202,9 +202,8 @@ def _plain(value: object) -> str:
 
 def _images(value: object) -> list[JsonObject]:
     """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
-    values = value if isinstance(value, list) else [value]
-    files = [each for each in values if isinstance(each, str) and each.startswith(_FILES)]
-    if len(files) != len(values):
+    files = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each.startswith(_FILES) for each in files):
         return []
     return [_image(each) for each in files]
 

@@ -206,9 +206,8 @@ class DataConfig(RowsConfig):
     """Let rows rest whose groups give no signal, because all trajectories are right or all are
     wrong: after 1, 2, 3 ... such groups in a row, a row takes part in one of 2, 4, 8 ... epochs. A
     group with a signal brings it back to every epoch."""
-    allow_urls: bool | list[str] = False
-    """Fetch the images that rows name by URL (http, https), each time that a row is used: true from
-    all hosts with public addresses; a list of hosts from these only, which may be in this network.
-    If false, such a row fails its trajectories."""
+    allow_urls: bool = False
+    """Fetch the images that rows name by URL (http, https), each time that a row is used, from
+    hosts with public addresses. If false, such a row fails its trajectories."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

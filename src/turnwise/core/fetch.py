@@ -6,7 +6,6 @@ leads into this network. A proxy of the environment is not used.
 
 import socket
 import ssl
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
@@ -16,25 +15,19 @@ from turnwise.core.aio import call_within
 from turnwise.core.untrusted import IDENTITY
 from turnwise.errors import InputError
 
-_Hosts = bool | Sequence[str]
-_Sockets = list[socket.socket]
 _MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
 
-def fetch(url: str, allowed: _Hosts, most: int, seconds: float) -> bytes:
+def fetch(url: str, most: int, seconds: float) -> bytes:
     """Return the file at a URL, of at most `most` bytes and within `seconds`; blocks meanwhile.
-
-    Args:
-        allowed: `data.allow_urls`: True for all hosts with public addresses; or the hosts, which
-            may have any address.
 
     Raises:
         InputError: when it may not be fetched, does not come in time, or is too long.
     """
-    opened: _Sockets = []
+    opened: list[socket.socket] = []
     try:
-        return call_within(lambda: _fetched(url, allowed, most, seconds, opened), seconds)
+        return call_within(lambda: _fetched(url, most, seconds, opened), seconds)
     except TimeoutError:
         with suppress(OSError, IndexError):  # else a host that sends a byte now and then keeps it
             opened[-1].shutdown(socket.SHUT_RDWR)
@@ -43,14 +36,14 @@ def fetch(url: str, allowed: _Hosts, most: int, seconds: float) -> bytes:
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
-def _fetched(url: str, allowed: _Hosts, most: int, seconds: float, opened: _Sockets) -> bytes:
+def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -> bytes:
     for _ in range(_MAX_HOPS):
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"
         if not host or parts.scheme not in ("http", "https"):
             raise InputError(f"{url[:200]} is no URL that is fetched: it may be http or https")
         port = parts.port or (443 if secure else 80)
-        talk = socket.create_connection((_address(host, port, allowed), port), seconds)
+        talk = socket.create_connection((_address(host, port), port), seconds)
         connection = (HTTPSConnection if secure else HTTPConnection)(host, port)
         with closing(connection):
             connection.sock = talk
@@ -72,18 +65,15 @@ def _fetched(url: str, allowed: _Hosts, most: int, seconds: float, opened: _Sock
     raise InputError(f"{url[:200]} is redirected more than {_MAX_HOPS - 1} times")
 
 
-def _address(host: str, port: int, allowed: _Hosts) -> str:
-    """Return an address of a host; InputError when the host or one of its addresses may not be
-    asked."""
-    named = not isinstance(allowed, bool) and host in map(str.lower, allowed)
-    if not named and allowed is not True:
-        raise InputError(f"{host} may not be asked for an image: data.allow_urls does not have it")
+def _address(host: str, port: int) -> str:
+    """Return an address of a host; InputError when one of its addresses is not public."""
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
-        public = ip_address(address.partition("%")[0]).is_global and address not in _REFUSED
-        if not public and not named:
-            raise InputError(
-                f"{host} may not be asked for an image: its address {address} is not public; if "
-                "it is meant, name the host in data.allow_urls"
-            )
+        if not _is_public(address):
+            why = f"its address {address} is not public"
+            raise InputError(f"{host} may not be asked for an image: {why}")
     return found[0]
+
+
+def _is_public(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_global and address not in _REFUSED

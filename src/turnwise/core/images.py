@@ -17,7 +17,6 @@ MAX_BYTES = 20 << 20  # maximum size of a file
 MAX_PIXELS = 1 << 24  # maximum number of pixels, 4096 x 4096; each takes 3 bytes decoded
 MAX_RATIO = 100  # maximum ratio of the longer side to the shorter one; processors refuse others
 MAX_IMAGES = 256  # maximum number of images in a message
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # the modes of pictures that PNG has
 
 
 def check_image(data: bytes, what: str) -> tuple[str, int, int]:
@@ -43,12 +42,11 @@ def is_picture(value: object) -> bool:
 
 
 def encode(picture: "Picture", what: str) -> bytes:
-    """Return a PIL image as a PNG file, its pixels as they are; raises as `check_image`."""
+    """Return a PIL image as a PNG file, in RGB; raises as `check_image`."""
     _check_size(picture, what)
     buffer = io.BytesIO()
     try:  # it may be a file that has not been read so far
-        shown = picture if picture.mode in _PNG_MODES else picture.convert("RGB")
-        shown.save(buffer, "PNG")
+        picture.convert("RGB").save(buffer, "PNG")
     except Exception as error:  # as below
         raise InputError(f"{what} is a broken image") from error
     return buffer.getvalue()

@@ -9,7 +9,7 @@ import copy
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib import import_module
@@ -20,13 +20,9 @@ from turnwise.config import SamplingConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Chunk, FinishReason, Generator, Request, join
-from turnwise.trajectory.images import PlacedImage
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
-
-_Prompt = tuple[tuple[int, ...], tuple[PlacedImage, ...]]
-"""The ids of a prompt, and its images."""
 
 
 class BeamSearch:
@@ -46,8 +42,8 @@ class BeamSearch:
         self._tokenizer = tokenizer
         self._ends = ends
         self._width = width
-        self._turns = defaultdict[_Prompt, asyncio.Lock](asyncio.Lock)
-        self._found: dict[_Prompt, list[Chunk]] = {}
+        self._turns = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)
+        self._found: dict[Hashable, list[Chunk]] = {}  # by the ids of a prompt, and its images
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that

@@ -6,7 +6,7 @@ processor sees each image alone, once; what it makes of it is put at the prompt'
 the ids must be the same.
 """
 
-import asyncio
+from asyncio import Lock
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.images import decode
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory.images import Image, PlacedImage
 
 if TYPE_CHECKING:
@@ -32,15 +32,19 @@ class ImageInputs:
 
     def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
         self._llm, self._most = llm, most
-        self._kept: OrderedDict[str, asyncio.Task[vllm.MultiModalInput]] = OrderedDict()
-        self._size = 0  # bytes of all that are done
+        self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
+        self._size = 0  # bytes of all of them
+        self._processing = Lock()  # vLLM processes one after another
 
     async def prepare(
         self, prompt: Sequence[int], images: Sequence[PlacedImage]
     ) -> "dict[str, vllm.MultiModalInput]":
-        """Process the images of a prompt, and return what vLLM makes of each, by hash; InputError
-        when the engine takes fewer of them, or none, or when vLLM expands one to other ids than the
-        prompt has."""
+        """Process the images of a prompt, and return what vLLM makes of each, by hash.
+
+        Raises:
+            TrajectoryError: `too_many_images`, when the engine takes fewer of them.
+            InputError: when it takes none, or vLLM expands one to other ids than the prompt has.
+        """
         from turnwise.internals import vllm  # seconds to import
 
         if not self._llm.model_config.supports_multimodal_inputs:
@@ -54,9 +58,8 @@ class ImageInputs:
                 "vLLM's attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
             )
         if len(images) > self._most:
-            raise InputError(
-                f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
-            )
+            why = f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
+            raise TrajectoryError("too_many_images", why)
         made = {one.image.hash: await self._processed(one.image) for one in images}
         for one in images:
             if made[one.image.hash]["prompt_token_ids"] != list(prompt[one.start : one.end]):
@@ -86,33 +89,21 @@ class ImageInputs:
         return vllm.mm_input(prompt, items, {"image": names}, {"image": ranges}, cache_salt=salt)
 
     async def _processed(self, image: Image) -> "vllm.MultiModalInput":
-        """Return what vLLM makes of an image, which the first of a group's requests asks for."""
-        if (found := self._kept.get(image.hash)) is None:
-            found = self._kept[image.hash] = asyncio.create_task(self._process(image))
-
-            def keep(done: "asyncio.Task[vllm.MultiModalInput]") -> None:
-                if self._kept.get(image.hash) is done and (done.cancelled() or done.exception()):
-                    del self._kept[image.hash]
-                elif self._kept.get(image.hash) is done:
-                    self._size += _bytes(done)
-                while self._size > _KEPT_BYTES and len(self._kept) > 1:
-                    self._size -= _bytes(self._kept.popitem(last=False)[1])
-
-            found.add_done_callback(keep)
-        self._kept.move_to_end(image.hash)
-        return await asyncio.shield(found)
-
-    async def _process(self, image: Image) -> "vllm.MultiModalInput":
         from turnwise.internals import vllm
 
-        picture = await run_in_thread(lambda: decode(image.read(), str(image)))
-        marker = vllm.image_marker(self._llm)
-        return await vllm.process_image(self._llm, picture, image.hash, marker)
+        async with self._processing:
+            if (found := self._kept.get(image.hash)) is None:
+                picture = await run_in_thread(lambda: decode(image.read(), str(image)))
+                found = await vllm.process_image(self._llm, picture, image.hash)
+                self._kept[image.hash] = found
+                self._size += _bytes(found)
+                while self._size > _KEPT_BYTES and len(self._kept) > 1:
+                    self._size -= _bytes(self._kept.popitem(last=False)[1])
+            self._kept.move_to_end(image.hash)
+            return found
 
 
-def _bytes(task: "asyncio.Task[vllm.MultiModalInput]") -> int:
-    """Return the size of the tensors of an image; 0 before it is processed."""
-    if not task.done():
-        return 0
-    tensors = task.result()["mm_kwargs"]["image"][0].get_data().values()
+def _bytes(made: "vllm.MultiModalInput") -> int:
+    """Return the size of the tensors of an image."""
+    tensors = made["mm_kwargs"]["image"][0].get_data().values()
     return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)

@@ -9,7 +9,6 @@ module when it is imported, by its entry point for packages that extend it (`tor
 
 from importlib.metadata import PackageNotFoundError, version
 
-_OPERATORS = ("nms", "qnms")
 _declared: list[object] = []  # torch forgets what is declared with the object that declares it
 
 
@@ -27,5 +26,5 @@ def declare_operators() -> None:
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         _declared.append(library)
         parameters = "Tensor dets, Tensor scores, float iou_threshold"
-        for operator in _OPERATORS:
+        for operator in ("nms", "qnms"):
             library.define(f"{operator}({parameters}) -> Tensor")  # type: ignore[no-untyped-call]

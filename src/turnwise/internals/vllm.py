@@ -187,17 +187,12 @@ def use_process_context(context: BaseContext) -> None:
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
-def image_marker(llm: AsyncLLM) -> int:
-    """Return the id that vLLM's processor replaces by those of an image."""
-    processor = llm.renderer.get_mm_processor().info.get_hf_processor()
-    return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
-
-
-async def process_image(llm: AsyncLLM, picture: object, name: str, marker: int) -> MultiModalInput:
+async def process_image(llm: AsyncLLM, picture: object, name: str) -> MultiModalInput:
     """Return what vLLM's processor makes of a prompt of one image, which its caches know by a
     name, in the thread in which it processes all prompts."""
+    processor = llm.renderer.get_mm_processor().info.get_hf_processor()
     prompt = TokensPrompt(
-        prompt_token_ids=[marker],
+        prompt_token_ids=[processor.tokenizer.convert_tokens_to_ids(processor.image_token)],
         multi_modal_data={"image": [picture]},
         multi_modal_uuids={"image": [name]},
     )

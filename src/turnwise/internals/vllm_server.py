@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.anthropic.protocol import AnthropicContentBlock
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -79,28 +77,3 @@ internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request"
 _parameters = ("self", "request", "tokenizer", "chat_template_kwargs")
 internal(OpenAIServingChat, "_make_parser", *_parameters)
 internal(OpenAIServingChat, "_maybe_get_adapters", "self", "request")
-_of_result = ("block", "openai_messages")
-_convert_result = internal(AnthropicServingMessages, "_convert_user_tool_result", *_of_result)
-_url_of = internal(AnthropicServingMessages, "_convert_image_source_to_url", "source")
-
-
-def _convert_with_images(
-    cls: type, block: AnthropicContentBlock, openai_messages: list[dict[str, object]]
-) -> None:
-    """Convert the result of a tool of Anthropic's Messages. vLLM moves its images out of it, into a
-    message of a user, which comes between the results of parallel calls."""
-    items = block.content if isinstance(block.content, list) else []
-    if not any(item.get("type") == "image" for item in items):
-        _convert_result(block, openai_messages)
-        return
-    parts = [
-        {"type": "image_url", "image_url": {"url": _url_of(item.get("source") or {})}}
-        if item.get("type") == "image"
-        else item
-        for item in items
-    ]
-    call = block.tool_use_id or ""
-    openai_messages.append({"role": "tool", "tool_call_id": call, "content": parts})
-
-
-AnthropicServingMessages._convert_user_tool_result = classmethod(_convert_with_images)

@@ -83,8 +83,6 @@ class RolloutContext:
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
     """Backend of the user's chat scheduler; None if there is none."""
-    max_images: int = 16
-    """Maximum number of images in a prompt: `engine.images_per_prompt`."""
     route: Route = field(default_factory=Route)
     """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
     the choice free."""
@@ -224,12 +222,6 @@ class RolloutContext:
             TrajectoryError: when the prompt has too many images, or the engine aborted the request.
         """
         turn, seen = len(self.trajectory.turns), placed(prompt_token_ids)
-        if len(seen) > self.max_images:
-            raise TrajectoryError(
-                "too_many_images",
-                f"the prompt of turn {turn} has {len(seen)} images; engine.images_per_prompt is "
-                f"{self.max_images}",
-            )
         room = self.max_length - len(prompt_token_ids)
         if (most := self.rollout.max_response_tokens) is not None:
             left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, most)

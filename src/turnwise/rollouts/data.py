@@ -162,9 +162,9 @@ def _rows_of(
         condition=condition,
         agent_env=config.rollout.agent_env,
     )
-    if allowed := data.allow_urls:  # fetched whenever a row is asked for
+    if data.allow_urls:  # fetched whenever a row is asked for
         most = config.rollout.environment_timeout / 2  # which is the time to read a row
-        return path, Lazy(len(rows), lambda index: with_urls(rows[index], allowed, most))
+        return path, Lazy(len(rows), lambda index: with_urls(rows[index], most))
     return path, rows
 
 
@@ -297,11 +297,8 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
         what = f"the data file {path} is not a whole Parquet file"
         raise InputError(f"{what}: {first_line(error)}") from error
 
-    shows = "image" in str(table.schema)
-
     def read(index: int) -> Row:
-        row = _own_keys(table.slice(index, 1).to_pylist()[0])
-        return with_own_paths(row, path.parent) if shows else row
+        return with_own_paths(_own_keys(table.slice(index, 1).to_pylist()[0]), path.parent)
 
     return Lazy(table.num_rows, read)
 

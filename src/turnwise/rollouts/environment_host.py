@@ -138,7 +138,7 @@ class _Player:
         error = result.error
         described = error and _with_frames(error, await describe_user_error(error))
         called = {"text": result.text, "outcome": result.outcome, "error": described}
-        return called if result.parts is None else called | {"parts": result.parts}
+        return called | {"parts": result.parts}
 
     async def step(self, message: "Message", game: bool) -> object:
         move = await self.episode.step(message, game=game)

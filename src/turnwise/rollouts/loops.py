@@ -214,7 +214,8 @@ async def answer_calls(
             await context.files.log_error(kind, context.request_id, result.error)
         content: object = result.text
         if result.parts is not None:
-            if context.max_images and await run_in_thread(lambda: context.template.takes_images):
+            images = context.template.images
+            if images is not None and await run_in_thread(lambda: images.takes_images):
                 content = result.parts
             else:
                 context.count("image_left_out")

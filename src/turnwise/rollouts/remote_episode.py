@@ -79,12 +79,7 @@ _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
-def _seen(message: Message) -> Message:
-    """Return a message with its images, which the process sent as data: URLs."""
-    try:
-        return read_parts(message, "a message", files=False)
-    except InputError as error:
-        raise ValueError(str(error)) from error
+_seen = partial(read_parts, what="a message", files=False)  # its images were sent as data: URLs
 
 
 @with_config(extra="allow")
@@ -124,7 +119,7 @@ class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
     error: _Text | None  # the tool's traceback
-    parts: NotRequired[_Parts]
+    parts: _Parts | None
 
 
 class _Rewarded(TypedDict):
@@ -416,8 +411,9 @@ class _RemoteToolbox(Toolbox):
         called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
         most = self._max_chars + _CUT_CHARS
         error = None if called["error"] is None else RuntimeError(called["error"])
-        if (parts := called.get("parts")) is not None:
-            return replace(read_result(parts, most), outcome=called["outcome"], error=error)
+        if called["parts"] is not None:
+            made = read_result(called["parts"], most)
+            return replace(made, outcome=called["outcome"], error=error)
         return ToolResult(called["text"][:most], called["outcome"], error)
 
 

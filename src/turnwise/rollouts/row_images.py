@@ -8,7 +8,7 @@ import base64
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from turnwise.core.fetch import fetch
@@ -39,7 +39,7 @@ def with_own_paths(row: Row, folder: Path) -> Row:
     return _changed(row, found)
 
 
-def with_urls(row: Row, allowed: bool | Sequence[str], seconds: float) -> Row:
+def with_urls(row: Row, seconds: float) -> Row:
     """Return a row with the images at its URLs in their place, as data: URLs, within `seconds`. A
     URL that cannot be fetched stays, and fails what reads it as an image; the log has the reason.
     """
@@ -49,7 +49,7 @@ def with_urls(row: Row, allowed: bool | Sequence[str], seconds: float) -> Row:
         if not name.startswith(("http://", "https://")):
             return name
         try:
-            data = fetch(name, allowed, MAX_BYTES, max(0.1, ends - time.monotonic()))
+            data = fetch(name, MAX_BYTES, max(0.1, ends - time.monotonic()))
         except InputError as error:
             logger.warning("an image of a row is not fetched: %s", error)
             return name

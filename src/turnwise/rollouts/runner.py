@@ -514,7 +514,6 @@ class Runner:
                 rollout=stage.rollout,
                 sampling=run.sampling,
                 max_length=self._config.model.max_length,
-                max_images=self._config.engine.images_per_prompt,
                 request_id=name,
                 row=problem.row,
                 episode=episode,

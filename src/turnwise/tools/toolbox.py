@@ -35,8 +35,6 @@ ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "tru
 _MAX_COUNTED = 1_000_000
 """Maximum number of characters of a result's JSON that are generated only to count them."""
 _PLAIN = (str, int, float, bool, type(None))
-IMAGE_LEFT_OUT = "[image left out]"
-"""Text in the place of an image that the model cannot see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class ToolResult:
     """The result of one call: the text for the model, and the outcome."""
 
     text: str
-    """The text, with `IMAGE_LEFT_OUT` in the place of each image."""
+    """The text, with `[image left out]` in the place of each image."""
     outcome: ToolOutcome
     error: Exception | None = None
     """The tool's exception, for people and not for the model; None if there was none."""
@@ -191,8 +189,7 @@ def read_result(value: object, longest: int) -> ToolResult:
         if left_out:
             return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
         return ToolResult(text, "ok")
-    parts: list[JsonObject] = []
-    room = longest
+    parts, room = list[JsonObject](), longest
     for part in read_parts({"content": given}, "the result", files=False)["content"]:
         if part["type"] == "text":
             text = str(part.get("text") or "")
@@ -201,7 +198,7 @@ def read_result(value: object, longest: int) -> ToolResult:
         parts.append(part)
     if room < 0:
         parts.append({"type": "text", "text": f"\n[{-room} more characters left out]"})
-    said = "\n".join(part.get("text", IMAGE_LEFT_OUT) for part in parts)
+    said = "\n".join(part.get("text", "[image left out]") for part in parts)
     return ToolResult(said, "truncated" if room < 0 else "ok", parts=parts)
 
 

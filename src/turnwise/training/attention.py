@@ -13,17 +13,14 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of, set_text_attention
 from turnwise.training.batching import Columns
-from turnwise.training.vision import sees
 
 CONTEXT_KEY = "training.context_parallel"
 _NAME = "turnwise_packed"  # name of the function in Transformers
-_OF_IMAGES = "turnwise_packed_images"  # its name in models of images, whose masks are `_mask`'s
 _MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
@@ -49,14 +46,13 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    return attention_of(model) in (_NAME, _OF_IMAGES)
+    return attention_of(model) == _NAME
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
     """Make a model attend within sequences, or by a mask, unless its attention is its own."""
-    if is_packed(model) or attention_of(model) == "sdpa":
-        own = _OF_IMAGES if sees(model.config) else _NAME
-        set_text_attention(model, own if packed else "sdpa")
+    if attention_of(model) in (_NAME, "sdpa"):
+        set_text_attention(model, _NAME if packed else "sdpa")
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
@@ -112,17 +108,9 @@ def packed_attention(
 
     Without `columns`, each row is a sequence, and whole. The outputs are [B, T, H, D].
     """
-    if attention_mask is not None:  # `_mask`'s
-        groups = query_BHTD.shape[1] // key_BHTD.shape[1]
-        key_BHTD, value_BHTD = (
-            tensor.repeat_interleave(groups, dim=1) for tensor in (key_BHTD, value_BHTD)
-        )
-        out_BHTD = scaled_dot_product_attention(
-            query_BHTD, key_BHTD, value_BHTD, attn_mask=attention_mask, scale=scaling
-        )
-        return out_BHTD.transpose(1, 2).contiguous(), None
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")
+    assert attention_mask is None, "packed attention needs no mask"
     tensors = [query_BHTD, key_BHTD, value_BHTD]
     group = columns.group if columns is not None else None
     if group is not None:
@@ -177,15 +165,4 @@ def _attention(
     return torch.cat(outputs, dim=2)
 
 
-def _mask(*, allow_is_causal_skip: bool = True, **given: Foreign) -> torch.Tensor | None:
-    """Return a mask of rows of one sequence each where attention is not only causal: models in
-    which the tokens of an image see each other. A packed row gets none, so its log-probs differ."""
-    if allow_is_causal_skip or _expected.get() is not None:
-        return None
-    mask: torch.Tensor = AttentionMaskInterface()["sdpa"](allow_is_causal_skip=False, **given)
-    return mask
-
-
-for _name in (_NAME, _OF_IMAGES):
-    AttentionInterface.register(_name, packed_attention)
-AttentionMaskInterface.register(_OF_IMAGES, _mask)
+AttentionInterface.register(_NAME, packed_attention)

@@ -7,7 +7,7 @@ changes no result.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -26,14 +26,6 @@ Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
 samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
-
-
-class Layouts(NamedTuple):
-    """Layouts of a run's micro-batches."""
-
-    text: Layout = "padded"
-    images: Layout = "padded"  # of steps in which a sample has an image
-    patches: float = 0.0  # those of an image for each of its tokens
 
 
 _BEGINS = 512  # tokens in whose time a micro-batch begins and ends
@@ -130,11 +122,7 @@ def plan_micro_batches(
 
 
 def _buckets(
-    members: Sequence[list[Sample]],
-    max_tokens: int,
-    ranks: int,
-    layout: Layout,
-    patches: float,
+    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout, patches: float
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""
@@ -306,15 +294,13 @@ class Columns:
             others_see,
         )
 
-    def sequences(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the row of each sequence, padding included, and the columns of its tokens."""
-        count, width = self.token_ids_BT.shape
-        columns_T = torch.arange(width)
+    def sequences(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the row of each sequence, padding included, and the columns of its tokens."""
+        columns_T = torch.arange(self.token_ids_BT.shape[1])
         if self.lengths is None:
-            yield from ((row, columns_T) for row in range(count))
-            return
+            return [(row, columns_T) for row in range(len(self.token_ids_BT))]
         columns_S = columns_T if self.column_S is None else self.column_S.cpu()
-        yield from ((0, part) for part in torch.split(columns_S, self.lengths))
+        return [(0, part) for part in torch.split(columns_S, self.lengths)]
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values of all columns' targets, row by row, from those of this rank's."""

@@ -42,13 +42,8 @@ from turnwise.weights.transport import chunk_bytes, drained, plan_chunks
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
 
-_SETTINGS = (
-    GENERATION_CONFIG_NAME,
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""Files of settings beside a model's weights and tokenizer; a model may lack any."""
+_OF_IMAGES = ("preprocessor_config", "processor_config", "video_preprocessor_config")
+"""Files of the settings of a model's processor of images; it may lack any."""
 
 
 def export_model(
@@ -102,8 +97,8 @@ def _save_rest(folder: Path, config: Config) -> None:
     """Add the tokenizer, and the model's settings: of generation, such as the ids of its stops, and
     of its processor of images."""
     read_tokenizer(config.model).save_pretrained(folder)
-    for name in _SETTINGS:
-        path = path_of(config)
+    path = path_of(config)
+    for name in (GENERATION_CONFIG_NAME, *(f"{name}.json" for name in _OF_IMAGES)):
         settings = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if settings is not None:
             shutil.copyfile(settings, folder / name)

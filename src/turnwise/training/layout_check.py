@@ -22,14 +22,14 @@ from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed, use_packed_attention
-from turnwise.training.batching import Layout, Layouts, make_micro_batch
+from turnwise.training.batching import Layout, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 from turnwise.training.vision import TYPES, patches_per_token, probe, sees
-from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
+from turnwise.trajectory.images import PromptIds, extended
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -210,38 +210,40 @@ def agreed_layout(
     return layout, warning
 
 
-def agreed_layouts(models: Models, config: Config, preferred: Layout) -> tuple[Layouts, str, str]:
-    """Return the layouts of a run; a warning as `agreed_layout` does; and the reason why its models
-    cannot be trained with images, "" if they can."""
-    # Images first: their check may change the attention, with which the others are then made.
-    images, patches, why = _check_images(models, config, preferred)
-    checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
-    layout, warning = agreed_layout(checks, config.training, preferred)
-    return Layouts(layout, images, patches), warning, why and f"a sample has an image: {why}"
+def check_run(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str, str]:
+    """Check all models of a run, with images if they can have any.
 
-
-def _check_images(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str]:
-    """Return the layout of steps with images, the policy's patches for each token of one, and the
-    reason why there can be none."""
-    policy = models.policy
-    if not sees(policy.get_submodule("model").config):
-        return "padded", 0.0, f"model.path: {config.model.path} is trained as a model of text alone"
-    if not config.engine.images_per_prompt:
-        return "padded", 0.0, "engine.images_per_prompt is 0"
-    if config.training.context_parallel > 1:
-        return "padded", 0.0, f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
-    try:
-        assert policy.images is not None
-        patches = patches_per_token(policy.model, policy.images.processed(probe(0)))
-        length = config.model.max_length
-        checks = [ModelCheck(models, module, length, images=True) for module in models.modules()]
-        return agreed_layout(checks, config.training, preferred)[0], patches, ""
+    Returns:
+        A layout, and a warning at the third place, as `agreed_layout`; at the second the policy's
+        patches for each token of an image; and the reason why no sample may have one, or "".
+    """
+    layout, patches, warning, why = preferred, 0.0, "", _without_images(models, config)
+    length = config.model.max_length
+    try:  # images first: their check may change the attention, with which the others are then made
+        if not why and (reader := models.policy.images) is not None:
+            patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
+            checks = [ModelCheck(models, module, length, True) for module in models.modules()]
+            layout, warning = agreed_layout(checks, config.training, preferred)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:  # of code that knows only some models of images
         for module in models.modules():  # as before these checks
             use_packed_attention(_checked(module), config.training.attention)
-        return "padded", 0.0, str(error) if isinstance(error, InputError) else describe_error(error)
+        why = str(error) if isinstance(error, InputError) else describe_error(error)
+    checks = [ModelCheck(models, module, length) for module in models.modules()]
+    layout, more = agreed_layout(checks, config.training, layout)
+    return layout, patches, warning or more, why and f"a sample has an image: {why}"
+
+
+def _without_images(models: Models, config: Config) -> str:
+    """Return the reason why a run is one of text alone, or ""."""
+    if not sees(models.policy.get_submodule("model").config):
+        return f"model.path: {config.model.path} is trained as a model of text alone"
+    if not config.engine.images_per_prompt:
+        return "engine.images_per_prompt is 0"
+    if config.training.context_parallel > 1:
+        return f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
+    return ""
 
 
 def _checked(module: Scorer | Critic) -> PreTrainedModel:
@@ -294,19 +296,18 @@ def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]
     text, others = samples[0].token_ids_T.tolist()[:_COMMON], samples[1:]
     made = []
     for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
-        rest, image = sample.token_ids_T.tolist()[_COMMON:], probe(picture)
-        own = images.ids_of(image)
-        ids = extended(text, PromptIds(own, [PlacedImage(image, 0, len(own))]), rest)
+        rest, own = sample.token_ids_T.tolist()[_COMMON:], images.ids_of(probe(picture))
+        ids = extended(text, own, rest)
         scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
-        made.append(Sample.to_score(ids, scored, number, placed(ids)))
+        made.append(Sample.to_score(ids, scored, number))
     return made
 
 
 def _followed(sample: Sample) -> Sample:
     """Return a sample with tokens after it that are not scored."""
     ids, mask = sample.token_ids_T.tolist(), [1, *sample.response_mask_T.tolist()[1:]]
-    more = ids[:_BLOCK]
-    return Sample.to_score(ids + more, mask + [0] * len(more), sample.sequence, sample.images)
+    longer = PromptIds(ids + ids[:_BLOCK], sample.images)
+    return Sample.to_score(longer, mask + [0] * len(ids[:_BLOCK]), sample.sequence)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:

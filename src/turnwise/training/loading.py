@@ -204,9 +204,8 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
 
     def prepared(model: PreTrainedModel, other: OtherModel = POLICY) -> ModelImages:
         """Freeze the part that reads images if it does not learn; return its processor."""
-        if not config.model.train_vision:
-            for parameter in vision_parameters(model):
-                parameter.requires_grad_(False)
+        for parameter in () if config.model.train_vision else vision_parameters(model):
+            parameter.requires_grad_(False)
         path = path_of(config, other)
         own = ModelImages(config.model.model_copy(update={"path": path}))
         return readers.setdefault(path, own)

@@ -51,12 +51,8 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -
         beside = rf"(?!{re.escape(text)}\.).*"
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
-        settings = peft.LoraConfig(
-            **peft_settings(lora),
-            target_modules=targets,
-            exclude_modules=beside,
-            task_type="CAUSAL_LM",
-        )
+        where: Foreign = {"target_modules": targets, "exclude_modules": beside}
+        settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
         try:
             with warnings.catch_warnings(action="ignore"):  # of a second adapter
                 peft.inject_adapter_in_model(settings, model, name)

@@ -81,20 +81,18 @@ def _size(
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        kind = language_model_class(shape)
-        if is_classifier(shape):
-            kind = AutoModelForSequenceClassification
+        classifies = is_classifier(shape)
+        kind = AutoModelForSequenceClassification if classifies else language_model_class(shape)
         with no_init_weights():  # some ways to draw them need values
             model = kind.from_config(shape, trust_remote_code=trust)
         model.tie_weights()  # part of the initialization
         if roles:
             add_adapters(model, LoraConfig.model_validate_json(lora), roles)
-    still = set() if train_vision else {id(parameter) for parameter in vision_parameters(model)}
-    counts = [(p.numel(), p.requires_grad and id(p) not in still) for p in model.parameters()]
-    layers = [
-        sum(p.numel() for p in layer.parameters())
-        for layer in decoder_layers(model, of_images=False)
-    ]
+        for parameter in () if train_vision else vision_parameters(model):
+            parameter.requires_grad_(False)
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    decoder = decoder_layers(model, of_images=False)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     total = sum(n for n, _ in counts)
     return ModelSize(
         total,

@@ -34,7 +34,7 @@ from turnwise.training.batching import (
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import agreed_layouts
+from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -49,7 +49,7 @@ from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
 from turnwise.training.vision import probe
-from turnwise.trajectory.images import PlacedImage, PromptIds, extended, placed
+from turnwise.trajectory.images import extended, placed
 from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
@@ -97,8 +97,8 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        found = agreed_layouts(models, config, layout_of(training, self.device))
-        self.layouts, self.layout_warning, self._no_images = found
+        found = check_run(models, config, layout_of(training, self.device))
+        self.layout, self.patches, self.layout_warning, self._no_images = found
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model
@@ -171,7 +171,7 @@ class TrainerRank:
             samples,
             share.trajectory_tokens,
             self.version,
-            self.layouts.images if share.images else self.layouts.text,
+            self.layout,
             self.device,
             self._models.group,
             share.images and self._ranks > 1,
@@ -373,7 +373,7 @@ class TrainerRank:
         canary = self._canary()
         inside = {at for one in placed(canary) for at in range(one.start, one.end)}
         mask = [at not in inside for at in range(len(canary))]
-        sample = Sample.to_score(canary, mask, images=placed(canary))
+        sample = Sample.to_score(canary, mask)
         columns = Columns.of([sample], "padded", self.device, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)
@@ -384,9 +384,8 @@ class TrainerRank:
         canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
         if self._no_images or self._scorer.images is None:
             return canary
-        own, half = self._scorer.images.ids_of(image := probe(0)), len(canary) // 2
-        seen = PromptIds(own, [PlacedImage(image, 0, len(own))])
-        longer = extended(canary[:half], seen, canary[half:])
+        half = len(canary) // 2
+        longer = extended(canary[:half], self._scorer.images.ids_of(probe(0)), canary[half:])
         return longer if len(longer) < self._config.model.max_length else canary
 
     def _tensors(self) -> NamedTensors:

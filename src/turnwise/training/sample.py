@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.trajectory.images import PlacedImage
+from turnwise.trajectory.images import PlacedImage, placed
 
 Array = npt.NDArray[np.generic]
 
@@ -93,16 +93,11 @@ class Sample:
         )
 
     @classmethod
-    def to_score(
-        cls,
-        token_ids: Sequence[int],
-        mask: Sequence[int],
-        number: int = 0,
-        images: Sequence[PlacedImage] = (),
-    ) -> "Sample":
-        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+    def to_score(cls, token_ids: Sequence[int], mask: Sequence[int], number: int = 0) -> "Sample":
+        """Make a sample of tokens, `PromptIds` if they have images, of which the masked ones are
+        scored, and none is trained."""
         none = [0] * len(token_ids)
-        return cls.of(token_ids, mask, none, none, 0.0, number, images=images)
+        return cls.of(token_ids, mask, none, none, 0.0, number, images=placed(token_ids))
 
     @property
     def length(self) -> int:

@@ -24,7 +24,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
-    Layouts,
+    Layout,
     RankBatches,
     micro_batch_tokens,
     plan_micro_batches,
@@ -32,7 +32,6 @@ from turnwise.training.batching import (
 )
 from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
-from turnwise.trajectory.images import placed
 from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.sync import check_transport
 from turnwise.weights.transport import Manifest
@@ -64,14 +63,14 @@ class TrainerActor:
 
     def start(
         self, config: Config, folder: str, rank: int, ranks: int, address: str
-    ) -> tuple[int, Layouts, str]:
-        """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
-        warning about them."""
+    ) -> tuple[int, Layout, float, str]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches, patches
+        for each token of an image, and a warning about the layout."""
         from turnwise.training.rank import TrainerRank  # with Transformers' models
 
         policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
         self._policy = policy
-        return os.getpid(), policy.layouts, policy.layout_warning
+        return os.getpid(), policy.layout, policy.patches, policy.layout_warning
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -95,7 +94,8 @@ class TrainerGroup:
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
         self.pids: list[int] = []
         self.version = 0
-        self.layouts = Layouts()
+        self.layout: Layout = "padded"
+        self.patches = 0.0
         self.trained_tokens: list[TrainedSample] = []
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
@@ -144,8 +144,8 @@ class TrainerGroup:
                 address = await trainer._first("open a rendezvous address", "open_store", host)
             arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
-        trainer.pids = [pid for pid, _, _ in started]
-        _, trainer.layouts, warning = started[0]
+        trainer.pids = [pid for pid, *_ in started]
+        _, trainer.layout, trainer.patches, warning = started[0]
         if warning:
             logger.warning("%s", warning)
         return trainer
@@ -166,7 +166,7 @@ class TrainerGroup:
 
     async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
         """Return each rank's share of each update; the ranks of a context group have the same."""
-        training, layouts = self._config.training, self.layouts
+        training = self._config.training
         size = training.context_parallel
         planned = await run_in_thread(
             plan_micro_batches,
@@ -174,8 +174,8 @@ class TrainerGroup:
             updates,
             training.ranks // size,
             micro_batch_tokens(training, self._on_gpu),
-            layouts.images if any(sample.images for sample in samples) else layouts.text,
-            layouts.patches,
+            self.layout,
+            self.patches,
         )
         return [share for share in planned for _ in range(size)]
 
@@ -190,7 +190,7 @@ class TrainerGroup:
             under `sampling`, or, from the value model, the expected return before it.
         """
         samples = [
-            Sample.to_score(ids, mask, number, placed(ids))
+            Sample.to_score(ids, mask, number)
             for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
         ]
         found: dict[int, list[float]] = {}

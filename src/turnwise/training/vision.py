@@ -147,8 +147,7 @@ def _positions(
     """Return position ids of several dimensions [3, B, T]; in a packed row after those of a text,
     by which the model tells sequences apart [4, 1, T]."""
     assert columns.image_BT is not None
-    whole = (columns.token_ids_BT, read_BT.long(), columns.image_BT)
-    rows_3BT = [each.cpu() for each in whole]
+    rows_3BT = [t.cpu() for t in (columns.token_ids_BT, read_BT.long(), columns.image_BT)]
     taken = inspect.signature(backbone.get_rope_index).parameters
     positions_3BT = torch.zeros(3, *columns.token_ids_BT.shape, dtype=torch.long)
     for row, column_T in columns.sequences():

@@ -139,11 +139,6 @@ class ChatTemplate:
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model takes images; ask in a thread, since this may load its processor."""
-        return self.images is not None and self.images.takes_images
-
     def with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Return rendered ids with those of the messages' images in the place of their markers.
 
@@ -159,7 +154,10 @@ class ChatTemplate:
                 "turnwise.chat.images.read_parts first"
             )
         if self.images is None:
-            raise InputError("a message has an image, and this model takes text alone")
+            raise InputError(
+                "a message has an image, and this model takes text alone, or "
+                "engine.images_per_prompt is 0"
+            )
         return put_in_place(ids, images, self.images)
 
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:

@@ -63,9 +63,6 @@ def remove_files(paths: Iterable[Path]) -> None:
 @lru_cache(maxsize=1024)  # each step asks for the files that are kept
 def _images_of(path: Path, written: int) -> frozenset[str]:
     """Return the names of the images of a file of trajectories, which was last written then."""
-    found: set[str] = set()
-    with path.open("rb") as file:
-        for line in file:
-            pairs = _NAMED.findall(line)  # in no text: it would have escaped quotes
-            found.update(f"{key.decode()}.{kind.decode()}" for key, kind in pairs)
-    return frozenset(found)
+    with path.open("rb") as file:  # no text has such a description: its quotes would be escaped
+        found = (pair for line in file for pair in _NAMED.findall(line))
+        return frozenset(f"{key.decode()}.{kind.decode()}" for key, kind in found)

@@ -124,9 +124,9 @@ class ImageTokens(Protocol):
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
-    def ids_of(self, image: Image) -> list[int]:
-        """Return the ids that stand for an image, in the place of the marker; TrajectoryError
-        (`image_refused`) when the model refuses it."""
+    def ids_of(self, image: Image) -> PromptIds:
+        """Return the ids that stand for an image, in the place of the marker, with it;
+        TrajectoryError (`image_refused`) when the model refuses it."""
 
 
 def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
@@ -158,55 +158,21 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
             f"the chat template renders {len(images)} images with {len(places)} markers (token "
             f"{tokens.marker}): it leaves out an image, or the text of a message holds the marker",
         )
-    prompt, end = PromptIds(), 0
-    found = []
+    parts, end = list[Sequence[int]](), 0
     for at, image in zip(places, images, strict=True):
-        prompt += ids[end:at]
-        own = tokens.ids_of(image)
-        found.append(PlacedImage(image, len(prompt), len(own)))
-        prompt += own
+        parts += [ids[end:at], tokens.ids_of(image)]
         end = at + 1
-    prompt += ids[end:]
-    prompt.images = tuple(found)
-    return prompt
+    return extended([], *parts, ids[end:])
 
 
-def located(ids: Sequence[int], images: Iterable[Image], tokens: ImageTokens) -> list[int]:
-    """Return ids that hold those of the images already, in their order, as a prompt with them. Each
-    image is at the first place behind the one before it where all of its ids are.
-
-    Raises:
-        TrajectoryError: `image_missing`, when the ids hold not those of each image, or more markers
-            beside them, as those of a larger image would be.
-    """
-    prompt = PromptIds(ids)
-    found: list[PlacedImage] = []
-    for image in images:
-        own, begin = tokens.ids_of(image), found[-1].end if found else 0
-        places = (
-            at
-            for at in range(begin, len(prompt) - len(own) + 1)
-            if prompt[at] == own[0] and prompt[at : at + len(own)] == own
-        )
-        if (start := next(places, None)) is None:
-            raise TrajectoryError("image_missing", f"the ids do not hold the {len(own)} of {image}")
-        found.append(PlacedImage(image, start, len(own)))
-    held = {at for one in found for at in range(one.start, one.end)}
-    beside = {at for one in found for at in (one.start - 1, one.end)} - held
-    if any(0 <= at < len(prompt) and prompt[at] == tokens.marker for at in beside):
-        raise TrajectoryError("image_missing", "the ids hold those of other images")
-    prompt.images = tuple(found)
-    return prompt if found else [*ids]
-
-
-def agreement(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int | None:
-    """Return the first position at which images differ; None if one's are the beginning of the
-    other's, so that equal ids are equal prompts."""
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            return min(a.start, b.start)
-    more = [*one[len(other) :], *other[len(one) :]]
-    return more[0].start if more else None
+def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
+    """Return ids, the first of which is at position `start`, with numbers below 0 for those of
+    images: two prompts are the same as far as these lists are."""
+    seen = [*ids]
+    for one in images:
+        first = -(int(one.image.hash, 16) << 32) - one.length
+        seen[one.start - start : one.end - start] = range(first, first + one.length)
+    return seen
 
 
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:

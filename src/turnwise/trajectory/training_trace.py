@@ -51,12 +51,9 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)
-        names = (
-            *("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs"),
-            "record",
-        )
+        names = "weight_versions finish_reason fork_reason adapter added_logprobs record"
         plain = tree["turns"][index]
-        ours: JsonObject = {name: plain[name] for name in names}
+        ours: JsonObject = {name: plain[name] for name in names.split()}
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
         if any(logprob > 0 for logprob in turn.logprobs):
@@ -116,9 +113,10 @@ def from_training_trace(
             files |= of_described(ours.get("files") or {}, None)
             seen = ours.get("images", ())
             images = [PlacedImage(files[key], int(start), int(n)) for key, start, n in seen]
+            turn = {**turn, "images": images}
         except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
             raise InputError(f"{where}: its images are not those exported: {error!r}") from error
-        trained.append(_add_turn(trajectory, turn, ours, weight_version, where, images))
+        trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
     number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):
@@ -136,14 +134,10 @@ def from_training_trace(
 
 
 def _add_turn(
-    trajectory: Trajectory,
-    turn: JsonObject,
-    ours: JsonObject,
-    version: int,
-    where: str,
-    images: list[PlacedImage],
+    trajectory: Trajectory, turn: JsonObject, ours: JsonObject, version: int, where: str
 ) -> bool:
-    """Add a call to a trajectory; returns False if its mask trains nothing."""
+    """Add a call to a trajectory, with the `images` of its prompt; returns False if its mask trains
+    nothing."""
     prompt = _ids(turn, "prompt_token_ids", where)
     completion = _ids(turn, "completion_token_ids", where)
     logprobs = ours.get("logprobs") or turn.get("per_token_logps")
@@ -169,7 +163,7 @@ def _add_turn(
         return False
     first = mask.index(1) if pieces else 0
     last = first + sum(mask)
-    prompt = PromptIds([*prompt, *completion[:first]], images)
+    prompt = PromptIds([*prompt, *completion[:first]], turn["images"])
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
     made = trajectory.add_turn(

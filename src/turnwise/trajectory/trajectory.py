@@ -25,8 +25,8 @@ from turnwise.trajectory.images import (
     Image,
     PlacedImage,
     PromptIds,
-    agreement,
     as_json,
+    as_seen,
     described,
     extended,
     images_in,
@@ -173,7 +173,6 @@ class Trajectory:
     empty if no teacher has scored them."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
-    _last_images: list[PlacedImage] = field(default_factory=list, repr=False, compare=False)
 
     def add_turn(
         self,
@@ -230,14 +229,14 @@ class Trajectory:
                 )
                 prompt_logprobs, messages = None, ()
             return turn
-        parent, shared = self.find_parent(prompt, images)
+        parent, shared = self.find_parent(prompt_token_ids)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
         if not self.turns or (parent is not None and continued == parent):
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
-            if self.continued_turn(*self.find_parent(prompt)) != continued:
+            if self.continued_turn(*self.find_parent(prompt, images=False)) != continued:
                 fork_reason = "image_changed"
         turn = Turn(
             added,
@@ -257,30 +256,26 @@ class Trajectory:
             images=[each for each in images if each.start >= shared],
         )
         self.turns.append(turn)
-        prompt += completion_token_ids
-        self._last_path, self._last_images = prompt, list(images)
+        self._last_path = extended(prompt_token_ids, completion_token_ids)
         return turn
 
-    def find_parent(
-        self, prompt: list[int], images: Sequence[PlacedImage] | None = None
-    ) -> tuple[int | None, int]:
-        """Return the parent's index, and the number of ids of its path the prompt begins with,
-        with the same `images`; None compares the ids alone."""
-        last, known = self._last_path, self._last_images
-        if self.turns and prompt[: len(last)] == last:
-            apart = agreement(known, images) if images is not None and (images or known) else None
-            if apart is None or apart >= len(last):
-                return len(self.turns) - 1, len(last)
-        seen = images is not None and (images or any(turn.images for turn in self.turns))
+    def find_parent(self, prompt: Sequence[int], *, images: bool = True) -> tuple[int | None, int]:
+        """Return the parent's index, and the number of ids of its path the prompt begins with, with
+        the same images; `images=False` compares the ids alone."""
+        last, given = (
+            as_seen(ids, placed(ids) if images else ()) for ids in (self._last_path, prompt)
+        )
+        if self.turns and given[: len(last)] == last:
+            return len(self.turns) - 1, len(last)
         shared: list[int] = []
-        for index, turn in enumerate(self.turns):
+        for turn in self.turns:
             start = turn.prefix_length
             above = 0 if turn.parent is None else min(shared[turn.parent], start)
             if above == start:
                 own = [*turn.added_token_ids, *turn.completion_token_ids]
-                above += common_prefix(prompt[start : start + len(own)], own)
-            apart = agreement(self.images_of(index), images or ()) if seen else None
-            shared.append(above if apart is None else min(above, apart))
+                own = as_seen(own, turn.images if images else (), start)
+                above += common_prefix(given[start : start + len(own)], own)
+            shared.append(above)
         longest = max(shared, default=0)
         return (shared.index(longest) if longest else None), longest
 
@@ -365,13 +360,10 @@ class Trajectory:
 
     def images_of(self, index: int) -> list[PlacedImage]:
         """Return the images on the path of a turn, in the order of their positions."""
-        images: list[PlacedImage] = []
-        end = self.turns[index].path_length
-        at: int | None = index
-        while at is not None:
-            turn = self.turns[at]
-            images[:0] = [each for each in turn.images if each.start < end]
-            end, at = min(end, turn.prefix_length), turn.parent
+        images, end = list[PlacedImage](), 0
+        for turn, length in self._path(index):
+            end += length
+            images += [each for each in self.turns[turn].images if each.start < end]
         return images
 
     @property
@@ -489,8 +481,7 @@ class Trajectory:
         trajectory = cls(turns=turns, **tree)
         if turns:
             prompt = trajectory.prompt_token_ids(len(turns) - 1)
-            trajectory._last_path = [*prompt, *turns[-1].completion_token_ids]
-            trajectory._last_images = [*placed(prompt)]
+            trajectory._last_path = extended(prompt, turns[-1].completion_token_ids)
         return trajectory
 
 

@@ -11,8 +11,9 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -225,32 +226,28 @@ def write_page(
         f"{prefix}/files/{file}/timeline": run.timeline(file),
         "tokens": run.vocabulary(file, *chosen),
     }
-    names: dict[str, None] = {}
+    images: dict[str, Image] = {}
     for i in chosen:
         line = run.line(file, i)
-        tree = answers[f"{prefix}/files/{file}/{i}"] = parse(line)
-        names |= {f"{key}.{about['format']}": None for key, about in tree.get("images", {}).items()}
-        for branch in Trajectory.from_json(line.decode()).branches():
+        answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        trajectory = Trajectory.from_json(line.decode())
+        images |= trajectory.images
+        for branch in trajectory.branches():
             compared = run.compare_with_template(file, i, branch.leaf)
             answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
         answers[f"{prefix}/files/{file}/{i}/judgements"] = run.judgements(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
-    answers |= {f"{prefix}/files/{file}/images/{key}": url for key, url in _urls(run, file, names)}
+    room = _IMAGES
+    for image in images.values():
+        with suppress(LookupError, TrajectoryError):  # it is gone, or not the same
+            image = replace(image, data=run.image(file, image.name))
+            room -= len(image.data)
+            if room >= 0:
+                answers[f"{prefix}/files/{file}/images/{image.name}"] = data_url(image)
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
         target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")
-
-
-def _urls(run: RunFiles, file: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the images of a file by name as data: URLs, as many as a page may hold."""
-    room = _IMAGES
-    for name in names:
-        with suppress(LookupError, TrajectoryError):  # it is gone, or not the same
-            data = run.image(file, name)
-            if len(data) <= room:
-                room -= len(data)
-                yield name, data_url(Image.of(data, name.rpartition(".")[2], 0, 0))
 
 
 def _page(data: JsonObject) -> str:

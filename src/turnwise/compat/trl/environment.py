@@ -181,7 +181,7 @@ def _with_images(prompt: Any, row: Row) -> Any:
         raise InputError("prompt must be a list of messages where a row has images, not a text")
     messages: list[Message] = deepcopy(list(prompt))
     asked = [message for message in messages if message.get("role") != "tool"]
-    parts = (part for part in image_parts(asked) if part["type"] == "image")
+    parts = (part for part in image_parts(asked) if part.get("type") == "image")
     places = [part for part in parts if part.get("image") is None]
     texts = (m for m in asked if m.get("role") == "user" and isinstance(m.get("content"), str))
     if not places and (first := next(texts, None)) is not None:

@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
-_TEXT_ALONE = "this server takes text alone: a request has an image or another file"
 _TOOLS = 256
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
@@ -135,9 +134,6 @@ class ChatService:
         self.tokenizer = self._chat.renderer.tokenizer
         self._format = format_of(config.rollout.tool_parser)
         self._template = load_template(config, self.tokenizer)
-        self._most_images = 0  # in a prompt
-        if self._chat.model_config.supports_multimodal_inputs:
-            self._most_images = config.engine.images_per_prompt
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
@@ -395,21 +391,20 @@ class ChatService:
                     logger.warning("a request has tools, and %s", error)
                 self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
-            return await run_in_thread(prompts.spliced_prompt, template, asked, required)
+            name = "required_prefix_token_ids"
+            ids = prompts.token_ids_of({name: required}, name)
+            return await run_in_thread(prompts.spliced_prompt, template, asked, ids)
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        echoing = partial(prompts.echoed_prompt, template, asked, refuse_dropped=training)
-        if (echoed := await in_thread_if_long(messages, echoing)) is not None:
+        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        return await self.own_prompt(asked, request)
+        return await self.own_ids(asked, request)
 
-    async def own_prompt(
-        self, asked: Conversation, request: vllm.SamplingRequest
-    ) -> list[int] | None:
+    async def own_ids(self, asked: Conversation, request: vllm.SamplingRequest) -> list[int] | None:
         """Return the ids of a whole conversation, or None if vLLM has to render it."""
         if not self._config.model.escape_special_tokens and not images_in(asked.messages):
             return None
@@ -433,12 +428,13 @@ class ChatService:
                 for index, message in enumerate(messages)
             ]
 
-        for name in ("echo", "continue_final_message"):
+        for name in ("echo", "continue_final_message", "required_prefix_token_ids"):
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
-        if not (most := self._most_images):
-            raise InputError(_TEXT_ALONE)
+        most = self._config.engine.images_per_prompt
+        if not most or not self._chat.model_config.supports_multimodal_inputs:
+            raise InputError("this server takes text alone: a request has an image or another file")
         if len([*image_parts(messages)]) > most:  # before any is decoded
             why = f"more than {most} images (engine.images_per_prompt)"
             raise InputError(f"the messages have {why}")

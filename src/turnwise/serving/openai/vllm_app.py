@@ -130,14 +130,13 @@ async def build(
 def _listed(message: JsonObject) -> JsonObject:
     """Return a copy of a message whose parts can be read again: vLLM's may be an iterator that is
     read once, or its own objects."""
-    message = dict(message)
     if (content := message.get("content")) is None or isinstance(content, str):
-        return message
+        return dict(message)
     parts = [
         part.model_dump(exclude_none=True) if isinstance(part, BaseModel) else part
         for part in content
     ]
-    return message | {"content": parts}
+    return {**message, "content": parts}
 
 
 async def _preprocess(
@@ -166,7 +165,7 @@ async def _preprocess(
             ids = await service.exact_prompt(context, request)
             context.images = placed(ids or ())
         elif seen:
-            ids = await service.own_prompt(asked, request)
+            ids = await service.own_ids(asked, request)
     if ids is not None:
         kept = getattr(request, "kv_transfer_params", None) or {}
         request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
@@ -462,9 +461,9 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-            images = () if context is None else context.images
-            prompt: list[int] = list(request.prompt_token_ids)
-            prompt, sampling = PromptIds(prompt, images) if images else prompt, copy.copy(params)
+            asking = CURRENT.get()  # of a search of beams, too
+            images, ids = () if asking is None else asking.images, list(request.prompt_token_ids)
+            prompt, sampling = PromptIds(ids, images) if images else ids, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
             stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
             if context is not None:

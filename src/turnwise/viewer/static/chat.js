@@ -62,15 +62,14 @@ function contentOf(message) {
   return content === null || content === undefined ? "" : String(content);
 }
 
-// A function that shows an image of a trajectory, by its hash; small ones are enlarged.
+// A function that shows an image of a trajectory, by its hash.
 export function picturesOf(trajectory, run, file) {
   return (hash) => {
     const { format, width, height } = trajectory.images?.[hash] ?? {};
     const name = `image, ${width} × ${height} pixels`;
     const src = format && imageAddress(run, file, `${hash}.${format}`);
-    const scale = Math.max(1, Math.min(8, Math.floor(160 / Math.max(width, height))));
     const missing = h("span", { class: "quiet" }, `[${name}, is not here]`);
-    return src ? h("img", { src, alt: name, loading: "lazy", class: scale > 1 && "enlarged", width: width * scale, height: height * scale, onerror: (event) => event.target.replaceWith(missing) }) : missing;
+    return src ? h("img", { src, alt: name, loading: "lazy", width, height, onerror: (event) => event.target.replaceWith(missing) }) : missing;
   };
 }
 
@@ -175,13 +174,12 @@ function messagesByTurn(trajectory, leaf, textOf) {
 // The conversation of one branch: `path` has the indices of its turns.
 export function chatView(trajectory, path, textOf, openTurn, picture) {
   const { turns } = trajectory;
-  const places = path.flatMap((index) => (turns[index].images ?? []).map(([hash, start, length]) => ({ hash, index, length, at: start - turns[index].prefix_length - turns[index].added_token_ids.length })));
-  // An image with its size, and a link to its tokens.
+  const lengths = new Map(path.flatMap((index) => (turns[index].images ?? []).map(([hash, , length]) => [hash, length])));
+  // An image with its size.
   const figure = (hash) => {
     const { format, width, height } = trajectory.images?.[hash] ?? {};
-    const at = places.findIndex((each) => each.hash === hash);
-    const place = at < 0 ? null : places.splice(at, 1)[0];
-    return h("figure", { class: "picture" }, picture(hash), h("figcaption", { class: "quiet small" }, `${width} × ${height} ${format}`, place && [" · ", h("a", { href: openTurn(place.index, place.at) }, counted(place.length, "token", "tokens"))]));
+    const size = `${width} × ${height} ${format}${lengths.has(hash) ? ` · ${counted(lengths.get(hash), "token", "tokens")}` : ""}`;
+    return h("figure", { class: "picture" }, picture(hash), h("figcaption", { class: "quiet small" }, size));
   };
   const card = (message, notes) => messageCard(message, notes, figure);
   const note = (index) => (index === null ? null : turnLink(index, turns[index], openTurn));

@@ -189,7 +189,7 @@ export async function showTrajectory(main, runs, place, go) {
     if (!turns.length) {
       content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
     } else if (state.tab === "chat") {
-      content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn, token = 0) => address({ tab: "tokens", turn, token }), picture));
+      content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 }), picture));
     } else if (state.tab === "template") {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const waiting = h("p", { class: "quiet", role: "status" }, "Rendering; the tokenizer is loaded once, in seconds …");
