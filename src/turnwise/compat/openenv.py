@@ -203,9 +203,8 @@ def _plain(value: object) -> str:
 def _images(value: object) -> list[JsonObject]:
     """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
     files = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) and each.startswith(_FILES) for each in files):
-        return []
-    return [_image(each) for each in files]
+    found = [each for each in files if isinstance(each, str) and each.startswith(_FILES)]
+    return [_image(each) for each in found] if len(found) == len(files) else []
 
 
 def _image(file: str) -> JsonObject:
