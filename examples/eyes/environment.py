@@ -76,7 +76,7 @@ def make_row(rng: random.Random) -> dict[str, Any]:
 def question(row: dict[str, Any]) -> dict[str, Any]:
     """Return the message that asks for a digit, with the cards from afar."""
     text = f"Which digit is on the {row['asked']} card?"
-    content = [{"type": "image", "image": table(row, digits=False)}, {"type": "text", "text": text}]
+    content = [{"type": "text", "text": text}, {"type": "image", "image": table(row, digits=False)}]
     return {"role": "user", "content": content}
 
 

@@ -72,7 +72,7 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
 
 def exercise(picture: Image.Image, text: str, answer: int) -> dict[str, Any]:
     """Return a row with one question about a picture."""
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+    content = [{"type": "text", "text": text}, {"type": "image", "image": picture}]
     asked = with_urls({"role": "user", "content": content})
     return {"messages": [asked, {"role": "assistant", "content": str(answer)}]}
 
