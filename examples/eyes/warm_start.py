@@ -31,13 +31,13 @@ BUILD = Path(__file__).parent / "build"
 LOOKS, FINDS, READS = 0.4, 0.85, 0.9
 """Probability with which the player looks at a card, and then at the right one; and with which it
 says the digit that it sees."""
-ROWS = 6000
+ROWS = 8000
 SETTINGS: dict[str, Any] = {
     "name": "eyes-warm-start",
     "model": {"max_length": 256},
     "rollout": {"prompts_per_step": 72},
     "training": {
-        "steps": 300,
+        "steps": 350,
         "optimizer": "muon",
         "learning_rate": 4e-3,
         "warmup_steps": 20,

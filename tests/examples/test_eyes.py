@@ -118,8 +118,8 @@ async def test_who_sees_looks_at_the_card_and_is_right(config: Config) -> None:
         report = audit(trajectory)
         assert (report.violations, report.percent, report.bridged) == (0, 100.0, 1)
         assert game(trajectory) == (
-            f"[image]Which digit is on the {row['asked']} card?  "
-            f'→ zoom({{"card": {card_of(row)}}})  [image]  {digit_of(row)}'
+            f"Which digit is on the {row['asked']} card?[image, 56 x 56]  "
+            f'→ zoom({{"card": {card_of(row)}}})  [image, 28 x 28]  {digit_of(row)}'
         )
 
 
@@ -165,7 +165,7 @@ def test_the_hasty_player_leaves_room_to_learn_and_exercises_are_right() -> None
     for row in which[:50]:
         message = read_parts(row["messages"][0], "a message")
         picture = decode(images_in([message])[0].read(), "a picture")
-        asked = COLOURS[row["messages"][0]["content"][1]["text"].split()[-1].strip("?")]
+        asked = COLOURS[row["messages"][0]["content"][0]["text"].split()[-1].strip("?")]
         assert row["messages"][1]["content"] == str(nearest(picture, asked))
     answers = {row["messages"][1]["content"] for row in digits}
     assert answers == {str(digit) for digit in range(10)}
