@@ -74,7 +74,10 @@ def make_row(rng: random.Random) -> dict[str, Any]:
 
 
 def question(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the message that asks for a digit, with the cards from afar."""
+    """Return the message that asks for a digit, with the cards from afar.
+
+    The question comes first: so what a model makes of each card can depend on what is asked.
+    """
     text = f"Which digit is on the {row['asked']} card?"
     content = [{"type": "text", "text": text}, {"type": "image", "image": table(row, digits=False)}]
     return {"role": "user", "content": content}
