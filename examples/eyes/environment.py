@@ -1,8 +1,8 @@
 """Four cards, seen from afar: which digit is on the blue one?
 
-From afar a card shows its colour and the dots of its number, and no digit. The tool `zoom` shows the
-card of a number from near. So the model has to find the card of a colour with its eyes, look at it,
-and read. Without eyes it is right in one of ten games; if it sees only what is near, in one of
+From afar a card shows its colour and the dots of its number, and no digit. The tool `zoom` shows
+the card of a number from near. So the model has to find the card of a colour with its eyes, look at
+it, and read. Without eyes it is right in one of ten games; if it sees only what is near, in one of
 three.
 """
 

@@ -32,13 +32,13 @@ BUILD = Path(__file__).parent / "build"
 LOOKS, FINDS, READS = 0.4, 0.85, 0.9
 """Probability with which the player looks at a card, and then at the right one; and with which it
 says the digit that it sees."""
-ROWS = 9000
+ROWS = 8000
 SETTINGS: dict[str, Any] = {
     "name": "eyes-warm-start",
     "model": {"max_length": 256},
     "rollout": {"prompts_per_step": 48},
     "training": {
-        "steps": 360,
+        "steps": 300,
         "optimizer": "muon",
         "learning_rate": 8e-3,
         "warmup_steps": 20,
