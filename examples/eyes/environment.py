@@ -1,8 +1,9 @@
 """Four cards, seen from afar: which digit is on the blue one?
 
-From afar a card shows its colour and the dots of its number, and its digit is too small to be seen.
-The tool `zoom` shows the card of a number from near. So the model has to find the card of a colour
-with its eyes, look at it, and read: without eyes, it is right in one of ten games.
+From afar a card shows its colour and the dots of its number, and no digit. The tool `zoom` shows
+the card of a number from near. So the model has to find the card of a colour with its eyes, look at
+it, and read. Without eyes it is right in one of ten games; if it sees only what is near, in one of
+three.
 """
 
 import random
@@ -74,9 +75,12 @@ def make_row(rng: random.Random) -> dict[str, Any]:
 
 
 def question(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the message that asks for a digit, with the cards from afar."""
+    """Return the message that asks for a digit, with the cards from afar.
+
+    The question comes first: so what a model makes of each card can depend on what is asked.
+    """
     text = f"Which digit is on the {row['asked']} card?"
-    content = [{"type": "image", "image": table(row, digits=False)}, {"type": "text", "text": text}]
+    content = [{"type": "text", "text": text}, {"type": "image", "image": table(row, digits=False)}]
     return {"role": "user", "content": content}
 
 

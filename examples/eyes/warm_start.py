@@ -2,10 +2,11 @@
 
     python -m examples.eyes.warm_start [--seed N] [--steps N] [--output DIR]
 
-The rows are conversations with images (`turnwise sft`). Every third is a game: the player mostly
-guesses, and where it looks, it now and then looks at another card, or misreads the digit. The two
-rows after it are exercises of the eyes, without mistakes, on the same cards: which one of some of
-them has a colour, and which digit is on a card. So the model sees well, and copies the haste.
+The rows are conversations with images (`turnwise sft`). Every fourth is a game: the player mostly
+guesses, and where it looks, it now and then looks at another card, or misreads the digit. The three
+rows after it are exercises of the eyes, without mistakes, on the same cards: twice, which one of
+some of them has a colour; and which digit is on a card. So the model sees well, and copies the
+haste.
 """
 
 import argparse
@@ -31,15 +32,15 @@ BUILD = Path(__file__).parent / "build"
 LOOKS, FINDS, READS = 0.4, 0.85, 0.9
 """Probability with which the player looks at a card, and then at the right one; and with which it
 says the digit that it sees."""
-ROWS = 6000
+ROWS = 8000
 SETTINGS: dict[str, Any] = {
     "name": "eyes-warm-start",
     "model": {"max_length": 256},
-    "rollout": {"prompts_per_step": 72},
+    "rollout": {"prompts_per_step": 48},
     "training": {
         "steps": 300,
         "optimizer": "muon",
-        "learning_rate": 4e-3,
+        "learning_rate": 8e-3,
         "warmup_steps": 20,
         "lr_schedule": "linear",
     },
@@ -50,7 +51,7 @@ ZOOM = function_schema(Eyes.zoom).description
 
 
 def rows(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield endless rows: a game of the hasty player, then two exercises with its cards."""
+    """Yield endless rows: a game of the hasty player, then three exercises with its cards."""
     rng = random.Random(f"hasty {seed}")
     while True:
         game = make_row(rng)
@@ -62,17 +63,18 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
             messages += looked(game, seen)
         messages.append({"role": "assistant", "content": str(said)})
         yield {"messages": [with_urls(message) for message in messages], "tools": [ZOOM]}
-        left = rng.sample(game["cards"], rng.randint(1, len(COLOURS)))
-        some = [card if card in left else ["", 0] for card in game["cards"]]
-        asked = {**game, "cards": some, "asked": left[0][0]}
-        which = f"Which card is {asked['asked']}?"
-        yield exercise(table(asked, digits=False), which, card_of(asked))
+        for _ in range(2):
+            left = rng.sample(game["cards"], rng.randint(1, len(COLOURS)))
+            some = [card if card in left else ["", 0] for card in game["cards"]]
+            asked = {**game, "cards": some, "asked": left[0][0]}
+            which = f"Which card is {asked['asked']}?"
+            yield exercise(table(asked, digits=False), which, card_of(asked))
         yield exercise(from_near(game, seen), "Which digit is it?", game["cards"][seen - 1][1])
 
 
 def exercise(picture: Image.Image, text: str, answer: int) -> dict[str, Any]:
     """Return a row with one question about a picture."""
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+    content = [{"type": "text", "text": text}, {"type": "image", "image": picture}]
     asked = with_urls({"role": "user", "content": content})
     return {"messages": [asked, {"role": "assistant", "content": str(answer)}]}
 
