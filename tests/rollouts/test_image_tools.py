@@ -156,7 +156,7 @@ async def test_an_image_that_the_model_refuses_costs_its_trajectory(
 async def test_more_images_than_the_engine_takes_cost_the_trajectory(
     play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = SimpleNamespace(supports_multimodal_inputs=True)
+    model = SimpleNamespace(supports_multimodal_inputs=True, is_mm_prefix_lm=False)
     inputs = ImageInputs(SimpleNamespace(model_config=model), 3)  # type: ignore[arg-type]
     stream = Stopping.stream
 
@@ -216,7 +216,7 @@ async def test_inside_a_turn_images_are_left_out(play: Callable[..., Any]) -> No
     assert not group.dropped, group.causes
     (trajectory,) = group.trajectories
     assert trajectory.events["image_left_out"] == 1
-    assert "Here:[image]" in trajectory.final_text
+    assert "Here:[image, 28 x 56]" in trajectory.final_text
     assert audit(trajectory).percent == 100.0
 
 
