@@ -184,10 +184,9 @@ def train(config: Config, groups: Sequence[Group], reply: Connection) -> None:
 
     def steps() -> None:
         rank = TrainerRank(config)
-        layout = rank.layouts.images if any(s.images for s in samples) else rank.layouts.text
         for _ in range(3):
             started = time.perf_counter()
-            (shares,) = plan_micro_batches(samples, 1, 1, BUDGET, layout, rank.layouts.patches)
+            (shares,) = plan_micro_batches(samples, 1, 1, BUDGET, rank.layouts)
             rank.train(shares)
             rates.append(tokens / (time.perf_counter() - started))
 

@@ -21,7 +21,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed, use_packed_attention
+from turnwise.training.attention import (
+    CONTEXT_KEY,
+    attention_costs,
+    is_packed,
+    set_packed,
+    use_packed_attention,
+)
 from turnwise.training.batching import Layout, Layouts, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
@@ -184,43 +190,60 @@ class ModelCheck:
         return Difference(nats, relative, self._rounding, error)
 
 
+def possible_layouts(config: Config) -> tuple[Layout, ...]:
+    """Return the layouts that a run may take where they change no log-probs: the one that is
+    configured, or all that its other keys allow."""
+    training = config.training
+    if training.packing != "auto":
+        return (training.packing,)
+    refused = training.context_parallel > 1 or training.attention != "auto"
+    refused |= config.engine.routing_replay
+    return ("padded", "packed") if refused else ("padded", "packed", "shared")
+
+
 def agreed_layout(
-    checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
-) -> tuple[Layout, str]:
-    """Return the preferred layout, or padded if a model computes something else in it, unless the
-    configuration names one; and a warning if it is not the preferred one, else ""."""
+    checks: Sequence[ModelCheck], training: TrainingConfig, possible: Sequence[Layout]
+) -> tuple[tuple[Layout, ...], str]:
+    """Return those of the possible layouts, one or several with the padded one first, in which no
+    model computes something else, and a sentence about them; InputError without any."""
     for check in checks:
         if not check.own.small:
             raise InputError(
                 f"a {check.kind} model cannot be trained: the trainer's log-probs are not those of "
                 f"the model's own logits ({check.own})"
             )
-    layout, why = preferred, _wrong(checks, preferred)
-    warning = ""
-    if why and preferred != "padded" and training.packing == "auto":
-        warning = f"micro-batches are padded: {preferred} ones would change {why}"
-        layout, why = "padded", _wrong(checks, "padded")
-    if why and training.context_parallel > 1:
+    # The padded one decides which attention a model has.
+    wrong = {layout: _wrong(checks, layout) for layout in possible}
+    agreed = tuple(layout for layout in possible if not wrong[layout])
+    layout, why = next(iter(wrong.items()))
+    if not agreed and training.context_parallel > 1:
         raise InputError(f"{CONTEXT_KEY}: ranks that share sequences change {why}: set it to 1")
-    if why and layout != "padded":
+    if not agreed and layout != "padded":
         raise InputError(f"training.packing: {layout} changes {why}: set it to padded")
-    if why:
+    if not agreed:
         raise InputError(f"padded micro-batches change {why}, which cannot be trained then")
     torch.cuda.empty_cache()  # an engine in this process may need the memory
-    return layout, warning
+    said = f"micro-batches are {' or '.join(agreed)}"
+    if len(agreed) > 1:
+        said += ", whichever costs least"
+    left = [f"{layout} ones would change {why}" for layout, why in wrong.items() if why]
+    return agreed, "; ".join([said, *left])
 
 
-def agreed_layouts(models: Models, config: Config, preferred: Layout) -> tuple[Layouts, str, str]:
-    """Return the layouts of a run; a warning as `agreed_layout` does; and the reason why its models
-    cannot be trained with images, "" if they can."""
+def agreed_layouts(models: Models, config: Config) -> tuple[Layouts, str, str]:
+    """Return the layouts of a run; a sentence as `agreed_layout` does; and the reason why its
+    models cannot be trained with images, "" if they can."""
     # Images first: their check may change the attention, with which the others are then made.
-    images, patches, why = _check_images(models, config, preferred)
+    images, patches, why = _check_images(models, config)
     checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
-    layout, warning = agreed_layout(checks, config.training, preferred)
-    return Layouts(layout, images, patches), warning, why and f"a sample has an image: {why}"
+    agreed, said = agreed_layout(checks, config.training, possible_layouts(config))
+    model = _checked(models.policy)
+    costs = attention_costs(model, models.device)
+    layouts = Layouts(agreed, images, patches, costs)
+    return layouts, said, why and f"a sample has an image: {why}"
 
 
-def _check_images(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str]:
+def _check_images(models: Models, config: Config) -> tuple[Layout, float, str]:
     """Return the layout of steps with images, the policy's patches for each token of one, and the
     reason why there can be none."""
     policy = models.policy
@@ -230,12 +253,15 @@ def _check_images(models: Models, config: Config, preferred: Layout) -> tuple[La
         return "padded", 0.0, "engine.images_per_prompt is 0"
     if config.training.context_parallel > 1:
         return "padded", 0.0, f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
+    possible = possible_layouts(config)
+    if config.training.packing == "auto":  # packed on a GPU
+        possible = possible[: 2 if models.device.type == "cuda" else 1]
     try:
         assert policy.images is not None
         patches = patches_per_token(policy.model, policy.images.processed(probe(0)))
         length = config.model.max_length
         checks = [ModelCheck(models, module, length, images=True) for module in models.modules()]
-        return agreed_layout(checks, config.training, preferred)[0], patches, ""
+        return agreed_layout(checks, config.training, possible)[0][-1], patches, ""
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:  # of code that knows only some models of images

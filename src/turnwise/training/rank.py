@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from turnwise.config import Config, SamplingConfig, TrainingConfig
+from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
@@ -26,7 +26,6 @@ from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, 
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty, teach
 from turnwise.training.batching import (
     Columns,
-    Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
@@ -97,8 +96,7 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        found = agreed_layouts(models, config, layout_of(training, self.device))
-        self.layouts, self.layout_warning, self._no_images = found
+        self.layouts, self.layouts_said, self._no_images = agreed_layouts(models, config)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model
@@ -159,6 +157,7 @@ class TrainerRank:
             updates,
             torch.cat(recorded, dim=1).cpu().numpy(),
             staleness,
+            Counter(share.layout for share in shares for _ in range(passes)),
             sum(batch.size for batch in batches) * passes,
             time.perf_counter() - started,
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
@@ -171,7 +170,7 @@ class TrainerRank:
             samples,
             share.trajectory_tokens,
             self.version,
-            self.layouts.images if share.images else self.layouts.text,
+            share.layout,
             self.device,
             self._models.group,
             share.images and self._ranks > 1,
@@ -462,10 +461,3 @@ class TrainerRank:
         self._entropy.resume(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
         return self.version
-
-
-def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
-    """Return the preferred layout of micro-batches: by default packed on GPUs, padded on CPUs."""
-    if training.packing == "auto":
-        return "packed" if device.type == "cuda" else "padded"
-    return training.packing

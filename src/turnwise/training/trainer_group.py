@@ -66,12 +66,12 @@ class TrainerActor:
         self, config: Config, folder: str, rank: int, ranks: int, address: str
     ) -> tuple[int, Layouts, str]:
         """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
-        warning about them."""
+        sentence about them."""
         from turnwise.training.rank import TrainerRank  # with Transformers' models
 
         policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
         self._policy = policy
-        return os.getpid(), policy.layouts, policy.layout_warning
+        return os.getpid(), policy.layouts, policy.layouts_said
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -145,9 +145,8 @@ class TrainerGroup:
             arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
         trainer.pids = [pid for pid, _, _ in started]
-        _, trainer.layouts, warning = started[0]
-        if warning:
-            logger.warning("%s", warning)
+        _, trainer.layouts, said = started[0]
+        logger.info("%s", said)
         return trainer
 
     @property
@@ -166,7 +165,7 @@ class TrainerGroup:
 
     async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
         """Return each rank's share of each update; the ranks of a context group have the same."""
-        training, layouts = self._config.training, self.layouts
+        training = self._config.training
         size = training.context_parallel
         planned = await run_in_thread(
             plan_micro_batches,
@@ -174,8 +173,7 @@ class TrainerGroup:
             updates,
             training.ranks // size,
             micro_batch_tokens(training, self._on_gpu),
-            layouts.images if any(sample.images for sample in samples) else layouts.text,
-            layouts.patches,
+            self.layouts,
         )
         return [share for share in planned for _ in range(size)]
 
