@@ -4,9 +4,9 @@ Tokens per second of the policy (one rank: samples in, optimizer step, metrics o
 PyTorch loop over the same model, the same sequences in the same micro-batches, and the same
 clipped loss, AdamW and gradient clipping; the bare loop's tensors are prepared in advance, and
 it computes no metrics. The two alternate, so that slow phases of the machine cancel out; each
-round's data is new. The policy lays its micro-batches out by default (`training.packing: auto`).
-"Groups of 8" are samples of which each 8 begin with the same prompt, half of their tokens, which the
-policy then computes once.
+round's data is new. The policy's micro-batches have the default layout (`training.packing: auto`).
+"Groups of 8" are samples of which each 8 begin with the same prompt, half of their tokens, which
+the policy computes once then.
 
 TRL's trainer (`benchmarks.peers.trl_training`) gets the same groups of 8 and takes turns with the
 policy; its time begins when its loop has the step's data and ends after the optimizer's step. The
