@@ -233,17 +233,19 @@ def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
 
 
 def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> float:
-    """Return what micro-batches cost, in tokens: those that are computed, padding included, and
-    attention."""
+    """Return what micro-batches of text cost, in tokens: those that are computed, padding included,
+    and attention."""
     total = 0.0
     for bucket in buckets:
-        samples, numbers = [s for unit in bucket for s in unit.samples], dict[Image, int]()
-        order, columns, own = _placed([_key(sample, numbers) for sample in samples], layout)
-        sizes = [len(columns[number]) for number in order]
+        samples = [sample for unit in bucket for sample in unit.samples]
+        sizes = own = [sample.length for sample in samples]
         total += _BEGINS
         if layout == "padded":
             total += len(sizes) * max(sizes) * (1 + costs.pair * max(sizes)) + costs.sequence
             continue
+        if layout == "shared":
+            order, _, own = _placed([sample.token_ids_T for sample in samples], layout)
+            sizes = [sizes[number] for number in order]
         total += sum(own) + costs.sequence * len(sizes)
         if costs.rows:
             total += costs.pair * sum(own) ** 2

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.process import give_back
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
@@ -55,6 +56,9 @@ from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, ma
 
 _T = TypeVar("_T")
 _PLAIN = SamplingConfig()
+_GIVE_BACK_SECONDS = 10.0
+"""Seconds after which a rank on a CPU gives freed memory back again, which costs it new pages:
+holes between the blocks of different micro-batches add up."""
 _ALL = ("params", "optimizer")
 
 
@@ -123,6 +127,7 @@ class TrainerRank:
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
         self._steps = 0
+        self._gave_back = time.monotonic()
         self._skipped_in_row: dict[str, int] = {}
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
@@ -197,6 +202,12 @@ class TrainerRank:
                 total.backward()  # type: ignore[no-untyped-call]
                 report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.tokens.advantages_N)
+            if (
+                self.device.type == "cpu"
+                and time.monotonic() > self._gave_back + _GIVE_BACK_SECONDS
+            ):
+                give_back()
+                self._gave_back = time.monotonic()
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
