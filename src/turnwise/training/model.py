@@ -365,7 +365,7 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         module.forward = give
     try:
         ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
-        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
+        logits_1NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits
     finally:
         for module, own in zip(replaced, before, strict=True):
             if own is None:
@@ -376,7 +376,8 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         raise InputError(
             f"a {model.config.model_type} model computes logits in a way that is not known"
         )
-    return logits_NV.float()
+    # Not by an index, whose gradient is another tensor of this size.
+    return logits_1NV.flatten(0, 1).float()
 
 
 def _score(
