@@ -186,7 +186,7 @@ def train(config: Config, groups: Sequence[Group], reply: Connection) -> None:
         rank = TrainerRank(config)
         for _ in range(3):
             started = time.perf_counter()
-            (shares,) = plan_micro_batches(samples, 1, 1, BUDGET, rank.layout, rank.patches)
+            (shares,) = plan_micro_batches(samples, 1, 1, BUDGET, rank.layouts)
             rank.train(shares)
             rates.append(tokens / (time.perf_counter() - started))
 

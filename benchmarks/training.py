@@ -4,8 +4,9 @@ Tokens per second of the policy (one rank: samples in, optimizer step, metrics o
 PyTorch loop over the same model, the same sequences in the same micro-batches, and the same
 clipped loss, AdamW and gradient clipping; the bare loop's tensors are prepared in advance, and
 it computes no metrics. The two alternate, so that slow phases of the machine cancel out; each
-round's data is new. "Groups of 8" are samples of which each 8 begin with the same prompt, half of
-their tokens, and the policy computes it once (`training.packing: shared`).
+round's data is new. The policy's micro-batches have the default layout (`training.packing: auto`).
+"Groups of 8" are samples of which each 8 begin with the same prompt, half of their tokens, which
+the policy computes once then.
 
 TRL's trainer (`benchmarks.peers.trl_training`) gets the same groups of 8 and takes turns with the
 policy; its time begins when its loop has the step's data and ends after the optimizer's step. The
@@ -33,13 +34,12 @@ from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.training import Sample
-from turnwise.training.batching import Layout, make_micro_batch, plan_micro_batches
+from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.model import score_hidden
 from turnwise.training.rank import TrainerRank
 from turnwise.training.supervised import supervised_config
 
 CPU = torch.device("cpu")
-LAYOUTS: tuple[Layout, ...] = ("padded", "shared")
 SEQUENCES = {"0.7 M": 96, "5 M": 24}
 BUDGET = 8192
 """Tokens of a micro-batch."""
@@ -70,13 +70,13 @@ def make_samples(count: int, group: int = 1) -> list[Sample]:
     return samples
 
 
-def configuration(path: Path, layout: Layout, budget: int = BUDGET) -> Config:
+def configuration(path: Path, budget: int = BUDGET) -> Config:
     return parse_config(
         {
             "environment": "none:None",
             "model": {"path": str(path)},
             "data": {"path": "none"},
-            "training": {"learning_rate": 1e-5, "micro_batch_tokens": budget, "packing": layout},
+            "training": {"learning_rate": 1e-5, "micro_batch_tokens": budget},
         }
     )
 
@@ -134,8 +134,7 @@ def measure(
         group: Number of sequences of each prompt.
         budget: Tokens of a micro-batch.
     """
-    layout: Layout = "padded" if group == 1 else "shared"
-    policy, bare = TrainerRank(configuration(path, layout, budget)), Bare(path, budget)
+    policy, bare = TrainerRank(configuration(path, budget)), Bare(path, budget)
     ours, theirs = list[float](), list[float]()
     for number in range(rounds + 1):
         samples = make_samples(count, group)
@@ -146,7 +145,7 @@ def measure(
             if way == "bare":
                 bare.step(batches)
             else:
-                (shares,) = plan_micro_batches(samples, 1, 1, budget, layout)
+                (shares,) = plan_micro_batches(samples, 1, 1, budget, policy.layouts)
                 policy.train(shares)
             if number:  # the first round warms up
                 (theirs if way == "bare" else ours).append(tokens / (time.perf_counter() - started))
@@ -161,20 +160,18 @@ def measure(
     )
 
 
-def measure_trl(
-    name: str, path: Path, count: int, rounds: int, layout: Layout, budget: int = BUDGET
-) -> Claim:
+def measure_trl(name: str, path: Path, count: int, rounds: int, budget: int = BUDGET) -> Claim:
     """Measure the tokens per second of a model beside TRL's trainer; arguments as `measure`'s."""
     from benchmarks.peers import trl_training  # imports TRL, which takes seconds
 
-    config = configuration(path, layout, budget)
+    config = configuration(path, budget)
     policy = TrainerRank(config)
     steps = [make_samples(count, GROUP) for _ in range(rounds + 1)]
     ours = []
 
     def train(number: int) -> None:
         started = time.perf_counter()
-        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, layout)
+        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, policy.layouts)
         policy.train(shares)
         ours.append(time.perf_counter() - started)
 
@@ -188,7 +185,7 @@ def measure_trl(
         for seconds in (ours, theirs)
     ]
     return Claim(
-        f"training, {name} parameters, groups of {GROUP}, {layout}",
+        f"training, {name} parameters, groups of {GROUP}",
         "tokens/s",
         rates[0],
         "TRL's trainer",
@@ -202,14 +199,14 @@ def measure_sft(name: str, path: Path, count: int, rounds: int, budget: int = BU
     """Measure supervised training beside TRL's SFTTrainer; arguments as `measure`'s."""
     from benchmarks.peers import trl_sft, trl_training  # imports TRL, which takes seconds
 
-    config = supervised_config(configuration(path, "padded", budget))
+    config = supervised_config(configuration(path, budget))
     policy = TrainerRank(config)
     steps = [make_samples(count) for _ in range(rounds + 1)]
     ours = []
 
     def train(number: int) -> None:
         started = time.perf_counter()
-        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, "padded")
+        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, policy.layouts)
         policy.train(shares)
         ours.append(time.perf_counter() - started)
 
@@ -289,7 +286,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = [(size, make_model(size, Path(folder)), SEQUENCES[size]) for size in sizes]
         claims = [measure(*model, rounds, group) for model in models for group in (1, GROUP)]
-        claims += [measure_trl(*model, rounds, layout) for model in models for layout in LAYOUTS]
+        claims += [measure_trl(*model, rounds) for model in models]
         claims += [measure_sft(*model, rounds) for model in models]
     report([*claims, measure_loss(options.quick)], options)
 

@@ -22,6 +22,7 @@ from turnwise.training import model as models
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.batching import (
     Layout,
+    Layouts,
     MicroBatch,
     RankBatches,
     make_micro_batch,
@@ -94,16 +95,18 @@ def samples(place: Place, count: int = 0) -> list[Sample]:
     return made
 
 
-def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> list[RankBatches]:
+def shares_of(
+    rank: TrainerRank, given: Sequence[Sample], layouts: Layouts | Layout
+) -> list[RankBatches]:
     tokens = micro_batch_tokens(rank._training, rank.device.type == "cuda")
-    (shares,) = plan_micro_batches(given, 1, 1, tokens, layout)
+    (shares,) = plan_micro_batches(given, 1, 1, tokens, layouts)
     return shares
 
 
 def take_step(rank: TrainerRank, given: Sequence[Sample]) -> StepReport:
     """Take one optimizer step; require that it changed the weights."""
     version = rank.version
-    report = rank.train(shares_of(rank, given, rank.layout))
+    report = rank.train(shares_of(rank, given, rank.layouts))
     norm = report.updates[0].grad_norm
     require(math.isfinite(norm) and norm > 0, f"the gradient's norm is {norm}")
     require(rank.version == version + 1, "the step was skipped")
@@ -131,7 +134,6 @@ def speed_of(place: Place, step: Callable[[], object], given: Sequence[Sample]) 
 
 def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    rank.layout = layout
     scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 

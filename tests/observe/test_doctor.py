@@ -155,7 +155,7 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
     assert " of " in found["memory"].detail
     assert "; an engine's cache holds " in found["memory"].detail
     assert found["log-probs"].detail.startswith(
-        "padded micro-batches; from the model's own: padded"
+        "padded or packed or shared micro-batches; from the model's own: padded"
     )
 
 

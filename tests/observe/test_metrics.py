@@ -36,7 +36,7 @@ def test_the_page_is_made_of_the_declarations() -> None:
 def test_the_trainer_reports_no_metric_that_the_record_does_not_document() -> None:
     values = np.zeros((len(RECORDED), 2), np.float32)
     update = UpdateReport(tokens=2, sums={name: 1.0 for name in get_args(SumName)})
-    report = StepReport(1, [update], values, Counter({0: 2}), 4, 1.0, 0.5)
+    report = StepReport(1, [update], values, Counter({0: 2}), Counter(padded=1), 4, 1.0, 0.5)
     (metrics := StepMetrics(step=1)).add(merge([report]))
     assert (metrics.ratio, metrics.trained_tokens) == (0.5, 2)
     with pytest.raises(AttributeError):

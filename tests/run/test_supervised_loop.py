@@ -54,7 +54,7 @@ class LocalRank:
 def local_group(config: Config, folder: Path) -> TrainerGroup:
     rank: Any = LocalRank(config, folder)
     group = TrainerGroup(config, [rank])
-    group.layout = rank.rank.layout
+    group.layouts = rank.rank.layouts
     return group
 
 

@@ -101,12 +101,12 @@ def test_values_find_their_samples_on_any_number_of_ranks(
         ids = [s.token_ids_T[s.response_mask_T] for s in mine]
         row = np.concatenate([np.zeros(0), *ids]).astype(np.float32)
         values_KN = np.tile(row, (len(RECORDED), 1))
-        reports.append(StepReport(5, [], values_KN, {}, 0, 1.0, 0.0))  # type: ignore[arg-type]
+        reports.append(StepReport(5, [], values_KN, {}, {}, 0, 1.0, 0.0))  # type: ignore[arg-type]
     trained = by_sample(shares, reports)
     assert len(trained) == len(batch.samples) == 5
     for sample, values_KN in trained:
         assert values_KN[0].tolist() == sample.token_ids_T[sample.response_mask_T].tolist()
-    empty = StepReport(5, [], np.zeros((len(RECORDED), 0), np.float32), {}, 0, 1.0, 0.0)  # type: ignore[arg-type]
+    empty = StepReport(5, [], np.zeros((len(RECORDED), 0), np.float32), {}, {}, 0, 1.0, 0.0)  # type: ignore[arg-type]
     assert by_sample(shares[:1], [empty]) == [], "only the value model was trained"
 
 

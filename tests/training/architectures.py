@@ -19,7 +19,7 @@ from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import is_packed, use_packed_attention
 from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.layout_check import Difference, ModelCheck, agreed_layout
+from turnwise.training.layout_check import Difference, ModelCheck, agreed_layouts
 from turnwise.training.model import Models, Scorer
 
 BASE: dict[str, Any] = {
@@ -377,7 +377,8 @@ class Row:
 
     name: str
     chosen: str
-    """The layout that `training.packing: auto` is on a GPU; "refused" if there is none."""
+    """The last of the layouts that `training.packing: auto` may take: "shared" where all are
+    exact; "refused" if there is none."""
     attention: str
     """Log-probs in this layout: the trainer's, or the model's own."""
     own: Difference
@@ -403,9 +404,9 @@ def row_of(name: str) -> tuple[Row, float]:
     check = check_of(model)
     chosen, attention, worst = "refused", "", 0.0
     with suppress(InputError):
-        layout, _ = agreed_layout([check], TrainingConfig(), "packed")
-        chosen, attention = layout, "the trainer's" if is_packed(model) else "its own"
-        worst = farthest(model, layout, tiny(name))
+        agreed, _ = agreed_layouts([check], TrainingConfig(), LAYOUTS)
+        chosen, attention = agreed[-1], "the trainer's" if is_packed(model) else "its own"
+        worst = max(farthest(model, layout, tiny(name)) for layout in agreed)
     compared = {
         layout: check_of(tiny(name)).compare_and_choose_attention(layout) for layout in LAYOUTS
     }

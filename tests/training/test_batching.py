@@ -5,8 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.test_attention import KINDS, model_of
 from turnwise.training import Sample
-from turnwise.training.batching import Layout, RankBatches, make_micro_batch, plan_micro_batches
+from turnwise.training.attention import attention_costs, use_packed_attention
+from turnwise.training.batching import (
+    Costs,
+    Layout,
+    Layouts,
+    RankBatches,
+    make_micro_batch,
+    plan_micro_batches,
+)
 
 CPU = torch.device("cpu")
 
@@ -156,3 +165,72 @@ def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
     samples = [sample(length, number) for number, length in enumerate([30] * 40 + [900] * 2)]
     ((share,),) = plan_micro_batches(samples, 1, 1, 100_000, "padded")
     assert sorted(len(batch) for batch in share.micro_batches) == [2, 40]
+
+
+def group(prompt: int, ends: list[int], first: int = 0) -> list[Sample]:
+    """Samples with one prompt, each with an end of its own."""
+    samples = []
+    for number, end in enumerate(ends, start=first):
+        ids = [first] * prompt + [1000 + number] * end
+        mask = [0] * prompt + [1] * end
+        zeros = [0] * len(ids)
+        samples.append(Sample.of(ids, mask, zeros, zeros, 1.0, number))
+    return samples
+
+
+CPU_COSTS, GPU_COSTS = Costs(1e-4, 1e-4, 2.0), Costs(5e-5, 3e-4, 16.0)
+ALL = get_args(Layout)
+
+
+def chosen(
+    samples: list[Sample], costs: Costs, possible: tuple[Layout, ...] = ALL, updates: int = 1
+) -> list[Layout]:
+    layouts = Layouts(possible, costs=costs)
+    (shares,) = plan_micro_batches(samples, updates, 1, 16_384, layouts)
+    return [share.layout for share in shares]
+
+
+def test_an_optimizer_step_takes_the_layout_that_costs_least() -> None:
+    like = group(0, [50] * 8)  # padding costs nothing, calls do
+    mixed = [s for length in (100, 2000) for s in group(0, [length] * 4, length)]
+    prompts, answers = group(2000, [100] * 8), group(200, [2000] * 8)
+    for costs in (CPU_COSTS, GPU_COSTS):
+        assert chosen(like, costs) == ["padded"]
+        assert chosen(prompts, costs) == ["shared"]
+        assert chosen(prompts, costs, ("padded",)) == ["padded"]
+    # One row of 4 * 100 + 4 * 2000 tokens, or two micro-batches: at most 512 tokens more.
+    assert chosen(mixed, CPU_COSTS) == ["packed"]
+    # 1,400 tokens less, which a GPU pays for with masks of 7 * 2000 * 2200 pairs.
+    assert chosen(answers, CPU_COSTS) == ["shared"]
+    assert chosen(answers, GPU_COSTS, ("packed", "shared")) == ["packed"]
+    # A model with masks of its own computes the pairs of different sequences too.
+    assert chosen(mixed, CPU_COSTS._replace(rows=True), ("padded", "packed")) == ["padded"]
+
+
+def test_each_optimizer_step_takes_its_own_layout() -> None:
+    # Of two updates, the second gets every other trajectory.
+    samples = [
+        s for pair in zip(group(0, [900] * 8), group(900, [9] * 8, 8), strict=True) for s in pair
+    ]
+    assert chosen(samples, CPU_COSTS, updates=2) == ["padded", "shared"]
+    assert chosen(samples, CPU_COSTS, updates=2) == ["padded", "shared"]
+
+
+def test_the_time_of_attention_follows_from_the_models_shape() -> None:
+    model = model_of(KINDS["llama"])
+    text = model.config
+    layers = sum(p.numel() for p in model.model.layers.parameters())
+    width = text.num_attention_heads * text.head_dim
+    pair = 2 * width * text.num_hidden_layers / layers
+    use_packed_attention(model)
+    assert attention_costs(model, CPU) == Costs(pair, pair, 2.0)
+    on_gpu = attention_costs(model, torch.device("cuda"))
+    assert (on_gpu.pair, on_gpu.ending) == (pair / 2, 3 * pair)
+    assert attention_costs(model_of(KINDS["soft cap"]), CPU).rows
+
+
+def test_copies_of_keys_and_values_count_in_a_micro_batch() -> None:
+    samples = group(1200, [12] * 16)
+    (shares,) = plan_micro_batches(samples, 1, 1, 2048, "shared")
+    sizes = [len(batch) for batch in shares[0].micro_batches]
+    assert max(sizes) == 1 + (2048 - 1212) // (12 + 1212 // 12)

@@ -16,7 +16,7 @@ from tests.vision import asked, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.errors import InputError, TrajectoryError, WeightUpdateError
-from turnwise.training.batching import Columns, Layout, plan_micro_batches
+from turnwise.training.batching import Columns, Layout, Layouts, plan_micro_batches
 from turnwise.training.export import merge_adapter
 from turnwise.training.layout_check import check_run
 from turnwise.training.memory import model_size
@@ -152,12 +152,13 @@ def test_an_image_is_read_once_however_many_samples_have_it(
 
 def test_every_layout_is_exact_with_images_at_the_start(rank: TrainerRank) -> None:
     config, layouts = rank._config, ("padded", "packed", "shared")
-    assert rank.patches > 0
+    assert rank.layouts.patches > 0
+    assert rank.layouts.allowed == layouts
     for layout in layouts:
-        found = check_run(rank._models, config, layout)
-        assert found == (layout, rank.patches, "", "")
-    packed = TrainerRank(vision_config(config.model.path, training={"packing": "shared"}))
-    assert packed.layout == "shared"
+        own = config.changed({"training": {"packing": layout}})
+        found, said, why = check_run(rank._models, own)
+        assert (found.allowed, found.patches, why) == ((layout,), rank.layouts.patches, "")
+        assert said == f"micro-batches are {layout}"
 
 
 def test_micro_batches_have_a_budget_of_images(rank: TrainerRank, vision_path: str) -> None:
@@ -169,9 +170,9 @@ def test_micro_batches_have_a_budget_of_images(rank: TrainerRank, vision_path: s
     (share,) = plan_micro_batches(samples, 1, 1, 4 * each, "padded")[0]
     assert list(map(len, share.micro_batches)) == [4]
     assert share.images
-    (share,) = plan_micro_batches(samples, 1, 1, 4 * each, "padded", 0.5)[0]
+    (share,) = plan_micro_batches(samples, 1, 1, 4 * each, Layouts(patches=0.5))[0]
     assert sorted(map(len, share.micro_batches)) == [1, 3]  # an image counts once
-    (share,) = plan_micro_batches(samples, 1, 1, 4 * each, "padded", 9.0)[0]
+    (share,) = plan_micro_batches(samples, 1, 1, 4 * each, Layouts(patches=9.0))[0]
     assert list(map(len, share.micro_batches)) == [1, 1, 1, 1]
 
 
@@ -183,7 +184,8 @@ def test_samples_share_what_is_before_a_different_image_alone(vision_path: str) 
     (first,) = one.images
     columns = Columns.of([one, two], "shared", CPU)
     assert columns.token_ids_BT.shape == (1, 2 * one.length - first.start)
-    (share,) = plan_micro_batches([one, two], 1, 1, 2 * one.length - first.start, "shared")[0]
+    budget = 2 * one.length - first.start + one.length // 12
+    (share,) = plan_micro_batches([one, two], 1, 1, budget, "shared")[0]
     assert len(share.micro_batches) == 1
 
 
@@ -195,7 +197,7 @@ def step(rank: TrainerRank, vision_path: str) -> dict[str, torch.Tensor]:
     sample = Sample.of(ids, mask, zeros, zeros, 1.0, 0, images=prompt.images)
     model = rank._models.policy.get_submodule("model")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rank.train(plan_micro_batches([sample], 1, 1, 512, rank.layout)[0])
+    rank.train(plan_micro_batches([sample], 1, 1, 512, rank.layouts)[0])
     return {n: p for n, p in model.named_parameters() if not torch.equal(p, before[n])}
 
 

@@ -25,18 +25,18 @@ from tests.training.architectures import (
 from tests.training.test_rank import train
 from turnwise.config import Config, TrainingConfig, parse_config
 from turnwise.errors import InputError
-from turnwise.training import Sample, rank
+from turnwise.training import Sample
 from turnwise.training.attention import is_packed
-from turnwise.training.layout_check import agreed_layout
+from turnwise.training.layout_check import agreed_layouts, possible_layouts
 from turnwise.training.rank import TrainerRank
 from turnwise.weights.process_group import LOOPBACK, open_store
 
 FEW = {
-    "cohere": "packed",  # scales logits
-    "gemma3": "packed",  # a text model inside of another
+    "cohere": "shared",  # scales logits
+    "gemma3": "shared",  # a text model inside of another
     "gpt_oss": "padded",  # its masks ignore positions
-    "granite": "packed",
-    "llama": "packed",
+    "granite": "shared",
+    "llama": "shared",
     "llama4_text": "padded",  # chunks, which the trainer's attention does not know
     "qwen3_5_text": "padded",  # convolutions and states
 }
@@ -95,19 +95,32 @@ def test_the_documentation_has_each_architecture() -> None:
     assert len(ARCHITECTURES) > 45
 
 
-@pytest.mark.parametrize(("name", "layout"), [(LEAKY, "padded"), ("qwen3_moe", "packed")])
-def test_in_bfloat16_the_check_decides_as_in_float32(name: str, layout: str) -> None:
+@pytest.mark.parametrize(("name", "agreed"), [(LEAKY, LAYOUTS[:1]), ("qwen3_moe", LAYOUTS)])
+def test_in_bfloat16_the_check_decides_as_in_float32(name: str, agreed: Any) -> None:
     check = check_of(tiny(name), torch.bfloat16)
-    assert agreed_layout([check], TrainingConfig(), "packed")[0] == layout
+    assert agreed_layouts([check], TrainingConfig(), LAYOUTS)[0] == agreed
 
 
-def test_a_layout_that_differs_is_named_once_with_the_difference() -> None:
-    layout, warning = agreed_layout([check_of(tiny(LEAKY))], TrainingConfig(), "packed")
-    assert layout == "padded"
-    assert warning.startswith(
-        f"micro-batches are padded: packed ones would change the log-probs of a {LEAKY} model (1."
-    )
-    assert agreed_layout([check_of(tiny("llama"))], TrainingConfig(), "packed") == ("packed", "")
+def test_layouts_that_differ_are_named_once_with_the_difference() -> None:
+    agreed, left = agreed_layouts([check_of(tiny(LEAKY))], TrainingConfig(), LAYOUTS)
+    assert agreed == ("padded",)
+    assert len(left) == 2
+    assert left[0].startswith(f"packed ones would change the log-probs of a {LEAKY} model (1.")
+    assert left[1].startswith("shared ones would change the log-probs")
+    assert agreed_layouts([check_of(tiny("llama"))], TrainingConfig(), LAYOUTS) == (LAYOUTS, [])
+
+
+def test_auto_leaves_out_what_the_configuration_does_not_allow(
+    make_config: Callable[..., Config],
+) -> None:
+    assert possible_layouts(make_config()) == LAYOUTS
+    assert possible_layouts(make_config(training={"packing": "packed"})) == ("packed",)
+    for changes in (
+        {"training": {"context_parallel": 2, "ranks": 2}},
+        {"training": {"attention": "flex_attention"}},
+        {"engine": {"routing_replay": True}, "training": {"max_staleness": 1}},
+    ):
+        assert possible_layouts(make_config(**changes)) == ("padded", "packed")
 
 
 @pytest.mark.parametrize("packing", ["packed", "shared"])
@@ -177,7 +190,7 @@ def test_a_model_whose_logits_are_not_the_trainers_is_refused(kind: Any, why: st
     model = kind(LlamaConfig(**keys, intermediate_size=48, initializer_range=0.3)).eval()
     message = rf"a llama model cannot be trained: .* the model's own logits \(({why})"
     with pytest.raises(InputError, match=message):
-        agreed_layout([check_of(model)], TrainingConfig(), "padded")
+        agreed_layouts([check_of(model)], TrainingConfig(), ["padded"])
 
 
 def test_the_value_models_layout_counts_too_and_its_head_is_as_before(
@@ -206,13 +219,12 @@ def test_the_check_leaves_no_trace() -> None:
     assert "forward" not in model.model.__dict__
 
 
-def be_rank(number: int, trees: list[tuple[str, str, dict[str, Any]]], reply: Any) -> None:
+def be_rank(number: int, trees: list[tuple[str, dict[str, Any]]], reply: Any) -> None:
     torch.set_num_threads(1)
-    for address, preferred, tree in trees:
-        rank.layout_of = lambda *_, preferred=preferred: preferred  # type: ignore[assignment, misc]
+    for address, tree in trees:
         try:
             made = TrainerRank(parse_config(tree), rank=number, ranks=2, address=address)
-            reply.send((made.layout, made.layout_warning))
+            reply.send((made.layouts.allowed, made.layouts_said))
         except InputError as error:
             reply.send(("refused", str(error)))
         dist.destroy_process_group()
@@ -224,33 +236,33 @@ def test_several_ranks_agree(
 ) -> None:
     whole, silent = saved("qwen3_moe", tmp_path / "moe"), saved("nemotron", tmp_path / "silent")
     divided = saved("llama", tmp_path / "llama")
-    cases: list[tuple[str, str, str, dict[str, Any]]] = [
-        (leaky, "packed", "float32", {}),
-        (leaky, "packed", "bfloat16", {}),
-        (whole, "shared", "float32", {}),
-        (whole, "shared", "bfloat16", {}),
-        (silent, "packed", "float32", {}),
-        (divided, "packed", "float32", {"context_parallel": 2}),
-        (leaky, "packed", "float32", {"context_parallel": 2}),
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        (leaky, "float32", {}),
+        (leaky, "bfloat16", {}),
+        (whole, "float32", {}),
+        (whole, "bfloat16", {}),
+        (silent, "float32", {}),
+        (divided, "float32", {"context_parallel": 2}),
+        (leaky, "float32", {"context_parallel": 2}),
     ]
     trees, stores = [], []
-    for path, preferred, dtype, more in cases:
+    for path, dtype, more in cases:
         stores.append(open_store(LOOPBACK, 0))
         config = make_config(
             model={"path": path, "dtype": dtype, "max_length": 512},
             training={"ranks": 2, "step_timeout": 120.0, "threads": 1, **more},
         )
         address = f"{LOOPBACK}:{stores[-1].port}"
-        trees.append((address, preferred, config.model_dump(mode="json")))
+        trees.append((address, config.model_dump(mode="json")))
     found, others = in_processes([(be_rank, number, trees) for number in range(2)])
     assert found == others
     change = f"change the log-probs of a {LEAKY} model (1."
-    for layout, said in found[:2]:
-        assert (layout, change in said) == ("padded", True)
-    assert found[2:4] == [("shared", "")] * 2
-    assert found[4][0] == "padded"
+    for agreed, said in found[:2]:
+        assert (agreed, change in said) == (("padded",), True)
+    assert [agreed for agreed, _ in found[2:4]] == [LAYOUTS] * 2
+    assert found[4][0] == ("padded",)
     assert found[4][1].endswith("its layers do not tell attention where sequences begin)")
-    assert found[5] == ("packed", "")
+    assert found[5][0] == ("padded", "packed")
     assert found[6][0] == "refused"
     assert found[6][1].startswith(
         "training.context_parallel: ranks that share sequences change the log-probs of a "

@@ -104,7 +104,7 @@ def test_a_group_stays_in_one_micro_batch_and_its_prompt_counts_once() -> None:
     for number in range(24):  # groups of 8, one after another in turn
         prompt = [number % 3] * 40
         samples.append(sample([*prompt, *generator.integers(3, 60, 10).tolist()], 40, number))
-    (shares,) = plan_micro_batches(samples, 1, 1, 40 + 8 * 10, "shared")
+    (shares,) = plan_micro_batches(samples, 1, 1, 40 + 8 * 10 + 7 * (50 // 12), "shared")
     (share,) = shares
     assert len(share.micro_batches) == 3
     for batch in share.micro_batches:

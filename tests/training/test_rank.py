@@ -16,7 +16,7 @@ from turnwise.config.data import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import RankBatches, micro_batch_tokens, plan_micro_batches
-from turnwise.training.rank import TrainerRank, layout_of
+from turnwise.training.rank import TrainerRank
 from turnwise.training.reports import RECORDED, by_sample, merge
 
 ALGORITHMS: list[dict[str, Any]] = [
@@ -47,7 +47,7 @@ def planned(policy: TrainerRank, samples: list[Sample]) -> list[RankBatches]:
         training.updates_per_step,
         1,
         micro_batch_tokens(training, on_gpu=False),
-        layout_of(training, torch.device("cpu")),
+        policy.layouts,
     )
     return shares
 

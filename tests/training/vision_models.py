@@ -292,7 +292,7 @@ def trained_row(name: str, folder: Path) -> tuple[dict[str, object], TrainerRank
     row |= {layout: check.compare_and_choose_attention(layout).nats for layout in LAYOUTS}
     samples = samples_of(config, [[5, 6, 7], [5, 6, 8, 9]])
     row["tokens"] = samples[0].images[0].length
-    shares = plan_micro_batches(samples, 1, 1, 4096, rank.layout)[0]
+    shares = plan_micro_batches(samples, 1, 1, 4096, rank.layouts)[0]
     learner = TrainerRank(config, folder / "run")
     report = learner.train(shares)
     row["gradient"] = report.updates[0].grad_norm

@@ -48,8 +48,9 @@ class TrainingConfig(Section):
     packing: Literal["auto", "packed", "padded", "shared"] = "auto"
     """Layout of micro-batches: one row of concatenated sequences (packed), such a row in which
     sequences with a common beginning, as those of a group have, compute it once (shared), or rows
-    of similar length with padding (padded). auto is packed on GPUs, unless that would change the
-    model's log-probs, and padded on CPUs; another value is refused where it would change them."""
+    of similar length with padding (padded). auto takes for each optimizer step the one that costs
+    least, by its tokens and their attention, of those that do not change the model's log-probs;
+    another value is refused where it would change them."""
     attention: str = "auto"
     """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
     a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:
@@ -80,8 +81,8 @@ class TrainingConfig(Section):
     """Largest gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt | None = None
     """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
-    the ranks that share sequences, unless one sequence is longer; null is 16384 on a GPU, and 2048
-    on a CPU."""
+    the ranks that share sequences, unless one sequence is longer; a twelfth of those that read a
+    shared beginning counts too. null is 16384 on a GPU, and 2048 on a CPU."""
     threads: NonNegativeInt = 0
     """Number of CPU threads of each rank; 0 uses one per core."""
     step_timeout: Seconds = 1800.0

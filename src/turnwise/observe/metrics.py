@@ -181,6 +181,8 @@ class StepMetrics:
     them and those at the start of the training step."""
     staleness_max: Annotated[int, Series("turnwise_staleness")] = 0
     """Largest such number of steps; 0 if nothing was trained."""
+    layouts: Counts = None
+    """Updates by the layout of their micro-batches (see training.packing)."""
     train_seconds: float | None = None
     """Seconds that the slowest rank took to train."""
     train_tokens_per_s: Annotated[float, Series("turnwise_train_tokens_per_second")] = 0.0

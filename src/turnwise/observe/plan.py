@@ -135,9 +135,9 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
     if not machine.gpus:
         workers = config.serving.most_workers * config.engine.devices
-        copies = 2 if config.weights.transport == "shm" else 0
+        copies = 0
         if config.weights.delta:  # of the trainer and each engine's workers; deltas in memory
-            copies += 1 + workers + copies
+            copies = 1 + workers + 2 * (config.weights.transport == "shm")
         beside = workers * engine.peak
         beside += copies * model_size(config).parameters * dtype_of(config).itemsize
         loads = [load("memory of the machine", training.ranks, beside + apart)]
@@ -203,6 +203,9 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     roles = shared_roles(config, beside)
     size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
     held = {part: all_ // ranks for part, all_ in held_bytes(config, beside).items()}
+    apart = not training.colocated or ranks > 1
+    if config.weights.transport == "shm" and apart and not on_gpu:  # in the first rank, whole
+        held["shared memory"] = 2 * size.parameters * width // ranks
     fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)

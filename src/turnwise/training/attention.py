@@ -17,10 +17,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of, set_text_attention
-from turnwise.training.batching import Columns
+from turnwise.training.batching import Columns, Costs
+from turnwise.training.vision import decoder_layers
 
 CONTEXT_KEY = "training.context_parallel"
 _NAME = "turnwise_packed"  # name of the function in Transformers
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts in a model's configuration."""
 _MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
@@ -53,6 +56,36 @@ def set_packed(model: PreTrainedModel, packed: bool) -> None:
     """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if attention_of(model) in (_NAME, "sdpa"):
         set_text_attention(model, _NAME if packed else "sdpa")
+
+
+def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
+    """Return what a model's attention costs in micro-batches, for the choice of their layout.
+
+        a pair of a query and a key in a layer    4 * heads * head_dim operations
+        a token in a layer                        2 * parameters, those of experts that it meets
+
+    On a CPU, torch's attention takes as long for an operation as its products of matrices, and
+    computes the pairs above the diagonal too, with a mask or without; calls take the time of two
+    tokens. On a GPU a causal kernel leaves these pairs out, and one with a mask took 3 times as
+    long for a pair (two thirds more time for the second sequence of each pair, by one measurement
+    on an H100; 16 tokens for calls is an estimate).
+    """
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
+    experts = next((n for key in EXPERT_KEYS if (n := getattr(text, key, None))), 1)
+    met = (getattr(text, "num_experts_per_tok", None) or experts) / experts
+    layers = decoder_layers(model, of_images=False)
+    parameters = sum(
+        parameter.numel() * (met if ".experts." in name else 1.0)
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+    )
+    each = 2 * width * len(layers) / max(1.0, parameters)
+    rows = attention_of(model) in ("sdpa", "eager")  # not within sequences
+    if device.type == "cuda":
+        return Costs(each / 2, 3 * each, 16.0, rows)
+    return Costs(each, each, 2.0, rows)
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:

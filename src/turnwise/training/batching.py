@@ -28,11 +28,32 @@ samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 
 
+class Costs(NamedTuple):
+    """Time of attention in a run's micro-batches, in tokens: the time of all else that the model
+    computes for one."""
+
+    pair: float = 0.0  # of a query and a key, in a sequence that is computed as a whole
+    ending: float = 0.0  # of such a pair with a mask, as where only a sequence's end is computed
+    sequence: float = 0.0  # of the calls for one more sequence of a row
+    rows: bool = False  # whether a mask separates packed sequences, so that all pairs are computed
+
+
+class Layouts(NamedTuple):
+    """Layouts of a run's micro-batches, and what decides among them."""
+
+    allowed: tuple[Layout, ...] = ("padded",)
+    """Those of which an optimizer step takes the one that costs least; of equal ones the first."""
+    patches: float = 0.0  # those of an image for each of its tokens
+    costs: Costs = Costs()
+
+
 _BEGINS = 512  # tokens in whose time a micro-batch begins and ends
+_COPIED = 12
+"""Tokens whose keys and values, copied for another sequence, take the memory of one more token."""
 
 
 class _Unit(NamedTuple):
-    """A pair or a sequence, and the tokens that are computed for it."""
+    """A pair or a sequence, and the size that it adds to a micro-batch, in tokens."""
 
     samples: list[Sample]
     tokens_first: int  # if it is the first of its micro-batch
@@ -48,6 +69,7 @@ class RankBatches:
     trajectory_tokens: dict[int, int]
     """Trained tokens of each trajectory, on all ranks, including those that are only counted; 0 of
     one that is left out."""
+    layout: Layout = "padded"
     images: bool = False
     """Whether any sample of the optimizer step, on any rank, has an image."""
 
@@ -76,18 +98,22 @@ def plan_micro_batches(
     updates: int,
     ranks: int,
     max_tokens: int,
-    layout: Layout,
-    patches: float = 0.0,
+    layouts: Layouts | Layout,
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
+
+    An optimizer step takes one layout, which the samples decide alone: the one in which all of its
+    micro-batches cost least (`_time`).
 
     Args:
         samples: At least one of them is not `counted_only`.
         updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
-            its own.
-        patches: Those of an image for each of its tokens; they count as tokens.
+            its own. Patches of images count as tokens.
+        layouts: Those of the run, or the only one.
     """
+    if isinstance(layouts, str):
+        layouts = Layouts((layouts,))
     computed: dict[int, list[Sample]] = {}
     counted: dict[int, list[Sample]] = {}
     for sample in samples:
@@ -106,7 +132,11 @@ def plan_micro_batches(
             tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(list(units.values()), max_tokens, ranks, layout, patches)
+        found = [
+            (layout, _buckets(list(units.values()), max_tokens, ranks, layout, layouts.patches))
+            for layout in layouts.allowed
+        ]
+        layout, buckets = min(found, key=lambda each: _time(each[1], each[0], layouts.costs))
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
@@ -117,7 +147,8 @@ def plan_micro_batches(
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(RankBatches(micro_batches, dict(tokens), any(s.images for s in own)))
+            images = any(sample.images for sample in own)
+            share.append(RankBatches(micro_batches, dict(tokens), layout, images))
     return shares
 
 
@@ -136,13 +167,14 @@ def _buckets(
         numbers: dict[Image, int] = {}
         keys = [[_key(sample, numbers) for sample in samples] for samples in members]
         for number in _in_order([own[0] for own in keys]):
-            alone = saved = 0
+            first = after = 0
             for index, key_T in enumerate(keys[number]):
                 common = 0 if before is None else _common_length(before, key_T)
-                alone += len(key_T) - (common if index else 0)
-                saved += 0 if index else common
+                size = len(key_T) - common + (len(key_T) // _COPIED if common else 0)
+                first += size if index else len(key_T)
+                after += size
                 before = key_T
-            units.append(_Unit(members[number], alone, alone - saved, read(members[number])))
+            units.append(_Unit(members[number], first, after, read(members[number])))
     else:
         for samples in sorted(members, key=lambda samples: max(s.length for s in samples)):
             size = sum(sample.length for sample in samples)
@@ -184,13 +216,40 @@ def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[li
 
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
     """Return the tokens that are computed, padding included, and the patches of images."""
-    patches = {image: number for unit in bucket for image, number in unit.patches.items()}
-    looks = round(sum(patches.values()))
+    looks = _patches(bucket)
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
         return len(lengths) * max(lengths) + looks
     first, *others = bucket
     return first.tokens_first + sum(unit.tokens_after for unit in others) + looks
+
+
+def _patches(bucket: Sequence[_Unit]) -> int:
+    patches = {image: number for unit in bucket for image, number in unit.patches.items()}
+    return round(sum(patches.values()))
+
+
+def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> float:
+    """Return what micro-batches cost, in tokens: those that are computed, padding included, patches
+    of images, and attention."""
+    total, numbers = 0.0, dict[Image, int]()
+    for bucket in buckets:
+        samples = [sample for unit in bucket for sample in unit.samples]
+        sizes = own = [sample.length for sample in samples]
+        total += _BEGINS + _patches(bucket)
+        if layout == "padded":
+            total += len(sizes) * max(sizes) * (1 + costs.pair * max(sizes)) + costs.sequence
+            continue
+        if layout == "shared":
+            order, _, own = _placed([_key(sample, numbers) for sample in samples], layout)
+            sizes = [sizes[number] for number in order]
+        total += sum(own) + costs.sequence * len(sizes)
+        if costs.rows:
+            total += costs.ending * sum(own) ** 2
+            continue
+        for size, new in zip(sizes, own, strict=True):
+            total += (costs.pair if new == size else costs.ending) * new * size
+    return total
 
 
 @dataclass(frozen=True, slots=True)

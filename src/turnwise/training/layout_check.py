@@ -21,8 +21,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed, use_packed_attention
-from turnwise.training.batching import Layout, make_micro_batch
+from turnwise.training.attention import (
+    CONTEXT_KEY,
+    attention_costs,
+    is_packed,
+    set_packed,
+    use_packed_attention,
+)
+from turnwise.training.batching import Layout, Layouts, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
@@ -184,46 +190,56 @@ class ModelCheck:
         return Difference(nats, relative, self._rounding, error)
 
 
-def agreed_layout(
-    checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
-) -> tuple[Layout, str]:
-    """Return the preferred layout, or padded if a model computes something else in it, unless the
-    configuration names one; and a warning if it is not the preferred one, else ""."""
+def possible_layouts(config: Config) -> tuple[Layout, ...]:
+    """Return the layouts that a run may take where they change no log-probs: the one that is
+    configured, or all that its other keys allow."""
+    training = config.training
+    if training.packing != "auto":
+        return (training.packing,)
+    refused = training.context_parallel > 1 or training.attention != "auto"
+    refused |= config.engine.routing_replay
+    return ("padded", "packed") if refused else ("padded", "packed", "shared")
+
+
+def agreed_layouts(
+    checks: Sequence[ModelCheck], training: TrainingConfig, possible: Sequence[Layout]
+) -> tuple[tuple[Layout, ...], list[str]]:
+    """Return those of the possible layouts, one or several with the padded one first, in which no
+    model computes something else, and why each other is left out; InputError if all are."""
     for check in checks:
         if not check.own.small:
             raise InputError(
                 f"a {check.kind} model cannot be trained: the trainer's log-probs are not those of "
                 f"the model's own logits ({check.own})"
             )
-    layout, why = preferred, _wrong(checks, preferred)
-    warning = ""
-    if why and preferred != "padded" and training.packing == "auto":
-        warning = f"micro-batches are padded: {preferred} ones would change {why}"
-        layout, why = "padded", _wrong(checks, "padded")
-    if why and training.context_parallel > 1:
+    # The padded one decides which attention a model has.
+    wrong = {layout: _wrong(checks, layout) for layout in possible}
+    agreed = tuple(layout for layout in possible if not wrong[layout])
+    layout, why = next(iter(wrong.items()))
+    if not agreed and training.context_parallel > 1:
         raise InputError(f"{CONTEXT_KEY}: ranks that share sequences change {why}: set it to 1")
-    if why and layout != "padded":
+    if not agreed and layout != "padded":
         raise InputError(f"training.packing: {layout} changes {why}: set it to padded")
-    if why:
+    if not agreed:
         raise InputError(f"padded micro-batches change {why}, which cannot be trained then")
     torch.cuda.empty_cache()  # an engine in this process may need the memory
-    return layout, warning
+    return agreed, [f"{layout} ones would change {why}" for layout, why in wrong.items() if why]
 
 
-def check_run(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str, str]:
+def check_run(models: Models, config: Config) -> tuple[Layouts, str, str]:
     """Check all models of a run, with images if they can have any.
 
     Returns:
-        A layout, and a warning at the third place, as `agreed_layout`; at the second the policy's
-        patches for each token of an image; and the reason why no sample may have one, or "".
+        The layouts that change nothing, with images neither if there can be any; a sentence about
+        them; and the reason why no sample may have an image, or "".
     """
-    layout, patches, warning, why = preferred, 0.0, "", _without_images(models, config)
-    length = config.model.max_length
+    possible, patches, left = possible_layouts(config), 0.0, list[str]()
+    length, why = config.model.max_length, _without_images(models, config)
     try:  # images first: their check may change the attention, with which the others are then made
         if not why and (reader := models.policy.images) is not None:
             patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
             checks = [ModelCheck(models, module, length, True) for module in models.modules()]
-            layout, warning = agreed_layout(checks, config.training, preferred)
+            possible, left = agreed_layouts(checks, config.training, possible)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:  # of code that knows only some models of images
@@ -231,8 +247,11 @@ def check_run(models: Models, config: Config, preferred: Layout) -> tuple[Layout
             use_packed_attention(_checked(module), config.training.attention)
         why = str(error) if isinstance(error, InputError) else describe_error(error)
     checks = [ModelCheck(models, module, length) for module in models.modules()]
-    layout, more = agreed_layout(checks, config.training, layout)
-    return layout, patches, warning or more, why and f"a sample has an image: {why}"
+    agreed, more = agreed_layouts(checks, config.training, possible)
+    costs = attention_costs(_checked(models.policy), models.device)
+    which = ", whichever costs least" if len(agreed) > 1 else ""
+    said = "; ".join([f"micro-batches are {' or '.join(agreed)}{which}", *left, *more])
+    return Layouts(agreed, patches, costs), said, why and f"a sample has an image: {why}"
 
 
 def _without_images(models: Models, config: Config) -> str:

@@ -30,6 +30,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, LoraConfig, OtherModel, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
+from turnwise.training.attention import EXPERT_KEYS
 from turnwise.training.loading import (
     POLICY,
     decoder_layers,
@@ -49,8 +50,6 @@ from turnwise.training.vision import vision_parameters
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of the number of experts in a model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ def activation_bytes(
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
     more = {"attn_implementation": _PLAIN}
-    if any(getattr(shape.get_text_config(), name, None) for name in _EXPERTS):
+    if any(getattr(shape.get_text_config(), name, None) for name in EXPERT_KEYS):
         more["experts_implementation"] = _PLAIN
     cast = dtype != "float32" and not sharded
 

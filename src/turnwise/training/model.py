@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -364,7 +365,7 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         module.forward = give
     try:
         ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
-        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
+        logits_1NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits
     finally:
         for module, own in zip(replaced, before, strict=True):
             if own is None:
@@ -375,7 +376,8 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         raise InputError(
             f"a {model.config.model_type} model computes logits in a way that is not known"
         )
-    return logits_NV.float()
+    # Not by an index, whose gradient is another tensor of this size.
+    return logits_1NV.flatten(0, 1).float()
 
 
 def _score(
@@ -386,13 +388,40 @@ def _score(
     entropy_gradient: bool,
 ) -> Scores:
     logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
-    total_N = torch.logsumexp(logits_NV, dim=-1)
-    logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
-    with torch.set_grad_enabled(entropy_gradient):
+    if entropy_gradient:
+        total_N = torch.logsumexp(logits_NV, dim=-1)
+        logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
         share_NV, known_NV = (logits_NV - total_N[:, None]).exp_(), logits_NV.clamp(min=-1e9)
-        # In place where no gradient needs it: one tensor of this size less.
-        parts_NV = share_NV * known_NV if entropy_gradient else share_NV.mul_(known_NV)
-        return logprobs_N, total_N - parts_NV.sum(dim=-1)
+        return logprobs_N, total_N - (share_NV * known_NV).sum(dim=-1)
+    logprobs_N, total_N = _LogProbs.apply(logits_NV, targets_N)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        share_NV = (logits_NV - total_N[:, None]).exp_()
+        return logprobs_N, torch.special.entr(share_NV, out=share_NV).sum(dim=-1)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probs of targets, and the logarithm of the sum of all exponentials.
+
+    The gradient takes one tensor of the logits' size beside them, where autograd's takes three.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, logits_NV: torch.Tensor, targets_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total_N = torch.logsumexp(logits_NV, dim=-1)
+        ctx.save_for_backward(logits_NV, targets_N, total_N)
+        ctx.mark_non_differentiable(total_N)
+        return logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N, total_N
+
+    @staticmethod
+    def backward(
+        ctx: FunctionCtx, gradient_N: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        logits_NV, targets_N, total_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        gradient_N1 = gradient_N[:, None]
+        gradient_NV = (logits_NV - total_N[:, None]).exp_().mul_(-gradient_N1)
+        return gradient_NV.scatter_add_(-1, targets_N[:, None], gradient_N1), None
 
 
 def _processed(

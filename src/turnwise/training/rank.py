@@ -17,7 +17,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from turnwise.config import Config, SamplingConfig, TrainingConfig
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.process import give_back
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
@@ -26,7 +27,6 @@ from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, 
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty, teach
 from turnwise.training.batching import (
     Columns,
-    Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
@@ -56,6 +56,9 @@ from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, ma
 
 _T = TypeVar("_T")
 _PLAIN = SamplingConfig()
+_GIVE_BACK_SECONDS = 10.0
+"""Seconds after which a rank on a CPU gives freed memory back again, which costs it new pages:
+holes between the blocks of different micro-batches add up."""
 _ALL = ("params", "optimizer")
 
 
@@ -97,8 +100,7 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        found = check_run(models, config, layout_of(training, self.device))
-        self.layout, self.patches, self.layout_warning, self._no_images = found
+        self.layouts, self.layouts_said, self._no_images = check_run(models, config)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model
@@ -125,6 +127,7 @@ class TrainerRank:
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
         self._steps = 0
+        self._gave_back = time.monotonic()
         self._skipped_in_row: dict[str, int] = {}
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
@@ -159,6 +162,7 @@ class TrainerRank:
             updates,
             torch.cat(recorded, dim=1).cpu().numpy(),
             staleness,
+            Counter(share.layout for share in shares for _ in range(passes)),
             sum(batch.size for batch in batches) * passes,
             time.perf_counter() - started,
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
@@ -171,7 +175,7 @@ class TrainerRank:
             samples,
             share.trajectory_tokens,
             self.version,
-            self.layout,
+            share.layout,
             self.device,
             self._models.group,
             share.images and self._ranks > 1,
@@ -198,6 +202,12 @@ class TrainerRank:
                 total.backward()  # type: ignore[no-untyped-call]
                 report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.tokens.advantages_N)
+            if (
+                self.device.type == "cpu"
+                and time.monotonic() > self._gave_back + _GIVE_BACK_SECONDS
+            ):
+                give_back()
+                self._gave_back = time.monotonic()
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
@@ -461,10 +471,3 @@ class TrainerRank:
         self._entropy.resume(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
         return self.version
-
-
-def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
-    """Return the preferred layout of micro-batches: by default packed on GPUs, padded on CPUs."""
-    if training.packing == "auto":
-        return "packed" if device.type == "cuda" else "padded"
-    return training.packing

@@ -75,6 +75,7 @@ class StepReport:
     tokens_KN: npt.NDArray[np.float32]
     """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
     staleness: Counter[int]  # trained tokens by staleness, before the first update
+    layouts: Counter[str]  # updates by the layout of their micro-batches
     tokens: int  # tokens computed, without padding
     seconds: float  # duration of the step
     memory_gib: float  # peak memory of the rank so far
@@ -126,6 +127,7 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     return metrics | {
         "staleness": {str(age): staleness[age] for age in sorted(staleness)},
         "staleness_max": max(staleness, default=0),
+        "layouts": dict(reports[0].layouts),
         "trained_tokens": staleness.total(),
         "train_seconds": seconds,
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,

@@ -24,7 +24,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
-    Layout,
+    Layouts,
     RankBatches,
     micro_batch_tokens,
     plan_micro_batches,
@@ -63,14 +63,14 @@ class TrainerActor:
 
     def start(
         self, config: Config, folder: str, rank: int, ranks: int, address: str
-    ) -> tuple[int, Layout, float, str]:
-        """Build the rank; return its process's id, and the ranks' layout of micro-batches, patches
-        for each token of an image, and a warning about the layout."""
+    ) -> tuple[int, Layouts, str]:
+        """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
+        sentence about them."""
         from turnwise.training.rank import TrainerRank  # with Transformers' models
 
         policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
         self._policy = policy
-        return os.getpid(), policy.layout, policy.patches, policy.layout_warning
+        return os.getpid(), policy.layouts, policy.layouts_said
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -94,8 +94,7 @@ class TrainerGroup:
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
         self.pids: list[int] = []
         self.version = 0
-        self.layout: Layout = "padded"
-        self.patches = 0.0
+        self.layouts = Layouts()
         self.trained_tokens: list[TrainedSample] = []
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
@@ -144,10 +143,9 @@ class TrainerGroup:
                 address = await trainer._first("open a rendezvous address", "open_store", host)
             arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
-        trainer.pids = [pid for pid, *_ in started]
-        _, trainer.layout, trainer.patches, warning = started[0]
-        if warning:
-            logger.warning("%s", warning)
+        trainer.pids = [pid for pid, _, _ in started]
+        _, trainer.layouts, said = started[0]
+        logger.info("%s", said)
         return trainer
 
     @property
@@ -174,8 +172,7 @@ class TrainerGroup:
             updates,
             training.ranks // size,
             micro_batch_tokens(training, self._on_gpu),
-            self.layout,
-            self.patches,
+            self.layouts,
         )
         return [share for share in planned for _ in range(size)]
 
