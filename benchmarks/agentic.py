@@ -33,19 +33,19 @@ LONGEST = 2048
 SPREAD = 0.5
 TURNS = (3, 10)
 TOKENS = (16, 48)
-"""Of an answer."""
+"""Bounds for the tokens of an answer."""
 NUMBERS = (3, 18)
-"""In a tool's result."""
+"""Bounds for the numbers in a tool's result."""
 FIRST = (10, 50)
-"""Numbers in the first message."""
+"""Bounds for those in the first message."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What comes before an answer, and how long the answer is."""
+    """One turn: the message before an answer, and the length of the answer."""
 
     seconds: float
-    """Of the tool before it."""
+    """Seconds of the tool before it."""
     text: str
     tokens: int
 

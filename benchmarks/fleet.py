@@ -210,7 +210,7 @@ async def play_group(ask: Ask, slots: Slots, seed: int, number: int) -> int:
 async def open_sessions(
     seed: int, config: Config, scheduler: Scheduler
 ) -> AsyncIterator[Callable[..., Awaitable[Group]]]:
-    """What runs groups in a rollout process: sessions in place of trajectories."""
+    """Yield what runs groups in a rollout process: sessions in place of trajectories."""
     slots = Slots(config.rollout.concurrency)
 
     async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:

@@ -119,8 +119,8 @@ class GroupLog:
         self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
         self._starts, self._places, self._counts = array("Q"), array("Q"), array("Q")
-        """Of each group: its position in the file, that of its problem among all, and the number
-        of its trajectories."""
+        """Each group's position in the file, its problem's among all, and its trajectories'
+        number."""
         self._lock = asyncio.Lock()
         self._begun = False
 
