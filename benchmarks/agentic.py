@@ -134,7 +134,8 @@ async def ask(
 ) -> dict[str, Any]:
     """Ask for one answer, and note its times; returns the message."""
     began, answer, first = time.perf_counter(), Answer(), 0.0
-    headers, used = {"x-session-id": session}, None
+    used: dict[str, Any] | None = None
+    headers = {"x-session-id": session}
     async with http.post(url, json=body, headers=headers) as response:
         if response.status != 200:
             raise SystemExit(f"{url} answered {response.status}: {await response.text()}")

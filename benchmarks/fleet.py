@@ -189,7 +189,8 @@ def turns_of(quantile: float) -> int:
 
 async def play_session(ask: Ask, slots: Slots, seed: int, number: int) -> int:
     """Play one session in a slot; returns its turns."""
-    chance, shares, seconds = random.Random(f"{seed}-{number}"), *zip(*TOOLS, strict=True)
+    chance = random.Random(f"{seed}-{number}")
+    shares, seconds = zip(*TOOLS, strict=True)
     turns, length = turns_of(chance.random()), PROMPT
     route = Route(f"s{number}", f"g{number // GROUP}")
     async with slots.taken():

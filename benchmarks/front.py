@@ -93,7 +93,7 @@ def agentic(servers: Sequence[tuple[str, int]], model: Path, rounds: int, sessio
         for stream, sides in runs.items():
             tag = f"agentic-{number}-{stream}"
             order = [*zip(servers, sides, strict=True)]
-            for (base_url, _), into in order if number % 2 else reversed(order):
+            for (base_url, _), into in order[:: 1 if number % 2 else -1]:
                 load = play(
                     *(base_url, str(model), seed + number, tag),
                     sessions=sessions,
