@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.report import Claim, parser, report
 from turnwise.config import Config, parse_config
+from turnwise.observe.conversations import Overview
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.evaluation import GroupLog, evaluate, groups_at_once, run_groups
@@ -77,14 +78,19 @@ async def play(command: str, folder: Path, rows: int) -> None:
         await train(config)
         return
     kept = GroupLog(output, folder / "timeline" / output.name)
+    problems, overview, at_once = load_training(config), Overview(), groups_at_once(config, N)
+
+    def on_group(group: Group) -> None:
+        overview.add(group.trajectories)
+
     if command == "eval":
-        evaluation = await evaluate(answer, load_training(config), config, kept=kept)
+        evaluation = await evaluate(answer, problems, config, "eval", on_group, kept)
         assert evaluation.finished == N * rows
     else:
-        at_once = groups_at_once(config, N)
-        problems = load_training(config)
-        outcomes = await run_groups(answer, problems, "rollout", kept.keep, at_once=at_once)
+        tag = "rollout"
+        outcomes = await run_groups(answer, problems, tag, kept.keep, on_group, at_once=at_once)
         assert outcomes.finished == N * rows
+    assert overview.lines()
     found = kept.trajectories
     assert (len(found), found[-1].sample_index) == (N * rows, N - 1)
     output.unlink()

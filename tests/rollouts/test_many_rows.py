@@ -17,6 +17,7 @@ import pytest
 
 from turnwise.config import JudgeConfig, RolloutConfig, parse_config
 from turnwise.core.run_files import RunFiles
+from turnwise.observe.conversations import Overview
 from turnwise.rollouts import Group, Problem, judge
 from turnwise.rollouts.data import load_rows, load_training
 from turnwise.rollouts.evaluation import GroupLog, evaluate
@@ -71,8 +72,14 @@ async def test_an_evaluation_keeps_of_each_row_where_its_trajectories_are(
     data = {"data": {"path": str(rows)}, "eval": {"sampling": {"n": N}}}
     config = parse_config({**model, **data})
     log = GroupLog(tmp_path / "eval.jsonl")
+    overview = Overview()
     with keeping_nothing():
-        evaluation = await evaluate(play, load_training(config), config, kept=log)
+        evaluation = await evaluate(
+            *(play, load_training(config), config, "eval"),
+            lambda group: overview.add(group.trajectories),
+            log,
+        )
+    assert overview.lines()[0].startswith(f"{N * ROWS:,} trajectories of {ROWS:,} problems")
     assert (evaluation.finished, evaluation.accuracy) == (N * ROWS, 0.5)
     assert evaluation.env == {"steps": 0.5}
     assert len(evaluation.trajectories) == N * ROWS
