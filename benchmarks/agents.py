@@ -11,6 +11,9 @@ both; those of the OpenAI agent are fetched and audited afterwards, and each mus
 The limits of the machine are measured as well: a bare engine (vLLM's AsyncLLM in this process,
 without a server) replays the ids of those trajectories, 64 at a time; and the processor time of a
 rollout is summed over all processes, which bounds how many fit into a second of all cores.
+
+vLLM's own server, before an engine with the same arguments, answers the same agent, too, streamed
+and not, with the same problems in the same order.
 """
 
 import argparse
@@ -18,15 +21,12 @@ import asyncio
 import itertools
 import json
 import os
-import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import aiohttp
 
 from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, digits, parser, quotients, report
+from benchmarks.servers import serving, vllm_server
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine import Request, generate
@@ -58,30 +59,8 @@ class Measured:
     cpu: list[dict[str, float]]
     """Processor time of a rollout of Turnwise by process, in milliseconds."""
     note: str
-
-
-@contextmanager
-def serving(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
-    """A server's base URL and process id."""
-    config = folder / "serve.yaml"
-    tree = {
-        "model": {"path": str(model), "max_length": 512},
-        "serving": {"port": 0},
-        "engine": {"max_num_seqs": 128},
-    }
-    config.write_text(json.dumps(tree))
-    command = [str(Path(sys.executable).with_name("turnwise")), "serve", str(config)]
-    log = folder / "serve.log"  # not a pipe, which would fill up
-    with log.open("w") as output, subprocess.Popen(command, stdout=output) as process:
-        try:
-            while not (found := re.search(r"http://\S+/v1", log.read_text())):
-                if process.poll() is not None:
-                    raise SystemExit("turnwise serve ended before it printed its address")
-                time.sleep(0.2)
-            yield found[0], process.pid
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(30)
+    walls: dict[bool, tuple[list[float], list[float]]]
+    """Seconds of the same rollouts here and through vLLM's server, streamed or not."""
 
 
 def ask(command: list[Any]) -> dict[str, Any]:
@@ -110,15 +89,18 @@ async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajecto
     return trajectories
 
 
-async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """Return trajectories/s of a bare engine on each round's ids; the first round warms up."""
+async def replay(
+    model: Path, rounds: Sequence[Sequence[Trajectory]]
+) -> tuple[list[float], list[float]]:
+    """Return a bare engine's trajectories/s, and the milliseconds of processor time of each, engine
+    and caller together, on each round's ids; the first round warms up."""
     config = ModelConfig(path=str(model), max_length=512)
     engine = VllmEngine(
         config,
         EngineConfig(max_num_seqs=128),
         worker_extension=WORKER_EXTENSION,
     )
-    names, rates = itertools.count(), list[float]()
+    names, rates, spent = itertools.count(), list[float](), list[float]()
 
     async def lane(waiting: Iterator[Trajectory]) -> None:
         for trajectory in waiting:
@@ -131,47 +113,58 @@ async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[fl
     for trajectories in (rounds[0], *rounds):
         await engine.reset_prefix_cache()
         waiting, started = iter(trajectories), time.perf_counter()
+        before = sum(cpu_seconds(os.getpid()).values())
         await asyncio.gather(*(lane(waiting) for _ in range(CONCURRENCY)))
         rates.append(len(trajectories) / (time.perf_counter() - started))
+        cpu = sum(cpu_seconds(os.getpid()).values()) - before
+        spent.append(cpu / len(trajectories) * 1e3)
     await engine.shutdown()
-    return rates[1:]
+    return rates[1:], spent[1:]
 
 
 def run(
-    base_url: str, pid: int, build: Path, folder: Path, options: argparse.Namespace
+    server: tuple[str, int], vllm_url: str, build: Path, folder: Path, options: argparse.Namespace
 ) -> Measured:
+    base_url, pid = server
     problems, tools = build / "train.jsonl", folder / "tools.json"
     tools.write_text(json.dumps([TOOL_SCHEMA]))
     rollouts, warm, rounds = (16, 8, 1) if options.quick else (96, 32, 3)
-    common = ["--base-url", base_url, "--model", build / "model", "--problems", problems]
+    common = ["--model", build / "model", "--problems", problems]
     common += ["--rollouts", rollouts, "--warmup", warm, "--max-turns", REQUESTS]
+    agent = [sys.executable, "-m", "benchmarks.peers.openai_agent", *common, "--base-url"]
     ours, theirs, turns, kept, cpu, failures = [], [], [], [], [], list[str]()
-    for _ in range(rounds):
+    walls: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+    for seed in range(rounds):
         before = cpu_seconds(pid)
-        mine = ask([sys.executable, "-m", "benchmarks.peers.openai_agent", *common])
+        mine = ask([*agent, base_url, "--seed", seed])
         after, each = cpu_seconds(pid), 1e3 / (rollouts + warm)
         spent = {kind: (after[kind] - before[kind]) * each for kind in after}
         client = mine["cpu_seconds"] * each
         cpu.append({"engine": spent["engine"], "server": spent["others"], "client": client})
         kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
         peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
-        other = ask([options.peers, peer, *common, "--tools", tools])
+        other = ask([options.peers, peer, *common, "--base-url", base_url, "--tools", tools])
         failures += other["failures"]  # not counted
         ours.append(mine["rollouts_per_s"])
         theirs.append(other["rollouts_per_s"])
         turns.append(f"{mine['turns'] / rollouts:.2f} and {other['turns'] / rollouts:.2f}")
+        for stream, (here, there) in walls.items():
+            streamed = ["--seed", seed, *(["--stream"] if stream else [])]
+            there.append(ask([*agent, vllm_url, "--plain", *streamed])["seconds"])
+            here.append((ask([*agent, base_url, *streamed]) if stream else mine)["seconds"])
     note = f"requests a rollout, ours and theirs, round by round: {', '.join(turns)}"
     if failures:
         note += f"; {len(failures)} of theirs failed, the first with {failures[0][:300]}"
-    return Measured(ours, theirs, kept, cpu, note)
+    return Measured(ours, theirs, kept, cpu, note, walls)
 
 
-def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
+def claims_of(measured: Measured, replayed: list[float], bare: list[float]) -> list[Claim]:
     ours, theirs = measured.ours, measured.theirs
     split = {kind: statistics.median(c[kind] for c in measured.cpu) for kind in measured.cpu[0]}
     each, cores = sum(split.values()), len(os.sched_getaffinity(0))
     parts = ", ".join(f"{kind} {digits(spent)}" for kind, spent in split.items())
     server, engine = ([round_[kind] for round_ in measured.cpu] for kind in ("server", "engine"))
+    both = [one + other for one, other in zip(server, engine, strict=True)]
     return [
         Claim(
             f"rollouts of an OpenAI-client agent, {CONCURRENCY} at a time",
@@ -202,6 +195,27 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
             at_most=1.0,
             note=f"{parts}; {cores} cores have time for {digits(cores * 1e3 / each)} rollouts/s",
         ),
+        Claim(
+            "processor time of engine and server of such a rollout",
+            "ms",
+            both,
+            "bare engine's replay",
+            bare,
+            quotients(both, bare),
+            at_most=1.1,
+        ),
+        *(
+            Claim(
+                f"wall time of that agent's rollouts{', streamed' if stream else ''}",
+                "s",
+                here,
+                "vLLM's own server",
+                there,
+                quotients(here, there),
+                at_most=0.9,
+            )
+            for stream, (here, there) in measured.walls.items()
+        ),
     ]
 
 
@@ -216,10 +230,11 @@ def main() -> None:
     build = demo_files()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with serving(build / "model", folder) as (base_url, pid):
-            measured = run(base_url, pid, build, folder, options)
+        model = build / "model"
+        with serving(model, folder) as server, vllm_server(model, folder) as (vllm_url, _):
+            measured = run(server, vllm_url, build, folder, options)
     replayed = asyncio.run(replay(build / "model", measured.trajectories))
-    report(claims_of(measured, replayed), options)
+    report(claims_of(measured, *replayed), options)
 
 
 if __name__ == "__main__":

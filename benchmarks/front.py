@@ -6,29 +6,28 @@ the calculator's tool, which 24 tokens answer. Counted are all processes but the
 chat template, tokenizer and tool parser in both; sessions, scheduler, the worker's actor and Ray in
 Turnwise's, which keeps the exact trajectory of each session. A second row gives both servers the
 same requests with a JSON schema, and counts the time until all are answered.
+
+Then both get a seeded agentic load in turn (`benchmarks.agentic`): sessions of several turns with
+tools that take a while, streamed and not, by one client with the same seeds. The engines sample
+greedily, so that histories are mostly equal: the note has the share of the sessions in which all
+messages were.
 """
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.agents import serving
+from benchmarks.agentic import LONGEST, Measured, figures, play
 from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.servers import serving, vllm_server
 from examples.calculator.tool import TOOL_SCHEMA
-from turnwise.config import EngineConfig, ModelConfig
-from turnwise.engine.vllm_start import engine_arguments
 
 CONCURRENCY = 64
 NEW_TOKENS = 24
@@ -42,40 +41,6 @@ STRUCTURED: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": _SCHEMA}},
     "temperature": 0.0,  # both servers answer alike, and so have the same work
 }
-START_SECONDS = 120.0
-
-
-@contextmanager
-def vllm_server(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
-    """Run vLLM's API server with the engine of `agents.serving`; its base URL and process id."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    config = ModelConfig(path=str(model), max_length=512)
-    arguments = engine_arguments(config, EngineConfig(max_num_seqs=128), deterministic=False)
-    flags = [f"--port={port}", "--host=127.0.0.1", "--disable-uvicorn-access-log"]
-    flags += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags.append(f"--{flag}={value}")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-    log = folder / "vllm.log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            end = time.monotonic() + START_SECONDS
-            while "Application startup complete" not in log.read_text():
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"vLLM's server did not start: {log.read_text()[-2000:]}")
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}/v1", process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 async def ask(
@@ -116,30 +81,86 @@ def waited(base_url: str, pid: int, model: Path, questions: list[str], tag: str)
     return (time.perf_counter() - begun) / len(questions) * 1e3
 
 
+Runs = dict[bool, tuple[list[Measured], list[Measured]]]
+"""Those of both servers, round by round, streamed or not."""
+
+
+def agentic(servers: Sequence[tuple[str, int]], model: Path, rounds: int, sessions: int) -> Runs:
+    """Send the agentic load to both servers in turn; the first round warms up."""
+    runs: Runs = {False: ([], []), True: ([], [])}
+    seed = time.time_ns() % 1_000_000
+    for number in range(rounds + 1):
+        for stream, sides in runs.items():
+            tag = f"agentic-{number}-{stream}"
+            order = [*zip(servers, sides, strict=True)]
+            for (base_url, _), into in order[:: 1 if number % 2 else -1]:
+                load = play(
+                    *(base_url, str(model), seed + number, tag),
+                    sessions=sessions,
+                    lanes=max(1, sessions // 2),
+                    stream=stream,
+                )
+                into.append(asyncio.run(load))
+    return {stream: (ours[1:], theirs[1:]) for stream, (ours, theirs) in runs.items()}
+
+
+def agentic_claims(runs: Runs) -> list[Claim]:
+    claims = []
+    for stream, (ours, theirs) in runs.items():
+        how = ", streamed" if stream else ""
+        pairs = [
+            (one.histories[name], other.histories[name])
+            for one, other in zip(ours, theirs, strict=True)
+            for name in one.histories
+        ]
+        equal = sum(one == other for one, other in pairs) / len(pairs)
+        goals = {"turns/s": 1.0, "p99 of a first token": 1.0}
+        mine, other = ([figures(one) for one in side] for side in (ours, theirs))
+        for name in mine[0]:
+            rate = name == "turns/s"
+            values = [[each[name] for each in side] for side in (mine, other)]
+            claims.append(
+                Claim(
+                    f"agentic load{how}: {'turns' if rate else name}",
+                    "1/s" if rate else "ms",
+                    values[0],
+                    "vLLM's API server",
+                    values[1],
+                    quotients(*values),
+                    at_least=goals.get(name) if rate else None,
+                    at_most=None if rate else goals.get(name),
+                    note=f"{equal:.0%} of the sessions had equal messages" if rate else "",
+                )
+            )
+    return claims
+
+
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("front", __doc__).parse_args()
     as_in_a_worker()
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # vLLM's server logs that it is ready
     rounds, requests = (1, 32) if options.quick else (5, 512)
+    load = (1, 8) if options.quick else (3, 96)
     build = demo_files()
     model = build / "model"
     rows = [json.loads(line) for line in (build / "train.jsonl").read_text().splitlines()]
     questions = [rows[number % len(rows)]["question"] for number in range(requests)]
-    figures: dict[Any, tuple[list[float], list[float]]] = {spent: ([], []), waited: ([], [])}
+    taken_by: dict[Any, tuple[list[float], list[float]]] = {spent: ([], []), waited: ([], [])}
     with (
         tempfile.TemporaryDirectory() as name,
-        serving(model, Path(name)) as ours,
-        vllm_server(model, Path(name)) as theirs,
+        serving(model, Path(name), LONGEST) as ours,
+        vllm_server(model, Path(name), LONGEST) as theirs,
     ):
         for number in range(rounds + 1):  # the first warms up
-            for measure, lists in figures.items():
+            for measure, lists in taken_by.items():
                 for server, taken in zip((ours, theirs), lists, strict=True):
                     tag = f"{measure.__name__}{number}"
                     taken.append(measure(*server, model, questions, tag))
+        runs = agentic((ours, theirs), model, *load)
     claims = [
-        claim("processor time of a chat request before the engine", *figures[spent], at_most=0.5),
-        claim("time of a chat request with a JSON schema", *figures[waited], at_most=1.0),
+        claim("processor time of a chat request before the engine", *taken_by[spent], at_most=0.5),
+        claim("time of a chat request with a JSON schema", *taken_by[waited], at_most=1.0),
+        *agentic_claims(runs),
     ]
     report(claims, options)
 

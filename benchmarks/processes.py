@@ -83,8 +83,9 @@ def scheduler_of(config: Config) -> Scheduler:
     return scheduler
 
 
-async def turns_per_second(run_group: RunGroup, seconds: float) -> float:
-    """Run groups for some seconds; every trajectory is audited."""
+async def measure_turns(run_group: RunGroup, seconds: float) -> tuple[float, float]:
+    """Run groups for some seconds; every trajectory is audited. Returns turns per second, and this
+    process's time of a turn in microseconds."""
     groups: list[Group] = []
     until = time.perf_counter() + seconds
 
@@ -93,20 +94,24 @@ async def turns_per_second(run_group: RunGroup, seconds: float) -> float:
             (problem,) = make_problems(1, "instant")
             groups.append(await run_group(problem, f"{number}-{len(groups)}"))
 
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), time.process_time()
     await asyncio.gather(*(lane(number) for number in range(IN_FLIGHT)))
-    took = time.perf_counter() - started
+    took, spent = time.perf_counter() - started, time.process_time() - spent
     trajectories = [each for group in groups for each in group.trajectories]
     assert all(len(each.turns) == TURNS for each in trajectories)
     assert not any(group.dropped for group in groups)
     for each in trajectories:
         found = audit(each)
         assert found.violations == 0, found.first_violation
-    return sum(len(each.turns) for each in trajectories) / took
+    turns = sum(len(each.turns) for each in trajectories)
+    return turns / took, spent / turns * 1e6
 
 
-async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Return turns per second, in one process and in two, round by round."""
+Rounds = list[tuple[float, float]]
+
+
+async def measure(path: Path, rounds: int, seconds: float) -> tuple[Rounds, Rounds]:
+    """Return what `measure_turns` does, in one process and in two, round by round."""
     config = configuration(path, IN_FLIGHT)
     rollout = {"concurrency": IN_FLIGHT * config.sampling.n, "processes": 2}
     config = config.model_copy(
@@ -127,8 +132,8 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float],
     one, two = [], []
     try:
         for number in range(rounds + 1):  # the first warms up
-            one.append(await turns_per_second(alone, seconds if number else 1.0))
-            two.append(await turns_per_second(together, seconds if number else 1.0))
+            one.append(await measure_turns(alone, seconds if number else 1.0))
+            two.append(await measure_turns(together, seconds if number else 1.0))
     finally:
         await processes.stop()
     return one[1:], two[1:]
@@ -206,7 +211,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = make_model("0.7 M", Path(folder))
             rounds, seconds = (1, 2.0) if options.quick else (5, 3.0)
-            one, two = run_loop(measure(path, rounds, seconds))
+            (one, alone), (two, driver) = (
+                [list(values) for values in zip(*rounds_, strict=True)]
+                for rounds_ in run_loop(measure(path, rounds, seconds))
+            )
             single, double = run_loop(measure_sessions(path, rounds, seconds))
     finally:
         ray.shutdown()
@@ -219,6 +227,15 @@ def main() -> None:
         quotients(two, one),
         at_least=1.8,
     )
+    driving = Claim(
+        "the driver's processor time of a turn, two rollout processes",
+        "us",
+        driver,
+        "one process, which does everything",
+        alone,
+        quotients(driver, alone),
+        note="Ray included; `benchmarks.fleet` has the driver without Ray",
+    )
     sessions = Claim(
         "processor time of a session's request, two processes, engines that cost nothing",
         "ms",
@@ -228,7 +245,7 @@ def main() -> None:
         quotients(double, single),
         at_most=1.1,
     )
-    report([claim, sessions], options)
+    report([claim, driving, sessions], options)
 
 
 if __name__ == "__main__":

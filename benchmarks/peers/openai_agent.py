@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers.openai_agent --base-url URL/v1 --problems FILE --rollouts N ...
 
-It only has a base URL; each rollout uses that of its own session.
+It only has a base URL; each rollout uses that of its own session, unless `--plain` says that the
+server has none.
 """
 
 import argparse
@@ -16,8 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
 
+from benchmarks.agentic import Answer
 from examples.calculator.tool import TOOL_SCHEMA, calculate
+
+
+async def answer(
+    client: AsyncOpenAI, messages: list[Any], options: argparse.Namespace
+) -> ChatCompletionMessage:
+    """Ask for one answer, streamed or not."""
+    request: dict[str, Any] = {
+        "model": options.model,
+        "messages": messages,
+        "tools": [TOOL_SCHEMA],
+        "max_tokens": options.max_tokens,
+        "temperature": 1.0,
+    }
+    if not options.stream:
+        response = await client.chat.completions.create(**request)
+        message: ChatCompletionMessage = response.choices[0].message
+        return message
+    pieces = Answer()
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        for choice in chunk.choices:
+            pieces.add(choice.delta.model_dump(exclude_none=True))
+    return ChatCompletionMessage.model_validate(pieces.message())
 
 
 async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace) -> int:
@@ -26,14 +51,7 @@ async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace)
     turns = 0
     while turns < options.max_turns:
         turns += 1
-        response = await client.chat.completions.create(
-            model=options.model,
-            messages=messages,
-            tools=[TOOL_SCHEMA],
-            max_tokens=options.max_tokens,
-            temperature=1.0,
-        )
-        message = response.choices[0].message
+        message = await answer(client, messages, options)
         if not message.tool_calls:
             break
         messages.append(message)
@@ -58,8 +76,10 @@ async def run_all(
     async def work() -> None:
         for question in left:
             name = f"{tag}-{next(numbers)}"
-            own = client.with_options(base_url=f"{root}/sessions/{name}/v1")
-            turns[name] = await solve(own, question, options)
+            own = f"{root}/sessions/{name}/v1"
+            turns[name] = await solve(
+                client if options.plain else client.with_options(base_url=own), question, options
+            )
 
     await asyncio.gather(*(work() for _ in range(options.concurrency)))
     return turns
@@ -67,7 +87,7 @@ async def run_all(
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = [json.loads(line) for line in options.problems.read_text().splitlines()]
-    random.shuffle(rows)
+    random.Random(options.seed).shuffle(rows)
     questions = itertools.cycle(row["question"] for row in rows)
     cpu = -time.process_time()
     async with AsyncOpenAI(base_url=options.base_url, api_key="none") as client:
@@ -79,6 +99,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     cpu += time.process_time()
     return {
         "rollouts_per_s": len(turns) / seconds,
+        "seconds": seconds,
         "turns": sum(turns.values()),
         "cpu_seconds": cpu,
         "sessions": sorted(turns),
@@ -95,6 +116,9 @@ def main() -> None:
     parser.add_argument("--max-turns", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--warmup", type=int, default=128)
+    parser.add_argument("--seed", type=int, help="of the problems' order; default: any")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="a server without sessions")
     print(json.dumps(asyncio.run(measure(parser.parse_args()))))
 
 

@@ -1,14 +1,14 @@
 """Conversations of a run, as people read them: `turnwise show`, and the end of rollout and eval."""
 
 import heapq
+import math
 import re
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import pstdev
 
 from rich.console import Console
 from rich.text import Text
@@ -123,8 +123,27 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     return text
 
 
-def _numbers() -> "array[float]":
-    return array("d")
+@dataclass(slots=True)
+class Numbers:
+    """Mean, spread and bounds of numbers of which none is kept (Welford, Technometrics 4, 1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    _squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        change = value - self.mean
+        self.mean += change / self.count
+        self._squares += change * (value - self.mean)
+        self.least, self.most = min(self.least, value), max(self.most, value)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation, as of a whole population."""
+        return math.sqrt(self._squares / max(1, self.count))
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -138,13 +157,14 @@ class Overview:
 
     best: int = 1  # number of trajectories with the highest reward to keep
     worst: int = 1  # number of those with the lowest to keep
-    rewards: "array[float]" = field(default_factory=_numbers)
-    spreads: "array[float]" = field(default_factory=_numbers)  # of rewards in groups
+    rewards: Numbers = field(default_factory=Numbers)
+    spreads: Numbers = field(default_factory=Numbers)  # of rewards in groups
     problems: int = 0
-    _turns: "array[float]" = field(default_factory=_numbers)
-    _tokens: "array[float]" = field(default_factory=_numbers)
-    _parts: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(_numbers))
-    _environments: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(_numbers))
+    _equal: int = 0  # number of groups whose rewards are equal
+    _turns: Numbers = field(default_factory=Numbers)
+    _tokens: Numbers = field(default_factory=Numbers)
+    _parts: dict[str, Numbers] = field(default_factory=lambda: defaultdict(Numbers))
+    _environments: dict[str, Numbers] = field(default_factory=lambda: defaultdict(Numbers))
     _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Outcomes by kind: how trajectories ended, tools, other events, and branches."""
     _high: list[Trajectory] = field(default_factory=list)
@@ -165,23 +185,24 @@ class Overview:
         self._high = heapq.nlargest(both, [*self._high, *group], key=_reward)
         self._low = heapq.nsmallest(both, [*self._low, *group], key=_reward)
         for trajectory in group:
-            self._turns.append(len(trajectory.turns))
-            self._tokens.append(trajectory.sampled_tokens)
+            self.rewards.add(_reward(trajectory))
+            self._turns.add(len(trajectory.turns))
+            self._tokens.add(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
-                self._parts[name].append(value)
+                self._parts[name].add(value)
             if trajectory.environment:
-                self._environments[trajectory.environment].append(_reward(trajectory))
+                self._environments[trajectory.environment].add(_reward(trajectory))
             self._counts["ended"][trajectory.status] += 1
             for event, count in trajectory.events.items():
                 kind = "tools" if event.startswith(_TOOL) else "events"
                 self._counts[kind][event.removeprefix(_TOOL)] += count
             reasons = (turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
             self._counts["branches"].update(reasons)
-        rewards = [_reward(trajectory) for trajectory in group]
-        self.rewards.extend(rewards)
         self.problems += bool(group)
         if len(group) > 1:
-            self.spreads.append(pstdev(rewards))
+            spread = pstdev(map(_reward, group))
+            self.spreads.add(spread)
+            self._equal += spread == 0
 
     def best_and_worst(self) -> dict[str, list[Trajectory]]:
         """Return the trajectories of the highest and of the lowest reward, none of them twice."""
@@ -191,30 +212,30 @@ class Overview:
 
     def lines(self) -> list[str]:
         rewards, tokens = self.rewards, self._tokens
-        if not rewards:
+        if not rewards.count:
             return ["no trajectories"]
-        spread = f" ± {pstdev(rewards):.3f}" if len(rewards) > 1 else ""
-        least, most = min(tokens), max(tokens)
+        spread = f" ± {rewards.spread:.3f}" if rewards.count > 1 else ""
+        least, most = tokens.least, tokens.most
         between = f" ({least:,.0f} to {most:,.0f})" if least < most else ""
         lines = [
-            f"{counted(len(rewards), 'trajectory', 'trajectories')} of "
+            f"{counted(rewards.count, 'trajectory', 'trajectories')} of "
             f"{counted(self.problems, 'problem', 'problems')}  "
-            f"reward {fmean(rewards):.3f}{spread} ({min(rewards):g} to {max(rewards):g})  "
-            f"{fmean(self._turns):.1f} turns, {fmean(tokens):,.0f} tokens{between}"
+            f"reward {rewards.mean:.3f}{spread} ({rewards.least:g} to {rewards.most:g})  "
+            f"{self._turns.mean:.1f} turns, {tokens.mean:,.0f} tokens{between}"
         ]
-        if self.spreads:
+        if groups := self.spreads.count:
             lines.append(
-                f"groups: spread of rewards {fmean(self.spreads):.3f} on average, "
-                f"{self.spreads.count(0.0):,} of {len(self.spreads):,} with equal rewards"
+                f"groups: spread of rewards {self.spreads.mean:.3f} on average, "
+                f"{self._equal:,} of {groups:,} with equal rewards"
             )
         if self._environments:
             each = (
-                f"{name} {fmean(values):.3f} ({counted(len(values), 'trajectory', 'trajectories')})"
+                f"{name} {values.mean:.3f} ({counted(values.count, 'trajectory', 'trajectories')})"
                 for name, values in sorted(self._environments.items())
             )
             lines.append(f"environments: {', '.join(each)}")
         if len(self._parts) > 1:
-            means = (f"{name} {fmean(values):.3f}" for name, values in sorted(self._parts.items()))
+            means = (f"{name} {values.mean:.3f}" for name, values in sorted(self._parts.items()))
             lines.append(f"reward parts: {', '.join(means)}")
         for name in ("ended", "tools", "events", "branches"):
             if counts := self._counts[name]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -462,12 +461,12 @@ def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding
     """Describe the rewards of some groups, and failures by reason: mean, spread within groups."""
     overview = Overview.of(trajectories)
     failed = f"; failed: {dict(dropped)}" if dropped else ""
-    if not overview.rewards:
+    if not overview.rewards.count:
         return Finding("rollout", "broken", f"no trajectory{failed}", "see errors.log")
-    within = fmean(overview.spreads or [0.0])
+    within = overview.spreads.mean
     said = (
         f"{len(trajectories)} trajectories of {overview.problems} problems, reward "
-        f"{fmean(overview.rewards):.3g}, spread within a problem {within:.3g}{failed}"
+        f"{overview.rewards.mean:.3g}, spread within a problem {within:.3g}{failed}"
     )
     if within == 0:
         mend = "change the problems or the reward: equal rewards within a group train nothing"

@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import sys
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -20,9 +21,9 @@ from typing import TextIO, cast
 
 from turnwise.config import Config
 from turnwise.core.files import numbered
-from turnwise.core.optional import optional
+from turnwise.core.optional import Foreign, optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
-from turnwise.errors import InputError, first_line
+from turnwise.errors import InputError, first_line, translate_unwritable
 from turnwise.rollouts.agents import worker_tasks
 from turnwise.rollouts.environment import (
     EnvironmentType,
@@ -37,7 +38,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
-_EAGER_BYTES = 2**22  # maximum size of a JSON Lines or CSV file whose rows are made at once
+_EAGER_BYTES = 2**22  # maximum size of a file that is read at once
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -290,9 +291,21 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
     arrow = optional("pyarrow", "data", f"the Parquet file {path}")  # half a second to import
     parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
+    def mapped(file: Foreign) -> Foreign:
+        """Unpack the file to a temporary one, of which the system keeps in memory what it can."""
+        with tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
+            with (
+                arrow.OSFile(unpacked.name, "wb") as out,
+                arrow.ipc.new_stream(out, file.schema_arrow) as writer,
+            ):
+                for batch in file.iter_batches(1024):
+                    with translate_unwritable(Path(unpacked.name)):
+                        writer.write_batch(batch)
+            return arrow.ipc.open_stream(arrow.memory_map(unpacked.name)).read_all()
+
     try:
         with parquet.ParquetFile(path) as file:
-            table = file.read()
+            table = file.read() if path.stat().st_size <= _EAGER_BYTES else mapped(file)
     except (OSError, arrow.ArrowException) as error:
         what = f"the data file {path} is not a whole Parquet file"
         raise InputError(f"{what}: {first_line(error)}") from error

@@ -13,8 +13,11 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import comb
 from pathlib import Path
+
+import numpy as np
 
 from turnwise.config import Config
 from turnwise.core.aio import for_each, run_in_thread
@@ -116,8 +119,9 @@ class GroupLog:
     def __init__(self, path: Path | None = None, times: Path | None = None) -> None:
         self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
-        self._starts, self._places = array("Q"), array("Q")
-        """Position of each trajectory in the file, and of its problem among all."""
+        self._starts, self._places, self._counts = array("Q"), array("Q"), array("Q")
+        """Each group's position in the file, its problem's among all, and its trajectories'
+        number."""
         self._lock = asyncio.Lock()
         self._begun = False
 
@@ -126,15 +130,18 @@ class GroupLog:
         """Those so far, in the problems' order; of a file, each is read when it is asked for."""
         if (path := self._path) is None:
             return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
-        order = array("Q", sorted(range(len(self._places)), key=self._places.__getitem__))
+        order = np.argsort(np.array(self._places), kind="stable")
+        ends = np.cumsum(np.array(self._counts, dtype=np.int64)[order])
 
         def read(index: int) -> Trajectory:
+            place = int(np.searchsorted(ends, index, side="right"))
+            before = int(ends[place - 1]) if place else 0
             with path.open("rb") as file:
-                file.seek(self._starts[order[index]])
-                line = file.readline().decode()
+                file.seek(self._starts[int(order[place])])
+                line = next(islice(file, index - before, None)).decode()
                 return Trajectory.from_json(line, path.parent / FOLDER)
 
-        return Lazy(len(order), read)
+        return Lazy(sum(self._counts), read)
 
     async def keep(self, place: int, group: Group) -> None:
         """Keep a finished group, also if the caller is cancelled meanwhile; TurnwiseError where it
@@ -154,10 +161,9 @@ class GroupLog:
                     start = file.tell()
                     file.write(b"".join(lines))
             self._begun = True
-            for line in lines:
-                self._starts.append(start)
-                self._places.append(place)
-                start += len(line)
+            self._starts.append(start)
+            self._places.append(place)
+            self._counts.append(len(lines))
             if self._times is not None:
                 write_times(self._times, turn_times([group]), new=new)
 
@@ -188,13 +194,14 @@ async def run_groups(
     `keep` gets each group that was run, and its problem's index; `on_group` those with too long a
     prompt too. InputError when none was run, or a row cannot be used.
     """
-    outcomes, left_out = Outcomes(), list[str]()
+    outcomes, left_out, why = Outcomes(), 0, ""
 
     async def one(place: int) -> None:
+        nonlocal left_out, why
         problem = await problem_at(problems, place, row_seconds)
         group = await run_group(problem, tag)
         if group.left_out:
-            left_out.append(group.causes[group.left_out])
+            left_out, why = left_out + 1, why or group.causes[group.left_out]
         else:
             outcomes.add(group)
             if keep is not None:
@@ -203,10 +210,10 @@ async def run_groups(
 
     await for_each(range(len(problems)), one, min(at_once, len(problems)))
     if left_out:
-        number = f"{len(left_out)} of {len(problems)} rows"
-        if len(left_out) == len(problems):
-            raise InputError(f"{number} have too long a prompt, and none is left: {left_out[0]}")
-        logger.warning("%s have too long a prompt and are left out: %s", number, left_out[0])
+        number = f"{left_out} of {len(problems)} rows"
+        if left_out == len(problems):
+            raise InputError(f"{number} have too long a prompt, and none is left: {why}")
+        logger.warning("%s have too long a prompt and are left out: %s", number, why)
     return outcomes
 
 
@@ -231,7 +238,7 @@ async def evaluate(
     of_each, of_sets = (
         defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward)) for _ in range(2)
     )
-    measured = defaultdict[str, list[float]](list)
+    sums, counts = defaultdict[str, float](float), Counter[str]()
 
     async def keep(place: int, group: Group) -> None:
         nonlocal tokens
@@ -244,7 +251,8 @@ async def evaluate(
         for trajectory in group.trajectories:
             tokens += trajectory.sampled_tokens
             for name, value in trajectory.metrics.items():
-                measured[name].append(value)
+                sums[name] += value
+                counts[name] += 1
         await kept.keep(place, group)
 
     at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
@@ -260,7 +268,7 @@ async def evaluate(
         tokens,
         seconds,
         scores.summary(),
-        {name: sum(values) / len(values) for name, values in sorted(measured.items())},
+        {name: sums[name] / counts[name] for name in sorted(sums)},
         *({name: of[name].summary() for name in sorted(of)} for of in (of_each, of_sets)),
         judging=outcomes.judging,
     )

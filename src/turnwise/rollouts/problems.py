@@ -6,8 +6,8 @@ that were reported, so a restored stream continues exactly where the earlier one
 
 import logging
 import random
+from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,9 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
@@ -147,8 +150,11 @@ class ProblemStream:
         self._seed = seed
         self._shuffle = shuffle
         self._max_rest = max_rest
-        self._learned: dict[int, tuple[Pool, int]] = {}
-        """The last group of each problem, and the number of groups without signal in a row."""
+        count = 0 if max_rest is None else len(problems)
+        self._pools = np.zeros(count, dtype=np.uint8)
+        """The last group of each problem: 0 before the first, then its place in `Pool` from 1."""
+        self._equal = np.zeros(count, dtype=np.int64)
+        """Number of groups without signal in a row of each problem."""
         self._epoch = self._position = 0
         self._order = self._ordered(0)
         self._left_out: set[int] = set()
@@ -205,12 +211,14 @@ class ProblemStream:
 
     def rests(self, index: int, epoch: int) -> bool:
         """Return whether the curriculum leaves a problem out of an epoch."""
-        _, equal = self._learned.get(index, ("", 0))
-        if not equal or self._max_rest is None:
-            return False
-        turn = (index * _SPREAD % 2**32) >> 16
-        every: int = min(2**equal, self._max_rest)
-        return (epoch + turn) % every != 0
+        return self._max_rest is not None and bool(self._resting([index], epoch)[0])
+
+    def _resting(
+        self, indices: Sequence[int] | npt.NDArray[np.int64], epoch: int
+    ) -> npt.NDArray[np.bool_]:
+        turns = (np.array(indices, dtype=np.uint64) * _SPREAD % 2**32) >> 16
+        every = np.minimum(1 << np.minimum(self._equal[indices], 62), self._max_rest or 1)
+        return (turns.astype(np.int64) + epoch) % every != 0
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on; raises the reason as an InputError when none is left."""
@@ -225,24 +233,19 @@ class ProblemStream:
         """Note the outcome of a group of the problem with a name, for the curriculum."""
         if self._max_rest is not None:
             index = self._index(name)
-            _, equal = self._learned.get(index, (pool, 0))
-            self._learned[index] = pool, 0 if pool == "mixed" else equal + 1
+            self._pools[index] = 1 + get_args(Pool).index(pool)
+            self._equal[index] = 0 if pool == "mixed" else self._equal[index] + 1
 
     def pools(self) -> dict[str, dict[str, int]]:
         """Return the number of problems by their last group, and of those that rest, under ""; of
         a curriculum, and without those that are left out."""
         if self._max_rest is None:
             return {}
-        left_out, learned = self._left_out, self._learned
-        known = {index: pool for index, (pool, _) in learned.items() if index not in left_out}
-        counts = Counter(known.values())
-        return {
-            "": {
-                "fresh": len(self._problems) - len(left_out) - len(known),
-                **{pool: counts[pool] for pool in get_args(Pool)},
-                "resting": sum(self.rests(index, self._epoch) for index in known),
-            }
-        }
+        names, left_out = ("fresh", *get_args(Pool)), sorted(self._left_out)
+        counts = np.bincount(np.delete(self._pools, left_out), minlength=len(names)).tolist()
+        rests_P = self._resting(np.arange(len(self._equal)), self._epoch)
+        resting = int(np.delete(rests_P, left_out).sum())
+        return {"": dict(zip(names, counts, strict=True)) | {"resting": resting}}
 
     def state(self) -> JsonObject:
         state: JsonObject = {
@@ -252,7 +255,10 @@ class ProblemStream:
             "left_out": sorted(self._left_out),
         }
         if self._max_rest is not None:
-            state["curriculum"] = {str(index): [*one] for index, one in self._learned.items()}
+            known = np.flatnonzero(self._pools).tolist()
+            state["curriculum"] = {
+                str(i): [get_args(Pool)[self._pools[i] - 1], int(self._equal[i])] for i in known
+            }
         return state
 
     def restore(self, state: JsonObject) -> None:
@@ -269,15 +275,17 @@ class ProblemStream:
         self._epoch, self._position = state["epoch"], state["position"]
         self._left_out = set(state.get("left_out", ()))
         if self._max_rest is not None:
-            learned = state.get("curriculum", {})
-            self._learned = {int(index): (pool, equal) for index, (pool, equal) in learned.items()}
+            self._pools[:] = self._equal[:] = 0
+            for index, (pool, equal) in state.get("curriculum", {}).items():
+                self._pools[int(index)] = 1 + get_args(Pool).index(pool)
+                self._equal[int(index)] = equal
         self._order = self._ordered(self._epoch)
 
-    def _ordered(self, epoch: int) -> list[int]:
+    def _ordered(self, epoch: int) -> Sequence[int]:
         count = len(self._problems)
         if not self._shuffle:
-            return list(range(count))
-        return random.Random(f"{self._seed}-{epoch}").sample(range(count), count)
+            return range(count)
+        return array("Q", random.Random(f"{self._seed}-{epoch}").sample(range(count), count))
 
 
 class MixedStream:

@@ -80,6 +80,7 @@ logger = logging.getLogger(__name__)
 _BY_REQUESTS = ("agent", "chat_scheduler")
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
+_LEFT_OUT = 10_000  # number of problems with too long a prompt that are remembered
 
 
 class Stage:
@@ -217,8 +218,9 @@ class Stage:
         if reason := self._too_long(length):
             if not self._left_out:
                 logger.warning("%s is left out, and so is every such row: %s", where, reason)
-            self._left_out[where] = f"{where}: {reason}"
-            raise TrajectoryError(TOO_LONG, self._left_out[where])
+            if len(self._left_out) < _LEFT_OUT:
+                self._left_out[where] = f"{where}: {reason}"
+            raise TrajectoryError(TOO_LONG, f"{where}: {reason}")
 
     def _too_long(self, length: int) -> str:
         """Return why a prompt is too long; "" if it is not."""

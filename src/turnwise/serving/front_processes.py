@@ -74,12 +74,13 @@ class Report:
 
     progressed: bool = False  # whether a wait ended or tokens arrived
     loads: dict[str, float] = field(default_factory=dict)
+    """Loads by the process of the workers that have any."""
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
     excused: list[str] = field(default_factory=list)  # workers whose death a single request caused
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    """Counts of each worker: turns, tokens, and its failed turns by outcome."""
+    """Counts of each worker that did anything: turns, tokens, and its failed turns by outcome."""
     sessions: dict[str, str] = field(default_factory=dict)
     """Sessions of clients that began ("") or ended (why), by name."""
     requests: Counter[str] = field(default_factory=Counter)
@@ -98,7 +99,7 @@ class FrontProcess:
         self._server: OpenAIServer | None = None
         self._news = Report()
         self._urgent = asyncio.Event()  # set when something is to be reported at once
-        self._counted: dict[Worker, Counter[str]] = {}
+        self._counted: dict[Worker, dict[str, int]] = {}
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
@@ -158,7 +159,7 @@ class FrontProcess:
 
         supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
         added = self.scheduler.add(name, self._attach(name, worker), supervisor)
-        self._counted[added] = Counter()
+        self._counted[added] = {"turns": 0, "tokens": 0}
 
     def _attach(self, name: str, worker: RayActor) -> Engine:
         return WorkerHandle.attach(worker, name, self.config)
@@ -223,16 +224,17 @@ class FrontProcess:
         events, self._events = self._events, Counter(self.scheduler.events)
         report.events = self._events - events
         workers = self.scheduler.workers
-        report.loads = {name: worker.load for name, worker in workers.items()}
+        report.loads = {name: worker.load for name, worker in workers.items() if worker.load}
         if self._server is not None:
             requests, self._requests = self._requests, Counter(self._server.requests)
             report.requests = self._requests - requests
             store = self._server.sessions
             report.sessions, store.changes = store.changes or {}, {}
         for worker, before in list(self._counted.items()):
-            new = Counter({**worker.failed_turns, "turns": worker.turns, "tokens": worker.tokens})
-            known = report.counts.get(worker.name, Counter())  # of a worker before it
-            report.counts[worker.name] = known + (new - before)
+            new = {"turns": worker.turns, "tokens": worker.tokens, **worker.failed_turns}
+            if new != before:
+                known = report.counts.get(worker.name, Counter())  # of a worker before it
+                report.counts[worker.name] = known + (Counter(new) - Counter(before))
             if worker.running or workers.get(worker.name) is worker:
                 self._counted[worker] = new
             else:
@@ -419,7 +421,7 @@ class FrontProcesses:
             process.lost.set_result(why)
         try:
             actor.kill()
-            process.loads = {}
+            self._note_loads(process, {})
             names = [name for name, owner in self._owners.items() if owner is process]
             for name in names:
                 self._take_away(name)
@@ -437,11 +439,7 @@ class FrontProcesses:
             made_progress()
             if self._open_runner is None:
                 process.restarts = 0
-        process.loads = report.loads
-        total: dict[str, float] = {}
-        for name in self._scheduler.workers:
-            total[name] = sum(each.loads.get(name, 0.0) for each in self.processes)
-        self._scheduler.note_elsewhere(total)
+        self._note_loads(process, report.loads)
         self._scheduler.events.update(report.events)
         for name, counts in report.counts.items():
             if (worker := self._workers.get(name)) is not None:
@@ -464,10 +462,17 @@ class FrontProcesses:
                 self._take_away(name)
                 self.store.refuse([name], why)
 
+    def _note_loads(self, process: Process, loads: dict[str, float]) -> None:
+        before, process.loads = process.loads, loads
+        names = before.keys() | loads.keys()
+        changes = {name: loads.get(name, 0.0) - before.get(name, 0.0) for name in names}
+        self._scheduler.note_elsewhere(changes)
+
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
+            if not process.orders:  # else it has been woken for those before
+                process.actor.actor.wake.remote()
             process.orders.append((method, arguments))
-            process.actor.actor.wake.remote()
 
     def _assign(self) -> None:
         up, names = self.up, [*self._scheduler.workers]

@@ -149,8 +149,6 @@ class Router:
     def __init__(self, serving: ServingConfig, events: Counter[str]) -> None:
         self.workers: dict[str, Worker] = {}
         """All workers by name, usable or not."""
-        self.usable: list[Worker] = []
-        """Workers that new sessions are given to: those of `preferred`, or all if none is up."""
         self.preferred: frozenset[str] = frozenset()
         """Names of the workers that are to get new sessions; empty means all."""
         self.sessions: OrderedDict[str, str] = OrderedDict()
@@ -160,26 +158,40 @@ class Router:
         self._events = events
         self._overload = serving.overload
         self._known = serving.known_sessions
+        self._usable: list[Worker] = []
         self._loads_W = self._averages_W = self._turns_W = self._slowness_W = np.zeros(0)
+        self._stale = False  # whether the arrays lack a change of the workers
         self._any_slow = False
         self._choices = 0  # number of choices since the speeds of workers were compared
 
+    @property
+    def usable(self) -> list[Worker]:
+        """Workers that new sessions are given to: those of `preferred`, or all if none is up."""
+        if self._stale:
+            self._build()
+        return self._usable
+
     def rebuild(self) -> None:
-        """Rebuild the arrays after a worker was added or removed."""
-        averages = {worker.name: self._averages_W[worker.index] for worker in self.usable}
+        """Rebuild the arrays before the next choice: a worker was added or removed. Thousands that
+        join together are one change, not a rebuilding of growing arrays for each."""
+        self._stale = True
+
+    def _build(self) -> None:
+        self._stale = False
+        averages = {worker: self._averages_W[worker.index] for worker in self._usable}
         # Not its present load, 0: a worker that joins would get all new sessions for a while.
         usual = float(self._averages_W.mean()) if averages else 0.0
-        for worker in self.usable:
+        for worker in self._usable:
             worker.index = -1  # and that of a worker which is not preferred
         usable = [worker for worker in self.workers.values() if worker.usable]
-        self.usable = [worker for worker in usable if worker.name in self.preferred] or usable
-        for index, worker in enumerate(self.usable):
+        self._usable = [worker for worker in usable if worker.name in self.preferred] or usable
+        for index, worker in enumerate(self._usable):
             worker.index = index
-        self._loads_W = np.array([worker.load for worker in self.usable], dtype=float)
+        self._loads_W = np.array([worker.load for worker in self._usable], dtype=float)
         self._averages_W = np.array(
-            [averages.get(worker.name, usual) for worker in self.usable], dtype=float
+            [averages.get(worker, usual) for worker in self._usable], dtype=float
         )
-        self._turns_W = np.array([worker.turns for worker in self.usable], dtype=float)
+        self._turns_W = np.array([worker.turns for worker in self._usable], dtype=float)
         self._compare_speeds()
 
     def add_load(self, worker: Worker, weight: float, now: float) -> None:
@@ -207,7 +219,8 @@ class Router:
     def _choose(self, route: Route) -> Worker:
         """Return the session's worker, the group's, or the least loaded: for a new session mainly
         by average load, because it will also run the session's later turns."""
-        loads_W, averages_W, count = self._loads_W, self._averages_W, len(self.usable)
+        count = len(self.usable)  # before the arrays, which may be built for it
+        loads_W, averages_W = self._loads_W, self._averages_W
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
         self._choices += 1
         if count > 1 and self._choices >= _COMPARED * count:
@@ -239,12 +252,12 @@ class Router:
             cost_W += _AVERAGE_WEIGHT * averages_W
         if self._any_slow:
             cost_W = (cost_W + _BASE_LOAD * (1 + _AVERAGE_WEIGHT)) * self._slowness_W
-        return self.usable[int(cost_W.argmin())]
+        return self._usable[int(cost_W.argmin())]
 
     def _compare_speeds(self) -> None:
         """Find the workers that are slow now."""
         self._choices = 0
-        times_W = np.array([worker.time_per_token() for worker in self.usable])
+        times_W = np.array([worker.time_per_token() for worker in self._usable])
         known_W = ~np.isnan(times_W)
         self._slowness_W = np.ones(len(times_W))
         if known_W.any():
@@ -252,7 +265,7 @@ class Router:
             slow_W = known_W & (times_W > _SLOW * median)
             self._slowness_W[slow_W] = times_W[slow_W] / median
             for index in np.flatnonzero(slow_W):
-                worker = self.usable[index]
+                worker = self._usable[index]
                 seconds, tokens = worker.measured
                 worker.measured = (seconds + _FORGETTING * (median * tokens - seconds), tokens)
         self._any_slow = bool((self._slowness_W > 1.0).any())

@@ -135,12 +135,11 @@ class Scheduler:
         self._router.preferred = frozenset(names)
         self._router.rebuild()
 
-    def note_elsewhere(self, loads: Mapping[str, float]) -> None:
-        """Add the loads of workers by other processes, by name, in place of the last ones."""
+    def note_elsewhere(self, changes: Mapping[str, float]) -> None:
+        """Add to the loads of workers by other processes, by name."""
         now = asyncio.get_running_loop().time()
-        for worker in self.workers.values():
-            change = loads.get(worker.name, 0.0) - worker.elsewhere
-            if change:
+        for name, change in changes.items():
+            if (worker := self.workers.get(name)) is not None:
                 worker.elsewhere += change
                 self._router.add_load(worker, change, now)
 

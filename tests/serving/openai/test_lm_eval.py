@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.agents import serving
-from benchmarks.front import vllm_server
+from benchmarks.servers import serving, vllm_server
 from tests.conftest import ROOT
 
 ROWS = 12

@@ -1,0 +1,495 @@
+"""A fleet beyond any machine here: `python -m benchmarks.fleet [--quick]`.
+
+200,000 sessions on 4,096 simulated engines, from 64 rollout processes, 16 sessions for each engine
+at a time. A session has 5 to 99 turns, half of them up to 29, as recorded from coding agents
+(`TURNS`), of 32 tokens each; its prompt grows with them, and between two a tool takes 10 ms or
+200 ms. Groups have 8 sessions.
+
+What is real: the driver's loop over groups, its choice of a process and what processes report to
+it, the processes' slots and schedulers. What is not: Ray, and engines, which are queues on a
+virtual clock (`SharedEngine`). The fleet is simulated in as many parts as `--parts` says, side by
+side in processes of this machine, each with its share of engines, rollout processes and sessions:
+nothing but the driver's choice of a process passes between them. A perfect balancer is one engine
+with the speed and the cache of all of a part.
+
+Then the driver alone, in real time: it receives groups with whole trajectories, pickled as Ray
+would send them, and writes them to the file of `turnwise rollout`; and the reports of processes,
+four a second from each. Its processor time of a turn, and the share of a core that reports take,
+say how many turns a second one driver can take, and so how short a turn may be on such a fleet.
+`benchmarks.processes` has the time of Ray.
+"""
+
+import argparse
+import asyncio
+import gc
+import heapq
+import itertools
+import multiprocessing
+import pickle
+import random
+import resource
+import tempfile
+import time
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.report import Claim, digits, parser, quotients, report
+from benchmarks.scale import GROUP, PER_ENGINE, TOOLS
+from tests.simulated import Latency
+from tests.virtual_time import run_virtually
+from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.core.actor import ActorHandle
+from turnwise.core.aio import together
+from turnwise.core.slots import Slots
+from turnwise.engine import Chunk, Request, Route, generate
+from turnwise.errors import StepError
+from turnwise.rollouts import Group, Problem
+from turnwise.rollouts.evaluation import GroupLog, groups_at_once, run_groups
+from turnwise.rollouts.problems import Lazy, Problems
+from turnwise.rollouts.processes import RolloutProcesses
+from turnwise.serving.front_processes import REPORT_SECONDS, FrontProcess, Process, Report
+from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory import Trajectory
+
+TURNS = ((0.0, 5), (0.5, 29), (0.9, 56), (0.99, 85), (1.0, 99))
+"""Quantiles of a session's turns; between two of them any number is as likely."""
+PROMPT, ANSWER, RESULT = 100, 32, 16
+"""Tokens of a first prompt, an answer, and a tool's result."""
+SAMPLING = SamplingConfig(max_tokens=ANSWER)
+LONGEST_TURN = 10.0
+"""Goal, in seconds with its tool: turns of a few hundred tokens on a GPU take about this long."""
+_WHOLE = Chunk([1] * ANSWER, [-1.0] * ANSWER, [0] * ANSWER, "length", first_token_age=0.0)
+
+Ask = Callable[[Request], Awaitable[object]]
+
+
+class SharedEngine:
+    """`tests.simulated.SimulatedEngine` without tokens: requests share its steps, and prompts
+    that it has not cached delay them; no limit to the requests at once.
+
+    A request costs two events of the loop, however many tokens it samples.
+    """
+
+    def __init__(self, name: str, faster: int = 1) -> None:
+        usual = Latency()
+        self.name = name
+        self._step = usual.step
+        self._step_request = usual.step_request / faster
+        self._prefill_token = usual.prefill_token / faster
+        self._steps = 0.0  # since the beginning
+        self._prefill = 0.0  # seconds of prefill before the next step
+        self._now = 0.0
+        self._running: list[tuple[float, int, asyncio.Future[None]]] = []
+        """Requests by the step at which they end."""
+        self._numbers = itertools.count()
+        self._cached: OrderedDict[str, int] = OrderedDict()
+        """Tokens of each session and group, the last used at the end."""
+        self._room = self._most = 4096 * 32 * faster
+        self._fires = False  # whether a timer is set
+
+    async def compute(self, request: Request) -> None:
+        """Wait until a request is answered."""
+        loop = asyncio.get_running_loop()
+        self._advance(loop.time())
+        session, group, length = request.route.session, request.route.group, len(request.prompt)
+        known = self._cached.get(session) or min(self._cached.get(group, 0), length - 1)
+        self._prefill += (length - known) * self._prefill_token
+        self._keep(session, length + ANSWER)
+        if group not in self._cached:
+            self._keep(group, length)
+        done: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._running, (self._steps + ANSWER, next(self._numbers), done))
+        if not self._fires:  # else it fires before this one can end
+            self._plan()
+        await done
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        await self.compute(request)
+        yield _WHOLE
+
+    def _keep(self, name: str, tokens: int) -> None:
+        self._room -= tokens - self._cached.pop(name, 0)
+        self._cached[name] = tokens
+        while self._room < 0:
+            self._room += self._cached.popitem(last=False)[1]
+
+    def _seconds_a_step(self) -> float:
+        return self._step + self._step_request * len(self._running)
+
+    def _advance(self, now: float) -> None:
+        passed, self._now = now - self._now, now
+        prefilled = min(self._prefill, passed)
+        self._prefill -= prefilled
+        if self._running:
+            self._steps += (passed - prefilled) / self._seconds_a_step()
+
+    def _plan(self) -> None:
+        self._fires = True
+        left = (self._running[0][0] - self._steps) * self._seconds_a_step()
+        asyncio.get_running_loop().call_later(self._prefill + left, self._fire)
+
+    def _fire(self) -> None:
+        self._fires = False
+        self._advance(asyncio.get_running_loop().time())
+        while self._running and self._running[0][0] <= self._steps + 1e-6:
+            _, _, done = heapq.heappop(self._running)
+            if not done.done():
+                done.set_result(None)
+        if self._running:
+            self._plan()
+
+
+@dataclass
+class Part:
+    """One part of the fleet, of `of` parts."""
+
+    engines: int
+    processes: int
+    sessions: int
+    seed: int
+    part: int = 0
+    of: int = 1
+
+    @property
+    def groups(self) -> range:
+        return range(self.part, self.sessions // GROUP, self.of)
+
+    @property
+    def lanes(self) -> int:
+        return PER_ENGINE * self.engines // self.of
+
+
+@dataclass
+class Outcome:
+    makespan: float
+    """Virtual seconds."""
+    turns: int
+    processor: float
+    """Real seconds of processor time."""
+    memory: int
+    """Peak bytes of the process so far."""
+    events: Counter[str]
+    """Those of all schedulers, as the driver knows them."""
+
+
+def turns_of(quantile: float) -> int:
+    """Return the turns of a session at a quantile, from 0 to 1."""
+    place = min(bisect_right(TURNS, quantile, key=lambda known: known[0]), len(TURNS) - 1)
+    (low, fewest), (high, most) = TURNS[place - 1 : place + 1]
+    return round(fewest + (most - fewest) * (quantile - low) / (high - low))
+
+
+async def play_session(ask: Ask, slots: Slots, seed: int, number: int) -> int:
+    """Play one session in a slot; returns its turns."""
+    chance = random.Random(f"{seed}-{number}")
+    shares, seconds = zip(*TOOLS, strict=True)
+    turns, length = turns_of(chance.random()), PROMPT
+    route = Route(f"s{number}", f"g{number // GROUP}")
+    async with slots.taken():
+        for turn in range(turns):
+            if turn:
+                await asyncio.sleep(chance.choices(seconds, shares)[0])
+                length += ANSWER + RESULT
+            await ask(Request(range(length), SAMPLING, f"{number}-{turn}", route=route))
+    return turns
+
+
+async def play_group(ask: Ask, slots: Slots, seed: int, number: int) -> int:
+    sessions = range(number * GROUP, (number + 1) * GROUP)
+    return sum(await together(play_session(ask, slots, seed, each) for each in sessions))
+
+
+@asynccontextmanager
+async def open_sessions(
+    seed: int, config: Config, scheduler: Scheduler
+) -> AsyncIterator[Callable[..., Awaitable[Group]]]:
+    """Yield what runs groups in a rollout process: sessions in place of trajectories."""
+    slots = Slots(config.rollout.concurrency)
+
+    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:
+        await play_group(partial(generate, scheduler), slots, seed, problem.row["group"])
+        return Group.of(problem)
+
+    yield run_group
+
+
+class FleetProcess(FrontProcess):
+    """A rollout process that lives in this one."""
+
+    engines: dict[str, SharedEngine]
+
+    async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
+        assert self._open_runner is not None
+        opening = self._open_runner(self.config, self.scheduler)
+        self._run_group = await self._stack.enter_async_context(opening)
+        return "", ""
+
+    def _attach(self, name: str, worker: object) -> Any:
+        return self.engines[name]
+
+
+class Here:
+    """Ray's handle of an object of this process."""
+
+    def __init__(self, process: object) -> None:
+        self._process = process
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        method = getattr(self._process, name)
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
+
+
+class LocalProcesses(RolloutProcesses):
+    """The driver's side of rollout processes that `make` makes here."""
+
+    def __init__(
+        self, config: Config, scheduler: Scheduler, make: Callable[[Config], object]
+    ) -> None:
+        super().__init__(config, scheduler)
+        self._make = make
+
+    def create(self, process: Process) -> ActorHandle:
+        actor: Any = Here(self._make(self.config))
+        return ActorHandle(actor, process.name, StepError)
+
+
+def configuration(processes: int, lanes: int, folder: str = "runs") -> Config:
+    return parse_config(
+        {
+            "environment": "package:Class",
+            "output_dir": folder,
+            "model": {"path": "model"},
+            "data": {"path": "rows"},
+            "sampling": {"n": GROUP},
+            "rollout": {"processes": processes, "concurrency": lanes},
+        }
+    )
+
+
+def problems_of(groups: range) -> Problems:
+    return Problems("rows", Lazy(len(groups), lambda index: {"group": groups[index]}))
+
+
+def outcome(makespan: float, turns: int, began: float, events: Counter[str]) -> Outcome:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Outcome(makespan, turns, time.process_time() - began, memory, events)
+
+
+def simulate(part: Part) -> Outcome:
+    """Play a part's sessions through the driver, its rollout processes and their schedulers."""
+    began = time.process_time()
+
+    async def work() -> Outcome:
+        config = configuration(part.processes // part.of, part.lanes)
+        scheduler, clock = Scheduler(config.serving, 3600.0), asyncio.get_running_loop().time
+        engines = {
+            name: SharedEngine(name)
+            for name in (f"worker-{index}" for index in range(part.engines // part.of))
+        }
+        for name, engine in engines.items():
+            unused: Any = engine
+            scheduler.add(name, unused)
+        made: list[FleetProcess] = []
+
+        def make(config: Config) -> FleetProcess:
+            made.append(FleetProcess(config, partial(open_sessions, part.seed)))
+            made[-1].engines = engines
+            return made[-1]
+
+        processes = LocalProcesses(config, scheduler, make)
+        await processes.start()
+        await asyncio.sleep(4 * REPORT_SECONDS)  # the processes know all engines
+
+        async def run_group(problem: Problem, tag: str) -> Group:
+            return await processes.run_group(problem, SAMPLING, f"{tag}-{problem.id}")
+
+        started, at_once = clock(), groups_at_once(config, GROUP)
+        await run_groups(run_group, problems_of(part.groups), "fleet", at_once=at_once)
+        makespan = clock() - started
+        turns = sum(process.scheduler.events["turns"] for process in made)
+        await asyncio.sleep(4 * REPORT_SECONDS)  # the last reports
+        await processes.stop()
+        return outcome(makespan, turns, began, scheduler.events)
+
+    return run_virtually(work())
+
+
+def balance_perfectly(part: Part) -> Outcome:
+    """Play a part's sessions on one engine as fast as all of them."""
+    began = time.process_time()
+
+    async def work() -> Outcome:
+        engine, slots = SharedEngine("all", part.engines // part.of), Slots(part.lanes)
+        ask = engine.compute
+        turns = await together(play_group(ask, slots, part.seed, each) for each in part.groups)
+        return outcome(asyncio.get_running_loop().time(), sum(turns), began, Counter())
+
+    return run_virtually(work())
+
+
+def play_part(part: Part) -> tuple[Outcome, Outcome]:
+    gc.disable()  # which would mostly walk through the simulation's own objects
+    return simulate(part), balance_perfectly(part)
+
+
+class Answering:
+    """A rollout process as its driver sees it: groups are there at once, reports as usual."""
+
+    def __init__(self, groups: Sequence[bytes], news: bytes) -> None:
+        self._groups = itertools.cycle(groups)
+        self._news = news
+
+    async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
+        return "", ""
+
+    async def wake(self) -> None:
+        pass
+
+    async def stop(self) -> bool:
+        return True
+
+    async def report(self, orders: Sequence[object]) -> Report:
+        await asyncio.sleep(REPORT_SECONDS)
+        news: Report = pickle.loads(self._news)
+        return news
+
+    async def run_group(self, *given: object) -> Group:
+        group: Group = pickle.loads(next(self._groups))
+        return group
+
+
+def recorded_group(seed: int) -> tuple[bytes, int]:
+    """Return a group with whole trajectories, as its process sends it, and its turns."""
+    chance, group = random.Random(seed), Group("rows:1")
+    for index in range(GROUP):
+        trajectory, ids = Trajectory("rows:1", index, reward=1.0), list(range(PROMPT))
+        for _ in range(turns_of(chance.random())):
+            answer = [chance.randrange(150_000) for _ in range(ANSWER)]
+            logprobs = [-chance.random() for _ in range(ANSWER)]
+            trajectory.add_turn(ids, answer, logprobs, [0] * ANSWER, "stop")
+            ids = [*ids, *answer, *range(RESULT)]
+        group.trajectories.append(trajectory)
+    return pickle.dumps(group), sum(len(each.turns) for each in group.trajectories)
+
+
+async def measure_driver(
+    engines: int, processes: int, groups: int, seconds: float, folder: Path
+) -> tuple[float, float]:
+    """Return the driver's processor time of a turn without reports, and the share of a core that
+    these take; both in seconds."""
+    config = configuration(processes, PER_ENGINE * engines, str(folder))
+    scheduler = Scheduler(config.serving, 3600.0)
+    for index in range(engines):
+        unused: Any = SharedEngine(f"worker-{index}")
+        scheduler.add(unused.name, unused)
+    known = [recorded_group(seed) for seed in range(16)]
+    numbers = itertools.count()
+
+    def make(config: Config) -> Answering:
+        own = [f"worker-{index}" for index in range(next(numbers), engines, processes)]
+        counts = {name: Counter(turns=40, tokens=1280) for name in own}
+        loads = {name: PER_ENGINE + random.random() for name in own}
+        news = Report(True, loads, Counter(turns=40 * len(own)), counts=counts)
+        return Answering([pickled for pickled, _ in known], pickle.dumps(news))
+
+    driver = LocalProcesses(config, scheduler, make)
+    await driver.start()
+    await asyncio.sleep(2 * REPORT_SECONDS)
+    started, spent = time.perf_counter(), time.process_time()
+    await asyncio.sleep(seconds)
+    share = (time.process_time() - spent) / (time.perf_counter() - started)
+
+    async def run_group(problem: Problem, tag: str) -> Group:
+        return await driver.run_group(problem, SAMPLING, f"{tag}-{problem.id}")
+
+    log = GroupLog(folder / "rollouts.jsonl")
+    started, spent = time.perf_counter(), time.process_time()
+    await run_groups(run_group, problems_of(range(groups)), "driver", log.keep, at_once=64)
+    passed, spent = time.perf_counter() - started, time.process_time() - spent
+    await driver.stop()
+    turns = groups * sum(turns for _, turns in known) / len(known)
+    return max(0.0, spent - share * passed) / turns, share
+
+
+def fleet_claims(part: Part, runs: Sequence[tuple[Outcome, Outcome]]) -> list[Claim]:
+    ours, perfect = ([run[place].makespan for run in runs] for place in (0, 1))
+    assert all(run.turns == other.turns for run, other in runs)
+    turns = sum(run.turns for run, _ in runs)
+    cost = sum(run.processor for run, _ in runs) / turns * 1e6
+    memory = sum(run.memory for run, _ in runs) / 2**30
+    events = sum((run.events for run, _ in runs), Counter[str]())
+    where = f"{part.engines:,} simulated engines, {part.processes} rollout processes"
+    moved = sum(count for name, count in events.items() if name.startswith("moved"))
+    note = f"{turns:,} turns in {len(runs)} parts; {moved / turns:.2%} of them moved"
+    return [
+        Claim(
+            f"makespan of {part.sessions:,} sessions, {where}",
+            "virtual s",
+            ours,
+            "a perfect balancer",
+            perfect,
+            quotients(ours, perfect),
+            at_most=1.05,
+            note=note,
+        ),
+        Claim(
+            "a turn there, simulation included",
+            "us",
+            [cost],
+            note=f"{digits(memory)} GiB in all, {part.lanes * part.of:,} sessions in flight",
+        ),
+    ]
+
+
+def driver_claims(part: Part, measured: Sequence[tuple[float, float]]) -> list[Claim]:
+    each, shares = [turn for turn, _ in measured], [share for _, share in measured]
+    rates = [max(0.0, 1 - share) / turn for turn, share in measured]
+    in_flight = PER_ENGINE * part.engines
+    return [
+        Claim("the driver's processor time of a turn", "us", [turn * 1e6 for turn in each]),
+        Claim(
+            f"reports of {part.processes} rollout processes on {part.engines:,} engines",
+            "share of the driver's core",
+            shares,
+            at_most=0.1,
+        ),
+        Claim(
+            f"shortest turn, tool included, that one driver takes from {in_flight:,} sessions",
+            "s",
+            [in_flight / rate for rate in rates],
+            at_most=LONGEST_TURN,
+            note=f"{digits(rates[0])} turns/s, with their trajectories written to a file",
+        ),
+    ]
+
+
+def main() -> None:
+    """Run the benchmark and print its claims."""
+    made = parser("fleet", __doc__)
+    made.add_argument("--parts", type=int, default=2, help="processes that simulate")
+    made.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    options: argparse.Namespace = made.parse_args()
+    many = (64, 4, 1_600) if options.quick else (4_096, 64, 200_000)
+    whole, of = Part(*many, options.seed), options.parts
+    rounds, groups, seconds = (1, 20, 1.0) if options.quick else (3, 200, 4.0)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = [
+            asyncio.run(measure_driver(*many[:2], groups, seconds, Path(folder)))
+            for _ in range(rounds)
+        ]
+    parts = [Part(*many, options.seed, part, of) for part in range(of)]
+    with ProcessPoolExecutor(of, multiprocessing.get_context("spawn")) as pool:
+        runs = list(pool.map(play_part, parts))
+    report(fleet_claims(whole, runs) + driver_claims(whole, measured), options)
+
+
+if __name__ == "__main__":
+    main()
