@@ -157,14 +157,14 @@ class CutOff(Managed):
         await self._answer(120)
         await super().check_health()
 
-    async def check_update(self, manifest: Manifest) -> list[str]:  # type: ignore[override]
+    async def check_update(self, manifest: Manifest) -> list[str]:
         await self._answer(120)
         return await super().check_update(manifest)
 
     async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         await self._at("join")
 
-    async def update_weights(self, manifest: Manifest, *args: Any) -> int:  # type: ignore[override]
+    async def update_weights(self, manifest: Manifest, *args: Any) -> int:
         await self._at("broadcast")
         return await super().update_weights(manifest, *args)
 

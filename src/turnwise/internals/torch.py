@@ -76,7 +76,7 @@ def gloo_options(address: str, limit: timedelta) -> Any:
     """Return options of a gloo group that is made outside torch's registry, and listens on an
     address of this node, or on the interfaces that the user chose: torch would take the address of
     the machine's name, often a loopback one."""
-    make, options = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo._Options()
+    options, make = _GlooOptions(), dist.ProcessGroupGloo.create_device
     chosen = os.environ.get(GLOO_INTERFACE)
     options._devices = (
         [make(interface=name) for name in chosen.split(",")] if chosen else [make(hostname=address)]
@@ -141,8 +141,8 @@ internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)
 internal(torch.Tensor, "_version")
-internal(dist.ProcessGroupGloo, "_Options")
-internal(dist.ProcessGroupGloo, "create_device")
+_GlooOptions = internal(dist.ProcessGroupGloo, "_Options")
 for _name in ("_devices", "_threads", "_timeout"):
-    internal(dist.ProcessGroupGloo._Options, _name)
+    internal(_GlooOptions, _name)
+internal(dist.ProcessGroupGloo, "create_device")
 internal(_muon, _ORTHOGONALISED, "grad", "ns_coefficients", "ns_steps", "eps")

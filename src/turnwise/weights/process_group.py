@@ -78,8 +78,9 @@ def own_address(peer: str) -> str:
 
 def _interface(address: str) -> str:
     """Return the name of the network interface with an address of this node; "" if none has it."""
-    known = psutil.net_if_addrs().items()
-    return next((name for name, own in known if address in {one.address for one in own}), "")
+    known: dict[str, list[Foreign]] = psutil.net_if_addrs()
+    at = (name for name, own in known.items() if address in {one.address for one in own})
+    return next(at, "")
 
 
 def device_name(device: torch.device) -> str:
