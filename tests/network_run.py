@@ -59,7 +59,7 @@ class Machine:
                     "start",
                     *(first if node == HEAD else [f"--address={where}"]),
                     f"--node-ip-address={network.address(node)}",
-                    f"--temp-dir={temp}",
+                    f"--temp-dir={temp / str(node)}",
                     f"--resources={json.dumps(resources)}",
                     *("--num-cpus=2", "--object-store-memory=134217728"),
                     *("--disable-usage-stats", "--include-log-monitor=false", "--block"),
