@@ -72,7 +72,7 @@ class Machine:
                     "RAY_worker_niceness": "0",
                     "RAY_prestart_worker_first_driver": "0",
                     "RAY_memory_monitor_refresh_ms": "0",
-                    # A node is given up after two minutes, so a minute without it is none.
+                    # A node is given up after 160 s: one that is cut off for a minute is not.
                     "RAY_health_check_timeout_ms": "5000",
                     "RAY_health_check_failure_threshold": "20",
                 },
