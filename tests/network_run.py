@@ -82,7 +82,11 @@ class Machine:
             )
 
     def wait(self) -> None:
-        until(lambda: "Ray runtime started" in self.output.read_text(), "Ray's start", self.process)
+        try:
+            said = self.output.read_text
+            until(lambda: "Ray runtime started" in said(), "Ray's start", self.process)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}: {self.output.read_text()}") from error
 
     def engines(self) -> int:
         """Return the number of engines' actors that run here."""
