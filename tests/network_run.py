@@ -305,10 +305,7 @@ def main(folder: Path) -> dict[str, Any]:
         stack.callback(lambda: [machine.kill() for machine in machines.values()])
         for node, offers in ((HEAD, "trainers"), (FIRST, "engines"), (SECOND, "engines")):
             machines[node] = Machine(network, node, temp, **{offers: 1})
-            if node == HEAD:
-                machines[node].wait()
-        for machine in machines.values():
-            machine.wait()
+            machines[node].wait()  # each alone: Ray gives a node half a minute to start
         run = Run(network, folder)
         try:
             report = play(network, machines, run, temp)
