@@ -136,6 +136,20 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
     assert "turns continued elsewhere from their tokens" in caplog.text
 
 
+def test_a_worker_that_is_not_back_soon_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with simulated(startup_seconds=40).running() as manager:
+            manager.engines[0].die()
+            await asyncio.sleep(35)
+            assert "worker-0 is lost (worker-0 is dead), and not back after 30 s" in caplog.text
+            await asyncio.sleep(35)
+            assert "worker-0 failed (worker-0 is dead) and is back after" in caplog.text
+            assert caplog.text.count("not back") == 1
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+
+
 def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_often() -> None:
     starts: list[float] = []
 

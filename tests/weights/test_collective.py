@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,10 +25,18 @@ from tests.weights.links import (
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
 from turnwise.engine.protocol import Rendezvous
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
+from turnwise.internals.torch import GLOO_INTERFACE
+from turnwise.serving.openai.address import reachable
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import process_group
 from turnwise.weights.collective import CollectiveReceiver
-from turnwise.weights.process_group import ProcessGroup, check_own_gpus, join_store, open_store
+from turnwise.weights.process_group import (
+    ProcessGroup,
+    check_own_gpus,
+    join_store,
+    open_store,
+    own_address,
+)
 from turnwise.weights.transport import ReceiverOptions
 
 HERE = "127.0.0.1"
@@ -82,6 +91,27 @@ def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InputError, match="trainer rank 0 and engine rank 2 are on the same GPU"):
         check_own_gpus(store, 0, names, torch.device("cuda", 0))
     check_own_gpus(store, 0, names[:2], torch.device("cuda", 0))
+
+
+def test_a_group_listens_where_its_trainer_is_reached(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the address of the machine's name, which is a loopback one on many."""
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    address, port = reachable("0.0.0.0"), free_port()
+    assert own_address(address) == address
+
+    def listening() -> set[tuple[str, int]]:
+        own = psutil.Process().net_connections("tcp")
+        return {tuple(one.laddr) for one in own if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    rest = (address, port, 2, 1, CPU, JOIN_SECONDS)
+    groups = [*pool.map(lambda rank: ProcessGroup(rank, *rest), (0, 1))]
+    assert {host for host, _ in listening() - before} == {address}
+    assert [group.broken for group in groups] == ["", ""]
+    name = process_group._interface(address)
+    assert address in {each.address for each in psutil.net_if_addrs()[name]}
 
 
 def test_what_one_engine_refuses_is_called_off_everywhere(pool: ThreadPoolExecutor) -> None:

@@ -107,7 +107,7 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
     sender = make_sender(transport, tensors)
     sync = WeightSync(Silent(sender.publish(1, tensors)), timeout=240, patience=1)
     published = await sync.publish()
-    fit, _ = await sync._check([ready], published)
+    fit, _ = await sync._check([ready], published, 240)
     outcome = (await sync._push(published, fit, "keep", 1))[ready]
     assert isinstance(outcome, DeadlineError)
     assert str(outcome).startswith(who)

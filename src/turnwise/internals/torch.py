@@ -1,5 +1,6 @@
 """torch: process groups, storages, the modes that trace a computation, and Muon."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,8 @@ _REGISTRIES = (
     "pg_to_tag",
 )
 Groups: TypeAlias = c10d._World  # all process groups of a program
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""gloo's variable: the network interfaces that it uses."""
 _ORTHOGONALISED = "_zeropower_via_newtonschulz"
 
 
@@ -67,6 +70,19 @@ def default_group_apart() -> Iterator[None]:
 def limit_nccl(options: "dist.ProcessGroupNCCL.Options", limit: timedelta) -> None:
     """Set the time limit of an NCCL group that is made outside torch's registry."""
     options._timeout = limit
+
+
+def gloo_options(address: str, limit: timedelta) -> Any:
+    """Return options of a gloo group that is made outside torch's registry, and listens on an
+    address of this node, or on the interfaces that the user chose: torch would take the address of
+    the machine's name, often a loopback one."""
+    options, make = _GlooOptions(), dist.ProcessGroupGloo.create_device
+    chosen = os.environ.get(GLOO_INTERFACE)
+    options._devices = (
+        [make(interface=name) for name in chosen.split(",")] if chosen else [make(hostname=address)]
+    )
+    options._threads, options._timeout = 2 * len(options._devices), limit
+    return options
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -125,4 +141,8 @@ internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):
     internal(torch.UntypedStorage, _name)
 internal(torch.Tensor, "_version")
+_GlooOptions = internal(dist.ProcessGroupGloo, "_Options")
+for _name in ("_devices", "_threads", "_timeout"):
+    internal(_GlooOptions, _name)
+internal(dist.ProcessGroupGloo, "create_device")
 internal(_muon, _ORTHOGONALISED, "grad", "ns_coefficients", "ns_steps", "eps")

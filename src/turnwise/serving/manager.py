@@ -43,6 +43,9 @@ _GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
 the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
+_SLOW_SECONDS = 30.0
+"""Time after which a worker that is not back is reported: its node may be cut off, or the cluster
+full."""
 _LEAVE_SECONDS = 60.0
 """Time in which the turns of a worker that leaves may end; then others continue them."""
 _LEAVE_POLL_SECONDS = 0.5  # also time in which all processes learn that it takes no more turns
@@ -189,14 +192,18 @@ class WorkerSupervisor:
         self.watch()
 
     async def _restart(self, why: str, dead: Worker) -> None:
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CAUSE_SECONDS):
-                while dead.running:  # noqa: ASYNC110 (one of the turns may be the cause)
-                    await asyncio.sleep(_CAUSE_SECONDS / 100)
-        await self._start_at_last(why)
-        failure = WorkerFailure(self.name, why, clock() - started, Counter(dead.failed_turns))
+        loop = asyncio.get_running_loop()
+        started, slow = loop.time(), "%s is lost (%s), and not back after %g s"
+        late = loop.call_later(_SLOW_SECONDS, logger.warning, slow, self.name, why, _SLOW_SECONDS)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CAUSE_SECONDS):
+                    while dead.running:  # noqa: ASYNC110 (one of the turns may be the cause)
+                        await asyncio.sleep(_CAUSE_SECONDS / 100)
+            await self._start_at_last(why)
+        finally:
+            late.cancel()
+        failure = WorkerFailure(self.name, why, loop.time() - started, Counter(dead.failed_turns))
         logger.warning("%s", failure)
         self._fleet.failures.append(failure)
 

@@ -8,12 +8,14 @@ together should be on a private network.
 """
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -22,7 +24,7 @@ from turnwise.core.deadlines import deadline_error
 from turnwise.core.optional import Foreign
 from turnwise.core.process import environment_variable, known_secret
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
-from turnwise.internals.torch import limit_nccl
+from turnwise.internals.torch import GLOO_INTERFACE, gloo_options, limit_nccl
 
 LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
@@ -63,6 +65,22 @@ def free_address() -> tuple[str, int]:
     from ray.util import get_node_ip_address  # reads the environment when it is imported
 
     return get_node_ip_address(), port
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this node from which it reaches the address of another."""
+    family = socket.getaddrinfo(peer, None)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # chooses the route; a datagram socket sends nothing
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _interface(address: str) -> str:
+    """Return the name of the network interface with an address of this node; "" if none has it."""
+    known: dict[str, list[Foreign]] = psutil.net_if_addrs()
+    at = (name for name, own in known.items() if address in {one.address for one in own})
+    return next(at, "")
 
 
 def device_name(device: torch.device) -> str:
@@ -135,7 +153,8 @@ class ProcessGroup:
                 with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
                     self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
             else:
-                self._group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
+                gloo = gloo_options(own_address(ip), limit)
+                self._group = dist.ProcessGroupGloo(self._store, rank, world_size, gloo)
         except (RuntimeError, OSError) as error:
             raise InputError(
                 f"no process group could be made at {self.where}: {first_line(error)}"
@@ -263,11 +282,13 @@ def join_ranks(address: str, rank: int, ranks: int, device: torch.device, second
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     try:
+        if host != LOOPBACK:  # else all ranks are on this node, and engines may be on others
+            os.environ.setdefault(GLOO_INTERFACE, _interface(own_address(host)))
         store = private(join_store(host, int(port), limit))
         if device.type == "cuda":
             check_own_gpus(store, rank, [f"rank {number}" for number in range(ranks)], device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
             f"the trainer's {ranks} ranks cannot meet at {address}: {error}"
         ) from error

@@ -8,14 +8,14 @@ arrived intact but were packed, tied or cached wrongly inside the engine.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.config.schema import stream_mistake
 from turnwise.core.aio import task_group, together
-from turnwise.core.deadlines import deadline
+from turnwise.core.deadlines import StallClock, deadline
 from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.trajectory.images import placed
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
+_ANSWER_SECONDS = 10.0
+"""Time in which an engine has to answer once the trainer has given up its half of an update."""
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 
@@ -127,7 +129,7 @@ class WeightSync:
         offered, engines = _published(self._offered), list(engines)
         if differs := offered.mismatch(self._expected):
             raise WeightUpdateError(f"refused a weight update: {differs}")
-        fit, errors = await self._check(engines, offered)
+        fit, errors = await self._check(engines, offered, self._timeout)
         _raise_refusals(errors)
         self.current = offered
         if self._expected is None:
@@ -148,7 +150,7 @@ class WeightSync:
             seconds = self._patience
             published = await self._publish(seconds)
         try:
-            fit, results = await self._check([engine], published)
+            fit, results = await self._check([engine], published, self._timeout)
             results |= await self._push(published, fit, in_flight, seconds)
         finally:
             if self.sends_newest and self._published_again is not None:
@@ -166,13 +168,14 @@ class WeightSync:
             return await self._trainer.publish()
 
     async def _check(
-        self, engines: Iterable[Engine], published: Manifest
+        self, engines: Iterable[Engine], published: Manifest, seconds: float
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
-        """Return the devices of engines that can load a version, and the errors of the others."""
+        """Return the devices of engines that can load a version, and the errors of the others; it
+        takes a share of the `seconds` of an update."""
 
         async def check(engine: Engine) -> list[str]:
             missed = f"{engine.name} did not check the update to version {published.version}"
-            async with deadline(self._timeout * _CHECK_SHARE, missed):
+            async with deadline(seconds * _CHECK_SHARE, missed):
                 return await engine.check_update(published)
 
         fit: dict[Engine, list[str]] = {}
@@ -195,7 +198,7 @@ class WeightSync:
         failed = {e: result for e, result in results.items() if not isinstance(result, Updated)}
         deltas = published.checksum is not None
         if failed and (deltas or find_transport(published.transport).streamed):
-            healthy, _ = await self._check(failed, published)
+            healthy, _ = await self._check(failed, published, max(0.0, end - clock()))
             again = healthy and (deltas or len(healthy) < len(failed))
             if again and (left := end - clock()) > 0:
                 logger.info("%s get an update once more: %s", len(healthy), [*failed.values()])
@@ -223,46 +226,46 @@ class WeightSync:
         transport = find_transport(published.transport)
         if not fit:
             return {}
-        if transport.needs_group and self._group != list(fit):
-            self._group = []
-            try:
-                async with deadline(seconds, "the trainer did not open a rendezvous address"):
-                    ip, port = await self._trainer.rendezvous()
-                *starts, workers = accumulate(map(len, fit.values()), initial=0)
-                joined = await asyncio.gather(
-                    *(
-                        engine.init_collective(Rendezvous(start, ip, port, 1 + workers, 1), seconds)
-                        for engine, start in zip(fit, starts, strict=True)
-                    ),
-                    self._trainer.join(ip, port, workers, seconds),
-                    return_exceptions=True,
-                )
-                for answer in joined:
-                    if isinstance(answer, BaseException):
-                        raise answer
-            except TurnwiseError as error:
-                return dict.fromkeys(fit, error)
-            self._group = list(fit)
+        grouped = not transport.needs_group or self._group == list(fit)
+        if not grouped and (error := await self._make_group(fit, seconds)) is not None:
+            return dict.fromkeys(fit, error)
         if not transport.streamed:
             return await _outcomes(fit, update)
 
-        async def send() -> TurnwiseError | None:
-            try:
-                async with deadline(seconds, "the trainer did not send its weights"):
-                    await self._trainer.send([device for each in fit.values() for device in each])
-            except TurnwiseError as error:
-                return error
-            return None
+        async def send() -> None:
+            async with deadline(seconds, "the trainer did not send its weights"):
+                await self._trainer.send([device for each in fit.values() for device in each])
 
-        async with task_group() as tasks:
-            sending = tasks.create_task(send())
-            results = await _outcomes(fit, update)
-        if (failure := sending.result()) is not None:
+        failure, results = await _beside(send(), fit, update)
+        if failure is not None:
             self._group = []
             # Otherwise the engines' own errors say more.
             if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
         return results
+
+    async def _make_group(self, fit: _Devices, seconds: float) -> TurnwiseError | None:
+        """Have the trainer and these engines join a new process group; return why they did not."""
+        self._group = []
+        try:
+            async with deadline(seconds, "the trainer did not open a rendezvous address"):
+                ip, port = await self._trainer.rendezvous()
+        except TurnwiseError as error:
+            return error
+        *starts, workers = accumulate(map(len, fit.values()), initial=0)
+        first = dict(zip(fit, starts, strict=True))
+
+        async def join(engine: Engine) -> None:
+            place = Rendezvous(first[engine], ip, port, 1 + workers, 1)
+            await engine.init_collective(place, seconds)
+
+        joining = self._trainer.join(ip, port, workers, seconds)
+        failure, joined = await _beside(joining, fit, join)
+        for answer in (*joined.values(), failure):
+            if isinstance(answer, TurnwiseError):
+                return answer
+        self._group = list(fit)
+        return None
 
 
 def _published(manifest: Manifest | None) -> Manifest:
@@ -290,6 +293,37 @@ async def _outcomes(
 
     engines = list(engines)
     return dict(zip(engines, await together(map(outcome, engines)), strict=True))
+
+
+async def _beside(
+    trainers: Coroutine[object, object, None],
+    engines: Iterable[Engine],
+    call: Callable[[Engine], Awaitable[_T]],
+) -> tuple[TurnwiseError | None, dict[Engine, _T | TurnwiseError]]:
+    """Call all engines beside the trainer's half of the work; return its error, and theirs.
+
+    Once it has given up, an engine that is silent, as one whose node is cut off, is waited for no
+    longer than `_ANSWER_SECONDS`: the others still have time to get the update without it.
+    """
+    clock = StallClock(_ANSWER_SECONDS)
+    clock.stopped = True
+
+    async def lead() -> TurnwiseError | None:
+        try:
+            await trainers
+        except TurnwiseError as error:
+            clock.stopped = False
+            return error
+        return None
+
+    async def answer(engine: Engine) -> _T:
+        async with clock.watching(f"{engine.name} did not answer after the trainer had given up"):
+            return await call(engine)
+
+    async with task_group() as tasks:
+        leading = tasks.create_task(lead())
+        results = await _outcomes(engines, answer)
+    return leading.result(), results
 
 
 async def check_canary(
