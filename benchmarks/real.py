@@ -12,6 +12,7 @@ The model is that of `make real`: without it there are no rows.
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -117,13 +118,16 @@ def memory_claims() -> list[Claim]:
 
 
 def engine_bytes(pid: int) -> int:
-    """Return the resident memory of vLLM's engine process below a process."""
+    """Return the resident memory of vLLM's engine process below a process, but for the trainer's
+    buffers of weights, which it maps, and which count as the rank's."""
     found = 0
     try:
         for process in psutil.Process(pid).children(recursive=True):
             if "EngineCor" in process.name():
-                found = max(found, process.memory_info().rss)
-    except psutil.NoSuchProcess:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                kinds = dict(re.findall(r"(VmRSS|RssShmem):\s+(\d+) kB", status))
+                found = max(found, 1024 * (int(kinds["VmRSS"]) - int(kinds["RssShmem"])))
+    except (psutil.NoSuchProcess, FileNotFoundError, KeyError):  # it ends
         pass
     return found
 
