@@ -42,3 +42,33 @@ def test_a_weight_that_cannot_be_packed_fails_the_update(monkeypatch: pytest.Mon
             packing.finish()
     handle = packing.create(torch.rand(96, 64).t(), 32)
     assert handle.handler_tensor is not None
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_embeddings_are_packed_if_logits_are_computed_with_them(
+    is_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[torch.Tensor] = []
+
+    def note(weight: torch.Tensor, *cache_size: int) -> object:
+        packed.append(weight)
+        return vllm.packing.create(weight, *cache_size)
+
+    monkeypatch.setattr(ops, "create_onednn_mm", note)
+    layer = torch.nn.Module()
+    if is_head:
+        layer = vllm.ParallelLMHead.__new__(vllm.ParallelLMHead)
+        torch.nn.Module.__init__(layer)
+    method = vllm.vocab_parallel_embedding.UnquantizedEmbeddingMethod()
+    layer.weight = torch.nn.Parameter(torch.rand(96, 64), requires_grad=False)
+    for version in (1, 2):
+        packed.clear()
+        method.process_weights_after_loading(layer)
+        assert len(packed) == int(is_head)
+        if not is_head:
+            layer.weight.add_(version)  # vLLM puts the new weights into the old memory afterwards
+        inputs = torch.rand(7, 64)
+        for _ in range(2):
+            logits = method.apply(layer, inputs)
+            torch.testing.assert_close(logits, inputs @ layer.weight.t())
+        assert len(packed) == 1

@@ -539,8 +539,29 @@ class PackingThreads:
 packing = PackingThreads()
 _pack = internal(_custom_ops, "create_onednn_mm", "weight", "primitive_cache_size")
 
+_method = vocab_parallel_embedding.UnquantizedEmbeddingMethod
+_pack_embedding = internal(_method, "process_weights_after_loading", "self", "layer")
+
+
+def _pack_if_head(self: object, layer: torch.nn.Module) -> None:
+    """Pack a matrix of embeddings at once if it is an output head, and else when logits are first
+    computed with it: vLLM packs those too that only look up tokens, which takes their memory
+    again, and as long in each update as the head."""
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        _pack_embedding(self, layer)
+        logits: torch.Tensor = layer.cpu_linear(x, weight, bias)
+        return logits
+
+    if isinstance(layer, ParallelLMHead):
+        _pack_embedding(self, layer)
+    else:
+        layer.cpu_linear = compute
+
+
 if current_platform.is_cpu():
     _custom_ops.create_onednn_mm = packing.create
+    _method.process_weights_after_loading = _pack_if_head
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
