@@ -28,7 +28,7 @@ from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.internals.torch import GLOO_INTERFACE
 from turnwise.serving.openai.address import reachable
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights import process_group
+from turnwise.weights import collective, process_group
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.process_group import (
     ProcessGroup,
@@ -81,6 +81,27 @@ def test_all_engines_get_the_tensors_and_no_default_group_is_made(
             assert arrived == version
             assert_same(received, tensors)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+def test_a_source_may_use_the_memory_of_a_large_tensor_again(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, given: torch.dtype
+) -> None:
+    monkeypatch.setattr(collective, "_LARGE", 4000)
+    sizes = [10, 1000, 2000, 999, 1, 1500, 5000, 3]
+    tensors = [(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
+    world = World(pool, tensors, buffer_bytes=8000, timeout=PATIENCE)
+    scratch = torch.empty(max(sizes), dtype=given)
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, scratch[: len(tensor)].copy_(tensor)
+
+    for version in (1, 2):
+        readers = [pool.submit(receive, receiver) for receiver in world.receivers()]
+        world.sender.send(version, source())
+        for reader in readers:
+            assert_same(reader.result()[1], tensors)
 
 
 def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,10 @@ class ForkServer:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TOKENIZERS_PARALLELISM": "false",
+            # A new page costs more than its copy: matrices get huge ones, and all threads one heap,
+            # so that those that pack an engine's weights use again what others have freed.
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+            "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
         }
         read, self._alive = os.pipe()
         try:

@@ -5,8 +5,11 @@ process of an engine imports this file, which applies the patches.
 """
 
 import gc
+import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partialmethod
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ import torch
 _collecting = gc.isenabled()
 gc.disable()  # the import takes a fifth less time
 
-from vllm import SamplingParams
+from vllm import SamplingParams, _custom_ops
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.device_communicators import shm_broadcast
@@ -489,7 +492,71 @@ def pack_experts_again(module: torch.nn.Module) -> None:
     method.process_weights_after_loading = process_and_pack
 
 
+class PackingThreads:
+    """Threads in which oneDNN packs the weights of an update's layers, while the next are loaded.
+
+    vLLM's engine on a CPU computes in one thread, and oneDNN takes as long to pack a matrix as four
+    copies of it. No request runs during an update. The layers must not be used before `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.loading = False
+        """Whether weights may be packed later; outside of an update they are packed at once."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._packing: deque[Future[None]] = deque()
+
+    def create(self, weight: torch.Tensor, *cache_size: int) -> _custom_ops.CPUDNNLGEMMHandler:
+        """Return the handle of a packed matrix (K, N), as vLLM's function does, but maybe before it
+        is packed."""
+        if not self.loading:
+            return _pack(weight, *cache_size)
+        handle = _custom_ops.CPUDNNLGEMMHandler()
+        handle.k, handle.n = weight.shape
+
+        def pack() -> None:
+            packed = _pack(weight, *cache_size)
+            handle.handler_tensor, packed.handler_tensor = packed.handler_tensor, None
+
+        threads = len(os.sched_getaffinity(0))
+        self._pool = self._pool or ThreadPoolExecutor(threads, "packing")
+        while len(self._packing) > threads:  # each holds an unpacked matrix
+            self._packing.popleft().result()
+        self._packing.append(self._pool.submit(pack))
+        return handle
+
+    def finish(self) -> None:
+        """Wait until all weights are packed."""
+        self.loading = False
+        while self._packing:
+            self._packing.popleft().result()
+
+
+packing = PackingThreads()
+_pack = internal(_custom_ops, "create_onednn_mm", "weight", "primitive_cache_size")
+
+_method = vocab_parallel_embedding.UnquantizedEmbeddingMethod
+_pack_embedding = internal(_method, "process_weights_after_loading", "self", "layer")
+
+
+def _pack_if_head(self: object, layer: torch.nn.Module) -> None:
+    """Pack a matrix of embeddings at once if it is an output head, and else when logits are first
+    computed with it: vLLM packs those too that only look up tokens, which takes their memory
+    again, and as long in each update as the head."""
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        _pack_embedding(self, layer)
+        logits: torch.Tensor = layer.cpu_linear(x, weight, bias)
+        return logits
+
+    if isinstance(layer, ParallelLMHead):
+        _pack_embedding(self, layer)
+    else:
+        layer.cpu_linear = compute
+
+
 if current_platform.is_cpu():
+    _custom_ops.create_onednn_mm = packing.create
+    _method.process_weights_after_loading = _pack_if_head
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),

@@ -28,7 +28,7 @@ from turnwise.training.batching import micro_batch_tokens
 from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
 from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
 from turnwise.training.optimizer import PART, PART_BYTES
-from turnwise.weights.transport import BUFFER_BYTES
+from turnwise.weights.transport import BUFFER_BYTES, CPU_BUFFER_BYTES
 
 _PASSING = "activations and gathered layers"
 
@@ -232,11 +232,12 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     if kept < 4:
         step = PART_BYTES * min(PART, size.largest_tensor // ranks)
     streamed = config.weights.transport in ("ipc", "collective")
+    buffers = 2 * (BUFFER_BYTES if on_gpu else CPU_BUFFER_BYTES) if streamed else 0
     parts = {
         **held,
         _PASSING: activations(fullest, model.max_length) + gathered,
         "optimizer step": step,
-        "weight update": size.largest_tensor * kept + (2 * BUFFER_BYTES if streamed else 0),
+        "weight update": size.largest_tensor * kept + buffers,
     }
     expected = activations(min(fullest, max(usual, length)), length) + gathered
     return Holding(parts, frozenset(held), {_PASSING: min(expected, parts[_PASSING])})

@@ -1,8 +1,9 @@
 """The `collective` transport: a process group of the trainer's rank 0 and the engines' workers.
 
-Tensors travel by broadcasts from rank 0; messages about them travel through the group's store. So
-an engine can wait for a trainer while it serves, and an update that one engine refuses is cancelled
-for all of them before the first broadcast. The trainer's other ranks only gather tensors.
+Tensors travel by broadcasts from rank 0, large ones from where they are; messages about them
+travel through the group's store. So an engine can wait for a trainer while it serves, and an update
+that one engine refuses is cancelled for all of them before the first broadcast. The trainer's other
+ranks only gather tensors.
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load
 
 from turnwise.core.deadlines import deadline_error
+from turnwise.core.json_types import dtype_name
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.weights.delta import HeldWeights, held_for
 from turnwise.weights.process_group import ProcessGroup
@@ -38,11 +40,15 @@ from turnwise.weights.transport import (
     TensorEntry,
     Transport,
     check_exhausted,
+    check_next,
     chunk_bytes,
     pack,
+    split,
 )
 
 _ACCEPT_SHARE = 0.25
+_LARGE = 4 * 2**20
+"""Bytes from which a tensor has a broadcast of its own."""
 
 
 class CollectiveTransport(Transport):
@@ -134,15 +140,17 @@ class CollectiveSender(StreamSender):
             group.wait(works[index], why, self._timeout)
 
         for index, chunk in enumerate(chunks):
-            buffer = self._buffers[index % 2]
             if index > 1:
                 wait(index - 2)
+            packed = content = self._buffers[index % 2][: chunk_bytes(chunk)]
             try:
                 if failure is None:
-                    pack(chunk, buffer, source)
+                    content = _content(chunk, packed, source)
             except Exception as error:
                 failure = error
-            works.append(group.broadcast(buffer[: chunk_bytes(chunk)], self._timeout))
+            works.append(group.broadcast(content, self._timeout))
+            if content is not packed:
+                wait(index)  # the source may use the tensor's memory again
         for index in range(max(0, len(works) - 2), len(works)):
             wait(index)
         if failure is not None:
@@ -247,10 +255,29 @@ class CollectiveReceiver(StreamReceiver):
         self._group.wait(self._work, what, self._seconds_left, self._round)
 
 
+def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor:
+    """Return a chunk's bytes: of a large tensor itself, if they are as engines need them, or packed
+    into a buffer."""
+    entry, *others = chunk
+    if others or buffer.device.type != "cpu":
+        pack(chunk, buffer, source)
+        return buffer
+    tensor = check_next(entry, source)
+    if (
+        entry.nbytes >= _LARGE
+        and tensor.device.type == "cpu"
+        and dtype_name(tensor.dtype) == entry.dtype
+        and tensor.is_contiguous()
+    ):
+        return tensor.view(-1).view(torch.uint8)
+    entry.in_bytes(buffer).copy_(tensor)
+    return buffer
+
+
 def _chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
     """Return the chunks to broadcast: all tensors, or a delta's bytes in parts as long as those."""
     if not manifest.deltas:
-        return manifest.chunks
+        return split(manifest.tensors, manifest.buffer_bytes, _LARGE)
     most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
     sizes = (min(most, nbytes - start) for start in range(0, nbytes, most))
     return tuple((TensorEntry("delta", "uint8", (size,), 0, size),) for size in sizes)

@@ -42,6 +42,9 @@ WHOLE_EVERY = 20
 _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
 _ROW = 2**15  # bytes in a row of the checksum
+_ROWS = 64  # rows that are summed at once: both sums read them from the cache
+_BLOCK = 2**18  # values that are compared at once, for the same reason
+_MANY = 16  # of fewer values than one in so many, each is copied by itself
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
@@ -74,9 +77,13 @@ class HeldWeights:
     def sum(self) -> int:
         """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
         words = self._buffer.view(-1, _ROW).view(torch.int64)
+        by_row, by_column = [words.new_zeros(0)], words.new_zeros(words.shape[1])
+        for block in words.split(_ROWS):
+            by_row.append(block.sum(1))
+            by_column += block.sum(0)
         rows, columns = (
             int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
-            for sums in (words.sum(1), words.sum(0))
+            for sums in (torch.cat(by_row), by_column)
         )
         return (rows * _MIXER + columns) & (2**63 - 1)
 
@@ -94,17 +101,21 @@ class HeldWeights:
             new, held = check_next(entry, source), self._flat(entry)
             flat = new.to("cpu", held.dtype).contiguous().view(-1)
             values += flat.numel()
-            if not first:
-                bits = getattr(torch, f"int{8 * held.itemsize}")
-                differs = flat.view(bits) != held.view(bits)
-                if not (count := int(torch.count_nonzero(differs))):
-                    continue
-                changed += count
-                if room > 0:
-                    part = _encoded(name, flat, differs, count)
-                    room -= sum(tensor.nbytes for tensor in part.values())
-                    delta |= part
-            held.copy_(flat)
+            if first:
+                held.copy_(flat)
+                continue
+            count, places = _differing(flat, held)
+            if not count:
+                continue
+            changed += count
+            if room > 0:
+                part = {name: flat.clone()} if places is None else _encoded(name, flat, places)
+                room -= sum(tensor.nbytes for tensor in part.values())
+                delta |= part
+            if places is None or count > flat.numel() / _MANY:
+                held.copy_(flat)
+            else:
+                held[places] = flat[places]
         check_exhausted(source)
         self.checksum = self.sum()
         text = save(delta) if room > 0 and not first else b""
@@ -151,13 +162,24 @@ class HeldWeights:
         return entry.in_bytes(self._buffer).view(-1)
 
 
-def _encoded(
-    name: str, flat: torch.Tensor, differs: torch.Tensor, count: int
-) -> dict[str, torch.Tensor]:
-    """Return the values that differ, and their positions; or the whole tensor if it is shorter."""
-    if count * (2 + flat.itemsize) >= flat.nbytes:
-        return {name: flat.clone()}
-    places = torch.from_numpy(np.flatnonzero(differs.numpy()))  # twice as fast as torch's
+def _differing(flat: torch.Tensor, held: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """Return how many values of two flat tensors differ as bits, and their places; None if the
+    whole tensor is shorter than those and the values."""
+    bits, most = getattr(torch, f"int{8 * held.itemsize}"), flat.nbytes / (2 + flat.itemsize)
+    blocks = zip(flat.view(bits).split(_BLOCK), held.view(bits).split(_BLOCK), strict=True)
+    count, found = 0, [torch.empty(0, dtype=torch.int64)]
+    for number, (one, other) in enumerate(blocks):
+        differs = (one != other).numpy()  # NumPy finds them twice as fast as torch
+        count += int(np.count_nonzero(differs))
+        if count < most:
+            found.append(torch.from_numpy(np.flatnonzero(differs)).add_(number * _BLOCK))
+        else:
+            found.clear()
+    return count, torch.cat(found) if found else None
+
+
+def _encoded(name: str, flat: torch.Tensor, places: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the values at the places, and the distances of these."""
     gaps = torch.diff(places, prepend=places.new_zeros(1))
     largest = int(gaps.max())
     kind = torch.uint16 if largest < 2**16 else torch.int32 if largest < 2**31 else torch.int64

@@ -7,6 +7,7 @@ renamed, so a visible version is complete; the last two are kept. Deltas are fil
 the version from which they lead.
 """
 
+import ctypes
 import fcntl
 import json
 import os
@@ -44,7 +45,6 @@ from turnwise.weights.transport import (
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
-_PART_BYTES = 2 * 2**20  # bytes of a tensor that are copied at once to be written
 _KEPT = 2
 _LOCK = "owner.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -208,11 +208,10 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in shard:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
-            values = tensor.contiguous().view(-1).view(torch.uint8)
-            # A storage that NumPy has accessed can no longer be resized, so parts are copied.
-            for part in torch.split(values, _PART_BYTES):
-                file.write(part.clone().numpy().data)
-            del tensor  # before the next one is gathered
+            values = tensor.contiguous()
+            # Not by NumPy: a storage that it has accessed can no longer be resized.
+            file.write((ctypes.c_char * entry.nbytes).from_address(values.data_ptr()))
+            del tensor, values  # before the next one is gathered
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configurati
 so that neither side needs memory for a second model.
 """
 
+import math
 import os
 import random
 import time
@@ -14,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,7 +38,9 @@ TRANSPORTS = {
 worker is in its process."""
 
 BUFFER_BYTES = 64 * 2**20
-"""Size of each of a stream's two buffers, unless a tensor needs more or the model less."""
+"""Size of each of a stream's two buffers on GPUs, unless a tensor needs more or the model less."""
+CPU_BUFFER_BYTES = 16 * 2**20
+"""The same on CPUs, whose caches can hold it: what one side packs, the other reads from there."""
 WAIT_SECONDS = 120.0
 ANSWER_SHARE = 0.5
 """Fraction of an update's time for each answer of a worker to a stream, so that the others can
@@ -124,7 +127,7 @@ class Manifest:
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         """The tensors of a stream, by chunk."""
-        return _split(self.tensors, self.buffer_bytes)
+        return split(self.tensors, self.buffer_bytes)
 
     @property
     def info(self) -> StateDictInfo:
@@ -132,8 +135,10 @@ class Manifest:
 
     def to_dict(self) -> JsonObject:
         """Return all but the canary, which no engine needs, as plain values."""
-        tree = asdict(self)
+        tree = _plain(self)  # not by asdict, which copies every value, and takes ten times as long
         del tree["prompt"], tree["logprobs"]
+        tree["tensors"] = tuple(map(_plain, self.tensors))
+        tree["deltas"] = tuple(map(_plain, self.deltas))
         return tree
 
     @classmethod
@@ -167,6 +172,10 @@ class Manifest:
         return ""
 
 
+def _plain(value: TensorEntry | Delta | Manifest) -> JsonObject:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
 def canary_prompt(vocab_size: int) -> list[int]:
     """Return 32 token ids, the same in every run with this size of vocabulary."""
     generator = random.Random(vocab_size)
@@ -192,15 +201,20 @@ def lay_out(
 def plan_chunks(
     tensors: NamedTensors, dtype: torch.dtype | None, buffer_bytes: int, alignment: int = _ALIGNMENT
 ) -> tuple[Chunk, ...]:
-    """Divide tensors, in order, into chunks of at most `buffer_bytes`, or one larger tensor."""
-    return _split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
+    """Lay out named tensors, and `split` them into chunks."""
+    return split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
 
 
-def _split(entries: tuple[TensorEntry, ...], buffer_bytes: int) -> tuple[Chunk, ...]:
+def split(
+    entries: tuple[TensorEntry, ...], buffer_bytes: int, alone: float = math.inf
+) -> tuple[Chunk, ...]:
+    """Divide entries, in order, into chunks of at most `buffer_bytes`, or one larger tensor; those
+    of at least `alone` bytes share none."""
     chunks: list[list[TensorEntry]] = []
     start = 0
     for entry in entries:
-        if not chunks or entry.offset + entry.nbytes - start > buffer_bytes:
+        full = chunks and entry.offset + entry.nbytes - start > buffer_bytes
+        if not chunks or full or max(entry.nbytes, chunks[-1][-1].nbytes) >= alone:
             chunks.append([])
             start = entry.offset
         chunks[-1].append(replace(entry, offset=entry.offset - start))
@@ -434,7 +448,7 @@ class StreamSender(WeightSender):
             )
         entries, nbytes = lay_out(options.tensors, options.dtype)
         self._layout = nbytes, entries, options.buffer_bytes
-        self._chunks = _split(entries, options.buffer_bytes)
+        self._chunks = split(entries, options.buffer_bytes)
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
         self._path = ""  # address at which engines find this sender, for their manifest
@@ -507,7 +521,7 @@ def make_sender(
     device: torch.device | None = None,
     rank: int = 0,
     folder: str | os.PathLike[str] = "",
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes: int | None = None,
     timeout: float = WAIT_SECONDS,
     address: str | None = None,
 ) -> WeightSender:
@@ -520,6 +534,8 @@ def make_sender(
     """
     chosen = find_transport(transport)
     device = device or _CPU
+    if buffer_bytes is None:
+        buffer_bytes = CPU_BUFFER_BYTES if device.type == "cpu" else BUFFER_BYTES
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0

@@ -49,6 +49,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         if vllm.current_platform.is_cpu():
             for module in self.model.modules():
                 vllm.pack_experts_again(module)
+            vllm.packing.loading = True
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
@@ -79,6 +80,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         for module in self.model.modules():  # a reload of tied weights misses the head's copy
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+        vllm.packing.finish()
 
     def end_update(self, error: str) -> None:
         if self.receiver is not None:
