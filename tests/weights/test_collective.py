@@ -84,11 +84,18 @@ def test_all_engines_get_the_tensors_and_no_default_group_is_made(
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sizes",
+    # In the second, the small ones alone fill a larger chunk than with the large one before them.
+    [[10, 1000, 2000, 999, 1, 1500, 5000, 3], [1024, 576, 576, 576]],
+)
 def test_a_source_may_use_the_memory_of_a_large_tensor_again(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, given: torch.dtype
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    given: torch.dtype,
 ) -> None:
     monkeypatch.setattr(collective, "_LARGE", 4000)
-    sizes = [10, 1000, 2000, 999, 1, 1500, 5000, 3]
     tensors = [(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
     world = World(pool, tensors, buffer_bytes=8000, timeout=PATIENCE)
     scratch = torch.empty(max(sizes), dtype=given)

@@ -527,8 +527,9 @@ class PackingThreads:
     def finish(self) -> None:
         """Wait until all weights are packed."""
         self.loading = False
-        while self._packing:
-            self._packing.popleft().result()
+        packing, self._packing = self._packing, deque()
+        for each in packing:
+            each.result()
 
 
 packing = PackingThreads()

@@ -99,7 +99,10 @@ class CollectiveSender(StreamSender):
         world_size = 1 + engine_workers
         self._group = ProcessGroup(0, ip, port, world_size, 1, self._device, self._timeout)
         self._rounds = 0
-        self._buffers = _two_buffers(self._buffer_bytes, self._device)
+        _, entries, buffer_bytes = self._layout
+        # Small tensors may fill a chunk of their own that is larger than those with large ones.
+        most = max(map(chunk_bytes, split(entries, buffer_bytes, _LARGE)))
+        self._buffers = _two_buffers(max(most, self._buffer_bytes), self._device)
 
     def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         if (group := self._group) is None:

@@ -282,8 +282,9 @@ def join_ranks(address: str, rank: int, ranks: int, device: torch.device, second
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     try:
-        if host != LOOPBACK:  # else all ranks are on this node, and engines may be on others
-            os.environ.setdefault(GLOO_INTERFACE, _interface(own_address(host)))
+        # At LOOPBACK all ranks are on this node, and engines may be on others.
+        if host != LOOPBACK and (interface := _interface(own_address(host))):
+            os.environ.setdefault(GLOO_INTERFACE, interface)
         store = private(join_store(host, int(port), limit))
         if device.type == "cuda":
             check_own_gpus(store, rank, [f"rank {number}" for number in range(ranks)], device)
