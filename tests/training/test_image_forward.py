@@ -16,7 +16,7 @@ from tests.vision import asked, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.errors import InputError, TrajectoryError, WeightUpdateError
-from turnwise.training.batching import Columns, Layout, Layouts, plan_micro_batches
+from turnwise.training.batching import Columns, Costs, Layout, Layouts, plan_micro_batches
 from turnwise.training.export import merge_adapter
 from turnwise.training.layout_check import check_run
 from turnwise.training.memory import model_size
@@ -174,6 +174,17 @@ def test_micro_batches_have_a_budget_of_images(rank: TrainerRank, vision_path: s
     assert sorted(map(len, share.micro_batches)) == [1, 3]  # an image counts once
     (share,) = plan_micro_batches(samples, 1, 1, 4 * each, Layouts(patches=9.0))[0]
     assert list(map(len, share.micro_batches)) == [1, 1, 1, 1]
+
+
+def test_a_step_with_images_takes_the_layout_that_costs_least(vision_path: str) -> None:
+    layouts = Layouts(("padded", "packed", "shared"), 1.0, Costs(1e-4, 1e-4, 30.0))
+    for seeds, layout in (((1, 1, 1, 1), "shared"), ((1, 2, 3, 4), "padded")):
+        samples = [  # the same ids but for the answers, and 64 tokens of an image
+            sample_of(vision_path, picture(280, 280, seed), "?", answer=[5 + number], number=number)
+            for number, seed in enumerate(seeds)
+        ]
+        (share,) = plan_micro_batches(samples, 1, 1, 4096, layouts)[0]
+        assert share.layout == layout
 
 
 def test_samples_share_what_is_before_a_different_image_alone(vision_path: str) -> None:

@@ -71,10 +71,15 @@ def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
     on an H100; 16 tokens for calls is an estimate).
     """
     text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
-    experts = next((n for key in EXPERT_KEYS if (n := getattr(text, key, None))), 1)
-    met = (getattr(text, "num_experts_per_tok", None) or experts) / experts
+
+    def first(*names: str) -> int:  # a few models have a list, or none
+        values = (getattr(text, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value), 0)
+
+    heads = first("num_attention_heads")
+    width = heads and (heads * first("head_dim") or first("hidden_size"))
+    experts = first(*EXPERT_KEYS) or 1
+    met = (first("num_experts_per_tok") or experts) / experts
     layers = decoder_layers(model, of_images=False)
     parameters = sum(
         parameter.numel() * (met if ".experts." in name else 1.0)
