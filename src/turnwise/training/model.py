@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -407,7 +406,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits_NV: torch.Tensor, targets_N: torch.Tensor
+        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total_N = torch.logsumexp(logits_NV, dim=-1)
         ctx.save_for_backward(logits_NV, targets_N, total_N)
@@ -415,11 +414,9 @@ class _LogProbs(torch.autograd.Function):
         return logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N, total_N
 
     @staticmethod
-    def backward(
-        ctx: FunctionCtx, gradient_N: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        logits_NV, targets_N, total_N = ctx.saved_tensors  # type: ignore[attr-defined]
-        gradient_N1 = gradient_N[:, None]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_NV, targets_N, total_N = ctx.saved_tensors
+        gradient_N1 = gradients[0][:, None]
         gradient_NV = (logits_NV - total_N[:, None]).exp_().mul_(-gradient_N1)
         return gradient_NV.scatter_add_(-1, targets_N[:, None], gradient_N1), None
 
