@@ -112,8 +112,7 @@ def plan_micro_batches(
             its own. Patches of images count as tokens.
         layouts: Those of the run, or the only one.
     """
-    if isinstance(layouts, str):
-        layouts = Layouts((layouts,))
+    known = Layouts((layouts,)) if isinstance(layouts, str) else layouts
     computed: dict[int, list[Sample]] = {}
     counted: dict[int, list[Sample]] = {}
     for sample in samples:
@@ -133,10 +132,10 @@ def plan_micro_batches(
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
         found = [
-            (layout, _buckets(list(units.values()), max_tokens, ranks, layout, layouts.patches))
-            for layout in layouts.allowed
+            (layout, _buckets(list(units.values()), max_tokens, ranks, layout, known.patches))
+            for layout in known.allowed
         ]
-        layout, buckets = min(found, key=lambda each: _time(each[1], each[0], layouts.costs))
+        layout, buckets = min(found, key=lambda each: _time(each[1], each[0], known.costs))
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
