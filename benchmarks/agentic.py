@@ -122,7 +122,7 @@ def plan(seed: int, number: int) -> list[Step]:
     return steps
 
 
-def told(answer: dict[str, Any], text: str) -> list[dict[str, Any]]:
+def replies(answer: dict[str, Any], text: str) -> list[dict[str, Any]]:
     """Return the messages after an answer: the results of its calls, or the user's reply."""
     calls = answer.get("tool_calls") or ()
     results = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
@@ -182,7 +182,7 @@ async def play(
         name = f"{tag}-{number}"
         for step in plan(seed, number):
             await asyncio.sleep(step.seconds)
-            messages += told(messages[-1] if messages else {}, step.text)
+            messages += replies(messages[-1] if messages else {}, step.text)
             limits = {"max_tokens": step.tokens, "min_tokens": step.tokens}
             body = {**shape, **limits, "messages": messages}
             messages.append(await ask(http, url, body, name, measured))

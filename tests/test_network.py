@@ -90,21 +90,21 @@ def test_a_run_loses_nothing_to_a_slow_network_a_cut_and_a_machine_that_dies(
     )
     lines = tmp_path / "run.txt"
     assert done.returncode == 0, done.stderr + (lines.read_text() if lines.exists() else "")
-    told = json.loads(done.stdout)
-    if "impossible" in told:
-        pytest.skip(told["impossible"])
+    said = json.loads(done.stdout)
+    if "impossible" in said:
+        pytest.skip(said["impossible"])
     sys.stdout.write(done.stdout)
-    assert told["code"] == 0, lines.read_text()
-    assert [row["step"] for row in told["rows"]] == [*range(1, STEPS + 1)]
-    for row in told["rows"]:
+    assert said["code"] == 0, lines.read_text()
+    assert [row["step"] for row in said["rows"]] == [*range(1, STEPS + 1)]
+    for row in said["rows"]:
         assert row["trajectories"] + sum(row["dropped"].values()) == PER_STEP, row
-    for row, played in zip(told["rows"], told["played"], strict=True):
+    for row, played in zip(said["rows"], said["played"], strict=True):
         assert len({(problem, sample) for problem, sample in played}) == len(played), row
         assert len(played) == row["trajectories"], row
-    engines = [row["engines"] for row in told["rows"]]
+    engines = [row["engines"] for row in said["rows"]]
     assert engines == [2, 2, 2, 2, 2, 1, 1, 2, 1, 1, 2]
-    assert told["exactness"]["tokens_trained"] > 0
-    assert (told["exactness"]["violations"], told["exactness"]["exact_percent"]) == (0, 100.0)
-    assert len(told["returns"]) == 2
-    assert told["engines_by_machine"] == {"2": 1, "3": 1}, "an engine of before runs on"
-    assert told["left"] == []
+    assert said["exactness"]["tokens_trained"] > 0
+    assert (said["exactness"]["violations"], said["exactness"]["exact_percent"]) == (0, 100.0)
+    assert len(said["returns"]) == 2
+    assert said["engines_by_machine"] == {"2": 1, "3": 1}, "an engine of before runs on"
+    assert said["left"] == []
