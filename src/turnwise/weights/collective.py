@@ -1,9 +1,9 @@
 """The `collective` transport: a process group of the trainer's rank 0 and the engines' workers.
 
-Tensors travel by broadcasts from rank 0, large ones from where they are; messages about them
-travel through the group's store. So an engine can wait for a trainer while it serves, and an update
-that one engine refuses is cancelled for all of them before the first broadcast. The trainer's other
-ranks only gather tensors.
+Tensors travel by broadcasts from rank 0, large ones on a CPU from where they are; messages about
+them travel through the group's store. So an engine can wait for a trainer while it serves, and an
+update that one engine refuses is cancelled for all of them before the first broadcast. The
+trainer's other ranks only gather tensors.
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
@@ -15,6 +15,7 @@ ranks only gather tensors.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -48,7 +49,7 @@ from turnwise.weights.transport import (
 
 _ACCEPT_SHARE = 0.25
 _LARGE = 4 * 2**20
-"""Bytes from which a tensor has a broadcast of its own."""
+"""Bytes from which a tensor on a CPU has a broadcast of its own."""
 
 
 class CollectiveTransport(Transport):
@@ -101,7 +102,7 @@ class CollectiveSender(StreamSender):
         self._rounds = 0
         _, entries, buffer_bytes = self._layout
         # Small tensors may fill a chunk of their own that is larger than those with large ones.
-        most = max(map(chunk_bytes, split(entries, buffer_bytes, _LARGE)))
+        most = max(map(chunk_bytes, _divided(entries, buffer_bytes, self._device)))
         self._buffers = _two_buffers(max(most, self._buffer_bytes), self._device)
 
     def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
@@ -120,7 +121,7 @@ class CollectiveSender(StreamSender):
                 parts = torch.split(self._delta, self._buffer_bytes)
                 source = (("delta", part) for part in parts)
             group.put("go", number, "")
-            self._broadcast(group, version, _chunks_of(manifest), source)
+            self._broadcast(group, version, _chunks_of(manifest, self._device), source)
             group.put("verdict", number, "")
             group.wait_engines("done", number, f"load version {version}", self._timeout)
         except BaseException as error:
@@ -185,7 +186,7 @@ class CollectiveReceiver(StreamReceiver):
                 self._round = group.last_round = number
                 manifest = Manifest.from_dict(json.loads(text))
                 self._accept(manifest)
-                self._chunks = _chunks_of(manifest)
+                self._chunks = _chunks_of(manifest, self._device)
                 if manifest.checksum is not None:
                     self._held, self.reuses_buffers = held_for(manifest, self._options), False
                     if manifest.deltas and self._held.way_to(manifest) is None:
@@ -277,10 +278,17 @@ def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor
     return buffer
 
 
-def _chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
+def _divided(
+    entries: tuple[TensorEntry, ...], buffer_bytes: int, device: torch.device
+) -> tuple[Chunk, ...]:
+    """Divide tensors into chunks; on a CPU, each large one is alone, to travel from where it is."""
+    return split(entries, buffer_bytes, _LARGE if device.type == "cpu" else math.inf)
+
+
+def _chunks_of(manifest: Manifest, device: torch.device) -> tuple[Chunk, ...]:
     """Return the chunks to broadcast: all tensors, or a delta's bytes in parts as long as those."""
     if not manifest.deltas:
-        return split(manifest.tensors, manifest.buffer_bytes, _LARGE)
+        return _divided(manifest.tensors, manifest.buffer_bytes, device)
     most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
     sizes = (min(most, nbytes - start) for start in range(0, nbytes, most))
     return tuple((TensorEntry("delta", "uint8", (size,), 0, size),) for size in sizes)
