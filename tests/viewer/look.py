@@ -67,7 +67,8 @@ def look_at_a_live_run(page: "Page") -> None:
     known = accuracy.inner_text()  # an evaluation beside training comes later than its step's line
     *before, last = path.read_text().splitlines()
     late = path.with_suffix(".tmp")
-    amended = json.loads(last) | {"accuracy_heldout": 0.4375}
+    other = 0.5625 if known.endswith("0.438") else 0.4375  # the second theme finds the first's
+    amended = json.loads(last) | {"accuracy_heldout": other}
     late.write_text("".join(f"{line}\n" for line in (*before, json.dumps(amended))))
     late.replace(path)
     expect(accuracy).not_to_have_text(known)
