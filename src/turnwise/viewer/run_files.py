@@ -41,7 +41,6 @@ from turnwise.viewer.template_diff import Comparison, comparison
 RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
 _EXCERPT = 160  # characters of a question or an answer in a summary
 _INDICES = 8  # files whose summaries are kept in memory, for each run
-_PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")  # written by these commands, beside the files of the steps
@@ -365,8 +364,9 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _place(data: bytes, offset: int) -> str:
-    before = data[max(0, offset - _PLACE_BYTES) : offset]
-    return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
+    # all bytes before it: an earlier line may be amended, and keep its length
+    before = hashlib.sha256(data[:offset]).hexdigest()[:16]
+    return f"{offset}-{before}" if offset <= len(data) else ""
 
 
 def _is_own(path: Path) -> bool:
