@@ -218,7 +218,8 @@ class ProblemStream:
     ) -> npt.NDArray[np.bool_]:
         turns = (np.array(indices, dtype=np.uint64) * _SPREAD % 2**32) >> 16
         every = np.minimum(1 << np.minimum(self._equal[indices], 62), self._max_rest or 1)
-        return (turns.astype(np.int64) + epoch) % every != 0
+        resting: npt.NDArray[np.bool_] = (turns.astype(np.int64) + epoch) % every != 0
+        return resting
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on; raises the reason as an InputError when none is left."""

@@ -78,7 +78,7 @@ class HeldWeights:
         """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
         words = self._buffer.view(-1, _ROW).view(torch.int64)
         by_row, by_column = [words.new_zeros(0)], words.new_zeros(words.shape[1])
-        for block in words.split(_ROWS):
+        for block in torch.split(words, _ROWS):
             by_row.append(block.sum(1))
             by_column += block.sum(0)
         rows, columns = (
@@ -166,7 +166,7 @@ def _differing(flat: torch.Tensor, held: torch.Tensor) -> tuple[int, torch.Tenso
     """Return how many values of two flat tensors differ as bits, and their places; None if the
     whole tensor is shorter than those and the values."""
     bits, most = getattr(torch, f"int{8 * held.itemsize}"), flat.nbytes / (2 + flat.itemsize)
-    blocks = zip(flat.view(bits).split(_BLOCK), held.view(bits).split(_BLOCK), strict=True)
+    blocks = zip(*(torch.split(each.view(bits), _BLOCK) for each in (flat, held)), strict=True)
     count, found = 0, [torch.empty(0, dtype=torch.int64)]
     for number, (one, other) in enumerate(blocks):
         differs = (one != other).numpy()  # NumPy finds them twice as fast as torch
