@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partialmethod
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -93,7 +93,6 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 if _collecting:
     gc.enable()
 
-from turnwise.core.optional import Foreign
 from turnwise.internals import internal
 
 if TYPE_CHECKING:
@@ -540,7 +539,7 @@ _method = vocab_parallel_embedding.UnquantizedEmbeddingMethod
 _pack_embedding = internal(_method, "process_weights_after_loading", "self", "layer")
 
 
-def _pack_if_head(self: object, layer: Foreign) -> None:
+def _pack_if_head(self: object, layer: Any) -> None:
     """Pack a matrix of embeddings at once if it is an output head, and else when logits are first
     computed with it: vLLM packs those too that only look up tokens, which takes their memory
     again, and as long in each update as the head."""
