@@ -123,6 +123,8 @@ class AdapterTable:
         self.older: list[LoadedAdapter] = []
         """Versions of the trained adapter before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
+        self._brought: dict[str, LoadedAdapter] = {}
+        """Those that were loaded when a request needed them, the least recently used first."""
         self._numbers = 0
 
     def new(self, name: str, version: int | None = None) -> LoadedAdapter:
@@ -139,6 +141,28 @@ class AdapterTable:
         if (before := self._by_name.get(name)) is not None:
             self.older.append(before)
         self._by_name[name] = adapter
+
+    def bring(self, name: str, adapter: LoadedAdapter) -> None:
+        """Add an adapter that a request needs, and that may make room for another one later."""
+        self._by_name[name] = self._brought[name] = adapter
+
+    def touch(self, name: str) -> bool:
+        """Return whether there is an adapter of a name, which is used now."""
+        if (adapter := self._brought.pop(name, None)) is not None:
+            self._brought[name] = adapter
+        return name in self._by_name
+
+    def take_idle(self) -> LoadedAdapter | None:
+        """Remove and return the adapter that no request has needed for the longest time; None if
+        all are in use."""
+        for name, adapter in self._brought.items():
+            if not adapter.users:
+                del self._brought[name], self._by_name[name]
+                return adapter
+        return None
+
+    def __len__(self) -> int:
+        return len(self._by_name) + len(self.older)
 
     def excess(self) -> list[LoadedAdapter]:
         """Remove and return the versions to drop: those that no request uses, and the oldest ones

@@ -53,6 +53,9 @@ class Route:
     """Name of the group of trajectories that begin with one prompt; "" for none."""
     adapter: str = ""
     """Name in `serving.adapters` of the adapter that samples; "" for the policy."""
+    folder: str = ""
+    """Folder in PEFT's format of an adapter under a name of its own, from which an engine loads it
+    when it needs it; "" for those that an engine holds."""
 
 
 class Request(NamedTuple):

@@ -45,6 +45,7 @@ from turnwise.engine.protocol import (
     PauseMode,
     Rendezvous,
     Request,
+    Route,
     WeightUpdate,
 )
 from turnwise.engine.vllm_requests import TokenStreams, sampling_params
@@ -129,6 +130,7 @@ class VllmEngine:
         self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
+        self._slots = 0  # number of adapters that it can hold
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
         self._ready = False  # whether all adapters are loaded, and choices are captured
@@ -137,6 +139,8 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
+        if self._has_adapters:  # on a CPU the last slot stays empty
+            self._slots = arguments["max_loras"] - vllm.current_platform.is_cpu()
         if extension := combined(worker_extension, arguments.get("worker_extension_cls", "")):
             arguments["worker_extension_cls"] = extension
         if worker_extension:
@@ -159,6 +163,8 @@ class VllmEngine:
                     await run_in_thread(load_object, name, "logits_processors")
                 self._loaded.add(name)
         await self.load_adapters()
+        if request.route.folder:
+            await self._bring(request.route)
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         vllm = self._vllm
         with self._adapters.using(request.route.adapter, request.id) as adapter:
@@ -202,6 +208,25 @@ class VllmEngine:
                 self._adapters.add(name, adapter)
                 del self._unloaded[name]
             self._ready = True
+
+    async def _bring(self, route: Route) -> None:
+        """Load the adapter of a route, unless the engine holds it. If all slots are taken, the one
+        that no request has needed for the longest time makes room, as soon as there is one."""
+        if self._adapters.touch(route.adapter):
+            return
+        what = f"a wait for one of {self._slots} slots of adapters (engine.vllm_args.max_loras)"
+        async with self._moving(f"with {what}"), self._loading:
+            if self._adapters.touch(route.adapter):
+                return
+            while len(self._adapters) >= self._slots:
+                if (idle := self._adapters.take_idle()) is None:
+                    await asyncio.sleep(_POLL_SECONDS)
+                else:
+                    await self._ask("remove_adapter", idle.number)
+            adapter = self._adapters.new(route.adapter)
+            key = f"the adapter {route.adapter}"
+            await self._ask("put_adapter", adapter.number, route.folder, key)
+            self._adapters.bring(route.adapter, adapter)
 
     def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""

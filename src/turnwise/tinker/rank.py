@@ -1,0 +1,196 @@
+"""One rank of the trainer of clients' adapters: see `adapters`."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from turnwise.config import Config, LoraConfig, SamplingConfig
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError
+from turnwise.internals.transformers import activate
+from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
+from turnwise.tinker.losses import Inputs, loss_named
+from turnwise.tinker.wire import Array
+from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
+from turnwise.training.layout_check import ModelCheck, agreed_layout
+from turnwise.training.loading import load_models, path_of
+from turnwise.training.lora import (
+    adapted_layers,
+    adapter_config,
+    adapter_tensors,
+    add_adapter,
+    remove_adapter,
+    write_adapter,
+)
+from turnwise.training.memory import check_room
+from turnwise.training.model import score_columns
+from turnwise.training.rank import begin_process, layout_of
+from turnwise.training.sample import Sample
+
+ALPHA = 32.0
+"""The `lora_alpha` of clients' adapters of every rank, unless `model.lora.alpha` is set: that of
+Tinker, so that learning rates mean the same."""
+_PLAIN = SamplingConfig()
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+"""Names of the modules of a decoder layer that are its attention; others are its MLP."""
+
+
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    label: str
+    """PEFT's name of it; names of clients may have dots."""
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.AdamW
+
+
+class AdapterRank:
+    """The model on one rank, with the adapters of all clients. Arguments are `TrainerRank`'s."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        address: str = "",
+    ) -> None:
+        if ranks > 1:
+            raise InputError("training.ranks: a Tinker server trains on one rank: set it to 1")
+        self._config = config
+        self.device = begin_process(config, rank, ranks, address)
+        check_room(config, self.device, ranks)
+        self._models = models = load_models(config, self.device)
+        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
+        preferred = layout_of(config.training, self.device)
+        self.layout, self.layout_warning = agreed_layout(checks, config.training, preferred)
+        self._model = models.policy.get_submodule("model")
+        self._layers = adapted_layers(self._model)
+        remove_adapter(self._model, "default")  # of `load_models`, which found the layers
+        self._adapters: dict[str, _Adapter] = {}
+        self._numbers = itertools.count(1)
+
+    def create(self, name: str, spec: AdapterSpec) -> int:
+        """Add an adapter, and return the number of its parameters."""
+        own = self._config.model.lora
+        targets = [
+            layer
+            for layer in self._layers
+            if (spec.train_attn if _ATTENTION.search(layer) else spec.train_mlp)
+        ]
+        if not targets:
+            raise InputError("lora_config: train_attn and train_mlp leave no layer to train")
+        label = f"client{next(self._numbers)}"
+        settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
+        add_adapter(self._model, settings, label, targets, spec.seed)
+        parameters = [
+            parameter for each, parameter in self._model.named_parameters() if f".{label}." in each
+        ]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.device)
+        self._adapters[name] = _Adapter(label, parameters, torch.optim.AdamW(parameters))
+        return sum(parameter.numel() for parameter in parameters)
+
+    def run(self, name: str, run: Pass) -> PassResult:
+        """Run a pass with an adapter."""
+        adapter = self._of(name)
+        loss = loss_named(run.loss, run.settings)
+        outputs: list[dict[str, Array]] = [{} for _ in run.data]
+        total = 0.0
+        activate(self._layers.values(), [adapter.label])
+        try:
+            with torch.set_grad_enabled(run.backward):
+                for samples in self._micro_batches(run):
+                    chosen = [run.data[sample.sequence] for sample in samples]
+                    logprobs_N, inputs = self._score(samples, [datum.inputs for datum in chosen])
+                    loss_N = loss.compute(logprobs_N, inputs, run.settings)
+                    if run.backward:
+                        loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                    total += float(loss_N.detach().sum())
+                    parts = torch.split(
+                        logprobs_N.detach().float().cpu(), [len(d.token_ids_T) for d in chosen]
+                    )
+                    for sample, part in zip(samples, parts, strict=True):
+                        outputs[sample.sequence]["logprobs"] = part.numpy()
+        except BaseException:
+            adapter.optimizer.zero_grad()  # half of a gradient is worse than none
+            raise
+        return PassResult(outputs, {"loss:sum": total})
+
+    def _micro_batches(self, run: Pass) -> list[list[Sample]]:
+        """Divide the data; a sample has one token more, since each token is scored by the one
+        before it."""
+        samples = [
+            Sample.to_score([*d.token_ids_T.tolist(), 0], [0] + [1] * len(d.token_ids_T), number)
+            for number, d in enumerate(run.data)
+        ]
+        most = micro_batch_tokens(self._config.training, self.device.type == "cuda")
+        ((share,),) = plan_micro_batches(samples, 1, 1, most, self.layout)
+        return share.micro_batches
+
+    def _score(
+        self, samples: Sequence[Sample], inputs: Sequence[Mapping[str, Array]]
+    ) -> tuple[torch.Tensor, Inputs]:
+        """Return the log-probs of the targets, [N], and the tensors of the loss, one after the
+        other."""
+        joined = {
+            name: torch.from_numpy(np.concatenate([each[name] for each in inputs])).to(self.device)
+            for name in inputs[0]
+        }
+        columns = Columns.of(samples, self.layout, self.device)
+        columns = replace(columns, targets_N=joined["target_tokens"].long())
+        with self._models.computing(self._models.policy):
+            logprobs_N, _ = score_columns(self._model, columns, _PLAIN)
+        return logprobs_N.float(), joined
+
+    def step(self, name: str, step: AdamStep) -> dict[str, float]:
+        """Take an optimizer step, unless the gradient is not finite; return its metrics."""
+        adapter = self._of(name)
+        given = [p.grad for p in adapter.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(given) if given else torch.zeros(())
+        finite = bool(torch.isfinite(norm))
+        if finite and given:
+            if 0 < step.grad_clip_norm < float(norm):
+                nn.utils.clip_grads_with_norm_(adapter.parameters, step.grad_clip_norm, norm)
+            for group in adapter.optimizer.param_groups:
+                group["lr"], group["eps"] = step.learning_rate, step.eps
+                group["betas"] = step.beta1, step.beta2
+                group["weight_decay"] = step.weight_decay
+            adapter.optimizer.step()
+        adapter.optimizer.zero_grad()
+        if not finite:
+            raise InputError(
+                f"optim_step: the gradient's norm is {float(norm)}, so the step was skipped and "
+                "the gradient dropped: look at the weights, advantages and log-probs of the data"
+            )
+        return {"grad_norm": float(norm)}
+
+    def write(self, name: str, folder: Path) -> None:
+        """Write an adapter in PEFT's format into a folder."""
+        label = self._of(name).label
+        tensors = {
+            key: tensor.detach().cpu().contiguous()
+            for key, tensor in adapter_tensors(self._model, label)
+        }
+        settings: dict[str, Foreign] = adapter_config(self._model, path_of(self._config), label)
+        names = {target.rpartition(".")[2] for target in settings["target_modules"]}
+        write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; one that is unknown is forgotten already."""
+        if (adapter := self._adapters.pop(name, None)) is not None:
+            remove_adapter(self._model, adapter.label)
+
+    def close(self) -> None:
+        """Do nothing: no file of the rank outlives its process."""
+
+    def _of(self, name: str) -> _Adapter:
+        if (adapter := self._adapters.get(name)) is None:
+            raise InputError(f"the trainer holds no model {name}: it was not saved before it left")
+        return adapter

@@ -1,0 +1,255 @@
+"""Tinker's binary messages: requests of training in, log-probs out.
+
+`_MESSAGES` is the protocol's table of fields. A slow test compares it with the descriptors of the
+SDK, whose code the server does not need. Enumerations are integers here, as they are in messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.core.optional import Foreign, optional
+from turnwise.engine.protocol import Completion
+from turnwise.errors import InputError
+
+Array = npt.NDArray[np.generic]
+PROTOBUF = "application/x-protobuf"
+"""Content type of these messages."""
+_FLOAT32, _INT64 = 1, 2
+_DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
+_MOST_VALUES = 2**26  # of a tensor, once it is dense
+_TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
+_PACKAGE = "turnwise_tinker"
+_MESSAGES = {
+    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
+    "Tensor": "1 dense bytes @encoding, 2 sparse_csr SparseCsr @encoding, 3 dtype int32, "
+    "4 shape int64 *",
+    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes @_logprobs, "
+    "4 topk_sampled_logprobs TopkLogprobs",
+    "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
+    "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes @_prompt_logprobs, "
+    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32, "
+    "5 target_prompt_logprobs Tensor, 6 prompt_alt_tokens PromptAltTokens",
+    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
+    "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
+    "3 metrics double %",
+    "PromptProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
+    "SampledProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
+    "ProvenanceSpan": "1 prompt_tokens PromptProvenanceSpan @span, "
+    "2 sampled_tokens SampledProvenanceSpan @span",
+    "EncodedTextChunk": "1 tokens bytes",
+    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32 @_expected_tokens",
+    "DmelChunk": "1 dmel bytes",
+    "Chunk": "1 encoded_text EncodedTextChunk @chunk, 2 image ImageChunk @chunk, "
+    "3 dmel DmelChunk @chunk",
+    "LossConfigValue": "1 number double @value, 2 text string @value",
+    "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %, "
+    "3 model_input_spans ProvenanceSpan *, 4 loss_fn_input_spans ProvenanceSpan *",
+    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
+    "4 loss_fn string, 5 loss_fn_config double %, 6 forward_only bool, "
+    "7 loss_fn_config_v2 LossConfigValue %",
+}
+"""Fields of each message: number, name, type, and `*` for a list, `%` for a mapping from strings,
+`@NAME` for one of several of which at most one is set."""
+
+
+class Span(NamedTuple):
+    """Tokens that come from a sampled sequence: from its prompt or from its own tokens."""
+
+    kind: Literal["prompt", "sampled"]
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence to compute: `T` tokens, and what the loss needs at each of them."""
+
+    token_ids_T: npt.NDArray[np.int64]
+    inputs: Mapping[str, Array]
+    """`loss_fn_inputs`: the tensors of the loss by name; the first dimension is `T`."""
+    spans: Sequence[Span] = ()
+    """Origin of the tokens, in order; empty if the client does not give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRequest:
+    """A request for a forward pass, with its gradient unless `forward_only`."""
+
+    model_id: str
+    seq_id: int
+    """Position among the model's requests, from 1."""
+    data: Sequence[Datum]
+    loss: str
+    loss_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+    mistake: str = ""
+    """Reason why the data cannot be used; "" if they can. The request still has its position."""
+
+
+@cache
+def message_classes() -> Mapping[str, Foreign]:
+    """Return protobuf's classes of the messages, by their names."""
+    purpose = "a Tinker server"
+    descriptors = optional("google.protobuf.descriptor_pb2", "tinker", purpose)
+    pool = optional("google.protobuf.descriptor_pool", "tinker", purpose).DescriptorPool()
+    factory = optional("google.protobuf.message_factory", "tinker", purpose)
+    file = descriptors.FileDescriptorProto(
+        name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
+    )
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        oneofs = dict[str, int]()
+        for text in fields.split(", "):
+            number, own, kind, *rest = text.split()
+            mark = rest[0] if rest else ""
+            if mark == "%":
+                entry = message.nested_type.add(name=own.title().replace("_", "") + "Entry")
+                entry.options.map_entry = True
+                _add(entry, "key", 1, "string")
+                _add(entry, "value", 2, kind)
+                kind, mark = f"{name}.{entry.name}", "*"
+            added = _add(message, own, int(number), kind, is_list=mark == "*")
+            if mark.startswith("@"):
+                if mark not in oneofs:
+                    oneofs[mark] = len(message.oneof_decl)
+                    message.oneof_decl.add(name=mark[1:])
+                added.oneof_index = oneofs[mark]
+    pool.Add(file)
+    return {
+        name: factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in _MESSAGES
+    }
+
+
+def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool = False) -> Foreign:
+    known = _TYPES.get(kind)
+    added = message.field.add(name=name, number=number, label=3 if is_list else 1, type=known or 11)
+    if known is None:
+        added.type_name = f".{_PACKAGE}.{kind}"
+    return added
+
+
+def read_training_request(body: bytes) -> TrainingRequest:
+    """Return the request of a message; InputError when it is none."""
+    request = message_classes()["ForwardBackwardRequest"]()
+    try:
+        request.ParseFromString(body)
+    except Exception as error:
+        raise InputError(f"the body is no ForwardBackwardRequest: {error}") from error
+    if not request.model_id or request.seq_id < 1:
+        raise InputError("forward_backward needs a model_id, and a seq_id from 1 on")
+    values = {
+        name: value.text if value.HasField("text") else value.number
+        for name, value in request.loss_fn_config_v2.items()
+    }
+    data, mistake = list[Datum](), ""
+    try:
+        for number, each in enumerate(request.data):
+            data.append(_read_datum(each, number))
+    except InputError as error:
+        mistake = str(error)
+    return TrainingRequest(
+        request.model_id,
+        request.seq_id,
+        data,
+        request.loss_fn,
+        values or dict(request.loss_fn_config),
+        request.forward_only,
+        mistake,
+    )
+
+
+def _read_datum(message: Foreign, number: int) -> Datum:
+    parts = [np.zeros(0, np.int32)]
+    for chunk in message.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise InputError(f"datum {number}: this server computes tokens, not images or audio")
+        parts.append(_array(chunk.encoded_text.tokens, np.int32, f"datum {number}"))
+    inputs = {
+        name: _read_tensor(tensor, f"datum {number}: {name}")
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    spans = []
+    for span in message.model_input_spans:
+        kind: Literal["prompt", "sampled"] = (
+            "sampled" if span.WhichOneof("span") == "sampled_tokens" else "prompt"
+        )
+        own = getattr(span, f"{kind}_tokens")
+        spans.append(Span(kind, own.sequence_id, own.offset, own.length))
+    return Datum(np.concatenate(parts).astype(np.int64), inputs, spans)
+
+
+def _read_tensor(message: Foreign, what: str) -> Array:
+    """Return a tensor; what a sparse one does not list is 0."""
+    if (kind := _DTYPES.get(message.dtype)) is None:
+        raise InputError(f"{what}: the tensor has no type that is known")
+    shape = list(message.shape)
+    if any(size < 0 for size in shape) or np.prod(shape or [0], dtype=float) > _MOST_VALUES:
+        raise InputError(f"{what}: the tensor is {shape}, more than {_MOST_VALUES:,} values")
+    if message.WhichOneof("encoding") != "sparse_csr":
+        flat = _array(message.dense, kind, what)
+        shape = shape or [len(flat)]
+        if flat.size != np.prod(shape):
+            raise InputError(f"{what}: {flat.size} values do not make a tensor {shape}")
+        return flat.reshape(shape)
+    sparse = message.sparse_csr
+    values = _array(sparse.values, kind, what)
+    rows = _array(sparse.crow_indices, np.int64, what)
+    columns = _array(sparse.col_indices, np.int64, what)
+    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    if not fits or np.any(np.diff(rows) < 0) or rows[0] != 0 or rows[-1] != len(values):
+        raise InputError(f"{what}: the rows of the sparse tensor are not those of {shape}")
+    if len(columns) and (columns.min() < 0 or columns.max() >= shape[1]):
+        raise InputError(f"{what}: a column of the sparse tensor is outside of {shape}")
+    dense = np.zeros(shape, kind)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
+    try:
+        return np.frombuffer(data, kind)
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+def training_reply(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
+    """Return the message of a pass: for each datum arrays by name, [T] each, in one order; and
+    metrics, whose names end in the way in which the client joins those of several requests."""
+    reply = message_classes()["ForwardBackwardOutput"](
+        loss_fn_output_type="ArrayRecord", metrics=metrics
+    )
+    record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name in outputs[0] if outputs else ():
+        rows = [np.asarray(each[name], np.float32) for each in outputs]
+        offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
+        tensor = record.fields[name]
+        tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
+        tensor.dtype = _FLOAT32
+        tensor.trailing_shape.extend(rows[0].shape[1:])
+    return bytes(reply.SerializeToString())
+
+
+def sample_reply(
+    completions: Sequence[Completion], prompt_logprobs: Sequence[float | None] | None, cached: int
+) -> bytes:
+    """Return the message of the samples of one prompt."""
+    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=cached)
+    for each in completions:
+        reply.sequences.add(
+            stop_reason=int(each.finish_reason == "length"),
+            tokens=np.asarray(each.token_ids, np.int32).tobytes(),
+            logprobs=np.asarray(each.logprobs, np.float32).tobytes(),
+        )
+    if prompt_logprobs is not None:
+        values = [np.nan if value is None else value for value in prompt_logprobs]
+        reply.prompt_logprobs = np.asarray(values, np.float32).tobytes()
+    return bytes(reply.SerializeToString())
