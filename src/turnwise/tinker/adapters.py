@@ -27,12 +27,12 @@ class AdapterSpec:
 class AdamStep:
     """The settings of one step of AdamW; the names are the protocol's."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
     """Largest norm of the gradient; 0 does not clip."""
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
 from turnwise.tinker.losses import Inputs, loss_named
-from turnwise.tinker.wire import Array
+from turnwise.tinker.wire import Array, Datum
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
 from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import load_models, path_of
@@ -108,7 +108,7 @@ class AdapterRank:
             with torch.set_grad_enabled(run.backward):
                 for samples in self._micro_batches(run):
                     chosen = [run.data[sample.sequence] for sample in samples]
-                    logprobs_N, inputs = self._score(samples, [datum.inputs for datum in chosen])
+                    logprobs_N, inputs = self._score(samples, chosen, loss.needs)
                     loss_N = loss.compute(logprobs_N, inputs, run.settings)
                     if run.backward:
                         loss_N.sum().backward()  # type: ignore[no-untyped-call]
@@ -135,13 +135,12 @@ class AdapterRank:
         return share.micro_batches
 
     def _score(
-        self, samples: Sequence[Sample], inputs: Sequence[Mapping[str, Array]]
+        self, samples: Sequence[Sample], data: Sequence[Datum], needs: Sequence[str]
     ) -> tuple[torch.Tensor, Inputs]:
-        """Return the log-probs of the targets, [N], and the tensors of the loss, one after the
-        other."""
+        """Return the log-probs of the targets, [N], and the tensors that the loss needs."""
         joined = {
-            name: torch.from_numpy(np.concatenate([each[name] for each in inputs])).to(self.device)
-            for name in inputs[0]
+            name: torch.from_numpy(np.concatenate([d.inputs[name] for d in data])).to(self.device)
+            for name in ("target_tokens", *needs)
         }
         columns = Columns.of(samples, self.layout, self.device)
         columns = replace(columns, targets_N=joined["target_tokens"].long())

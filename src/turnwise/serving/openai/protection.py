@@ -261,8 +261,9 @@ class Gate:
                     "or add the name to serving.allowed_hosts",
                 )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_json = kind.startswith("application/") and kind.endswith("json")
-        if scope["method"] != "POST" or is_json:
+        # A browser asks before it sends these.
+        is_asked = kind.startswith("application/") and kind.endswith(("json", "x-protobuf"))
+        if scope["method"] != "POST" or is_asked:
             return
         no_body = kind == "application/octet-stream" and headers.get("content-length") == "0"
         if kind and not no_body:  # clients, such as aiohttp, give no body a type, too
@@ -281,8 +282,9 @@ class Gate:
         if self._key is None or path in ("/health", "/ping"):
             return True
         sent = headers.get("authorization", "")
-        if "/v1/messages" in path and (own := headers.get("x-api-key")):
-            sent = f"Bearer {own}"  # the header of Anthropic's clients
+        takes_header = "/v1/messages" in path or path.startswith("/api/v1/")
+        if takes_header and (own := headers.get("x-api-key")):
+            sent = f"Bearer {own}"  # the header of Anthropic's clients, and of Tinker's
         if _equal(sent, f"Bearer {self._key}"):
             return True
         if not path.startswith("/sessions/"):

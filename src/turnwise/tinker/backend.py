@@ -1,0 +1,150 @@
+"""Engines, a trainer of adapters and a server for clients of Tinker: started and stopped as one."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from turnwise.config import Config, load_config, make_config
+from turnwise.config.base import NEEDED_KEYS
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.gguf import resolve_model
+from turnwise.core.optional import Foreign
+from turnwise.core.ray import watching_ray
+from turnwise.errors import InputError
+from turnwise.run.commands import run_folder
+from turnwise.run.display import SILENT, Display, show_part
+from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running, starting_engines
+from turnwise.serving.openai import import_server
+from turnwise.serving.openai.address import api_key
+from turnwise.serving.placement import gpu_share
+from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
+from turnwise.tinker.routes import add_routes
+from turnwise.tinker.service import Backend, TinkerService
+from turnwise.tinker.wire import message_classes
+from turnwise.training.trainer_group import TrainerActor, TrainerGroup
+
+KEY_PREFIX = "tml-"
+"""Beginning of every key that the SDK accepts."""
+DEFAULTS: Mapping[str, object] = {
+    "name": "tinker",
+    "model": {"lora": {"rank": 64}},
+    "weights": {"lora": "adapter"},
+    "engine": {"vllm_args": {"max_loras": 8, "max_cpu_loras": 8}},
+    "serving": {"max_body_mb": 64},
+}
+"""Defaults of the configuration of a server: the largest rank of an adapter, and the number of
+adapters that sample at once."""
+
+
+class AdapterActor(TrainerActor):
+    """The process of one rank of the adapters' trainer."""
+
+    def rank_class(self) -> Foreign:
+        from turnwise.tinker.rank import AdapterRank
+
+        return AdapterRank
+
+
+class AdapterGroup(TrainerGroup):
+    """All ranks of the adapters' trainer: an `AdapterTrainer`."""
+
+    actor_class = AdapterActor
+
+    async def create(self, name: str, spec: AdapterSpec) -> int:
+        """Add an adapter, and return the number of its parameters."""
+        return int((await self._same(f"create {name}", "create", name, spec))[0])
+
+    async def run(self, name: str, run: Pass) -> PassResult:
+        """Run a pass with an adapter."""
+        results: list[PassResult] = await self._same(f"compute {name}", "run", name, run)
+        return results[0]
+
+    async def step(self, name: str, step: AdamStep) -> Mapping[str, float]:
+        """Take an optimizer step; return its metrics."""
+        results: list[Mapping[str, float]] = await self._same(
+            f"take a step of {name}", "step", name, step
+        )
+        return results[0]
+
+    async def write(self, name: str, folder: Path) -> None:
+        """Write an adapter in PEFT's format into a folder."""
+        await self._same(f"write {name}", "write", name, folder)
+
+    async def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        await self._same(f"forget {name}", "remove", name)
+
+
+def server_config(
+    model: str | None, file: Path | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Return the configuration of a server: that of a file, or the defaults, for a model.
+
+    Raises:
+        InputError: when there is no model, or the server cannot work as configured.
+    """
+    settings = {} if model is None else {"model.path": model}
+    if file is None:
+        config = make_config({}, overrides, DEFAULTS, settings, NEEDED_KEYS)
+    else:
+        config = load_config(file, overrides, DEFAULTS, settings, NEEDED_KEYS)
+    if not config.model.lora.rank or config.weights.lora != "adapter":
+        raise InputError(
+            "a Tinker server trains adapters: model.lora.rank must be the largest rank that "
+            "clients may ask for, and weights.lora must be adapter"
+        )
+    if config.training.colocated or config.training.ranks > 1:
+        raise InputError(
+            "a Tinker server trains on one rank beside its engines: leave out training.colocated "
+            "and training.ranks"
+        )
+    key = api_key(config)
+    if key is not None and not key.startswith(KEY_PREFIX):
+        raise InputError(
+            f"serving.api_key (or TURNWISE_API_KEY) must begin with {KEY_PREFIX}: Tinker's SDK "
+            "sends no other key"
+        )
+    message_classes()  # an error, if protobuf is missing, before anything slow
+    return config
+
+
+@asynccontextmanager
+async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterator[str]:
+    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be."""
+    begin_imports(config)
+    folder = await run_in_thread(run_folder(config).absolute)
+    async with AsyncExitStack() as stack:
+        gpus = await stack.enter_async_context(ray_running(config, progress))
+        share = gpu_share(config, gpus, training=True)
+        manager = make_manager(config, share)
+        stack.push_async_callback(manager.shutdown)
+        start = partial(AdapterGroup.start, config, folder, num_gpus=share)
+        trainers = show_part(progress, "starting the trainer", start)
+        async with task_group() as starting:
+            starting.create_task(show_part(progress, starting_engines(config), manager.start))
+            started = starting.create_task(trainers)
+            words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
+        trainer = started.result()
+        stack.push_async_callback(trainer.close)
+        backend = Backend(manager.scheduler, trainer, words.result())
+        service = TinkerService(config, backend, folder)
+        server_class = await import_server()
+        server = server_class(
+            config, manager.scheduler, extend=lambda app: add_routes(app, service)
+        )
+        stack.push_async_callback(server.stop)
+        await show_part(progress, SERVER, server.start)
+        async with task_group() as tasks, watching_ray(config.ray_address):
+            watching = [tasks.create_task(one) for one in (trainer.watch(), service.watch())]
+            yield server.base_url.removesuffix("/v1")
+            for task in watching:
+                task.cancel()
+
+
+def _vocabulary(config: Config) -> int:
+    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
+    shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    return int(shape.get_text_config().vocab_size)

@@ -1,0 +1,227 @@
+"""Tinker's requests in JSON, and the checks of what they ask for.
+
+Keys that are not known are ignored, as the protocol grows. A mistake is an `InputError`, in the
+words of the protocol.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.tinker.adapters import AdamStep, AdapterSpec
+from turnwise.tinker.losses import loss_named
+from turnwise.tinker.wire import Datum, TrainingRequest
+
+_Id = Annotated[str, Field(max_length=300)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Tokens = Annotated[list[int], Field(max_length=2**21)]
+_LONGEST_STOP = 1000
+MOST_SAMPLES = 4096
+"""Largest `num_samples` of one request."""
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class CreateSession(_Request):
+    user_metadata: JsonObject | None = None
+    display_name: str | None = None
+    project_id: str | None = None
+
+
+class OfSession(_Request):
+    session_id: _Id
+
+
+class _Lora(_Request):
+    rank: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class _Optimizer(_Request):
+    type: str = "adamw"
+
+
+class CreateModel(OfSession):
+    model_seq_id: _Count
+    base_model: str
+    user_metadata: JsonObject | None = None
+    lora_config: _Lora | None = None
+    optimizer_config: _Optimizer = _Optimizer()
+
+    def spec(self, most: int, seed: int) -> AdapterSpec:
+        """Return the adapter that is asked for, of at most this rank; `seed` is that of a client
+        that names none."""
+        if self.optimizer_config.type != "adamw":
+            raise InputError(f"optimizer {self.optimizer_config.type!r}: this server has adamw")
+        if (lora := self.lora_config) is None:
+            raise InputError("this server trains adapters: create_model needs a lora_config")
+        if not 1 <= lora.rank <= most:
+            raise InputError(
+                f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
+                "this server)"
+            )
+        seed = seed if lora.seed is None else lora.seed
+        return AdapterSpec(lora.rank, seed, lora.train_mlp, lora.train_attn)
+
+
+class OfModel(_Request):
+    model_id: _Id
+    seq_id: Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class GetInfo(_Request):
+    model_id: _Id
+
+
+class _Adam(_Request):
+    learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[_Finite, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[_Finite, Field(ge=0)] = 0.0
+    grad_clip_norm: _Finite = 0.0
+
+
+class OptimStep(OfModel):
+    adam_params: JsonObject = Field(
+        validation_alias=AliasChoices("adam_params", "optim_params", "optimizer_params")
+    )
+
+    def step(self) -> AdamStep:
+        if (kind := self.adam_params.get("type", "adamw")) != "adamw":
+            raise InputError(f"optim_step: this model has AdamW, not {kind!r}")
+        return AdamStep(**_Adam.model_validate(self.adam_params).model_dump())
+
+
+class SaveForSampler(OfModel):
+    path: str | None = None
+    sampling_session_seq_id: _Count | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class CreateSamplingSession(OfSession):
+    sampling_session_seq_id: _Count
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class _Chunk(_Request):
+    type: str = "encoded_text"
+    tokens: _Tokens = []
+
+
+class _ModelInput(_Request):
+    chunks: list[_Chunk]
+
+
+class _Sampling(_Request):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | _Tokens | None = None
+    temperature: Annotated[_Finite, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(_Request):
+    """A request for samples of one prompt."""
+
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    prompt: _ModelInput
+    sampling_params: _Sampling
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: _Id | None = None
+    seq_id: _Count | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: JsonObject | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+    def tokens(self, vocabulary: int) -> list[int]:
+        """Return the prompt's ids, checked."""
+        if odd := {c.type for c in self.prompt.chunks if c.type != "encoded_text"}:
+            raise InputError(f"prompt: this server reads tokens, not chunks of type {min(odd)!r}")
+        ids = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+        if not ids:
+            raise InputError("prompt: it has no tokens")
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise InputError(f"prompt: ids must be from 0 to {vocabulary - 1:,}")
+        return ids
+
+    def sampling(self, room: int) -> SamplingConfig:
+        """Return the parameters in our terms; `room` is that for tokens after the prompt."""
+        later = {
+            "topk_prompt_logprobs": self.topk_prompt_logprobs > 0,
+            "topk_sample_logprobs": self.topk_sample_logprobs > 0,
+            "target_prompt_logprobs": self.target_prompt_logprobs is not None,
+            "prompt_alt_tokens_k": self.prompt_alt_tokens_k > 0,
+            "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
+            "record_stability_info": bool(self.record_stability_info),
+        }
+        if asked := [name for name, is_asked in later.items() if is_asked]:
+            raise InputError(f"sample: this server does not answer {', '.join(asked)}")
+        if room < 1:
+            raise InputError(f"prompt: it leaves no room for a token ({room} of the context)")
+        given = self.sampling_params
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        texts = [each for each in stop if isinstance(each, str)]
+        if any(not text or len(text) > _LONGEST_STOP for text in texts):
+            raise InputError(f"sampling_params: a stop has 1 to {_LONGEST_STOP} characters")
+        return SamplingConfig(
+            n=1,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            max_tokens=min(given.max_tokens or room, room),
+            stop=texts,
+            stop_token_ids=[each for each in stop if isinstance(each, int)],
+            ignore_eos=given.stop == [],
+            prompt_logprobs=bool(self.prompt_logprobs),
+        )
+
+
+def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> None:
+    """Raise an `InputError` for the first datum that the model or the loss cannot read."""
+    if request.mistake:
+        raise InputError(request.mistake)
+    loss = loss_named(request.loss, request.loss_config)
+    if not request.data:
+        raise InputError("forward_backward: there are no data")
+    for number, datum in enumerate(request.data):
+        _check_datum(datum, f"datum {number}", loss.needs, vocabulary, longest)
+
+
+def _check_datum(
+    datum: Datum, what: str, needs: Sequence[str], vocabulary: int, longest: int
+) -> None:
+    ids, length = datum.token_ids_T, len(datum.token_ids_T)
+    if not 1 <= length < longest:
+        raise InputError(f"{what}: it has {length:,} tokens, and may have 1 to {longest - 1:,}")
+    for name in ("target_tokens", *needs):
+        if (values := datum.inputs.get(name)) is None:
+            raise InputError(f"{what}: the loss needs loss_fn_inputs[{name!r}]")
+        if values.shape != (length,):
+            shape = list(values.shape)
+            raise InputError(f"{what}: {name} is {shape}, and the {length} tokens need [{length}]")
+        if not np.isfinite(values).all():
+            raise InputError(f"{what}: {name} has a value that is no finite number")
+    for name, tokens in (("model_input", ids), ("target_tokens", datum.inputs["target_tokens"])):
+        if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise InputError(f"{what}: {name} must have ids from 0 to {vocabulary - 1:,}")

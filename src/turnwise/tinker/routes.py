@@ -1,0 +1,109 @@
+"""The HTTP routes of the protocol, below /api/v1.
+
+Statuses are those that the SDK acts on: it repeats a request after 408, 409, 429 and 5xx, begins
+again after 410, and raises everything else. The result of a request is in its body, errors too.
+"""
+
+import hashlib
+from collections.abc import Callable, Coroutine
+from typing import Final
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, TurnwiseError, visible
+from turnwise.tinker.futures import WAIT_SECONDS, Failure, Gone, Missing
+from turnwise.tinker.service import GET, POST, TinkerService, Verb
+from turnwise.tinker.wire import PROTOBUF, read_training_request
+
+ROOT: Final = "/api/v1"
+
+
+def status_of(error: TurnwiseError) -> int:
+    """Return the status of an error that is known at once."""
+    if isinstance(error, Missing):
+        return 404
+    if isinstance(error, Gone):
+        return 410
+    return 400 if isinstance(error, InputError) else 503
+
+
+def owner_of(request: Request) -> str:
+    """Return the owner of a request: a digest of its key, whether the server checks keys or not."""
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+    return hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()[:32]
+
+
+def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
+    """Add the protocol's routes to an application, and return it."""
+    router = APIRouter(prefix=ROOT)
+    for path, verb in POST.items():
+        router.add_api_route(f"/{path}", _answering(service, verb), methods=["POST"])
+    for path, verb in GET.items():
+        router.add_api_route(f"/{path}", _answering(service, verb), methods=["GET"])
+
+    @router.get("/healthz")
+    async def health() -> JsonObject:
+        return {"status": "ok"}
+
+    @router.post("/forward_backward")
+    async def forward_backward(request: Request) -> Response:
+        try:
+            asked = read_training_request(await request.body())
+            return JSONResponse(await service.train(owner_of(request), asked))
+        except TurnwiseError as error:
+            return _refused(error)
+
+    @router.post("/retrieve_future")
+    async def retrieve_future(request: Request) -> Response:
+        tree = await _values(request)
+        name = str(tree.get("request_id", ""))
+        try:
+            outcome = await service.futures.retrieve(name, owner_of(request), WAIT_SECONDS)
+        except TurnwiseError as error:
+            return _refused(error)
+        if outcome is None:  # the SDK asks again after this status, without a warning to its user
+            waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return JSONResponse(waiting, 408)
+        if isinstance(outcome, Failure):
+            return JSONResponse({"error": outcome.error, "category": outcome.category})
+        if outcome.message is not None:
+            return Response(outcome.message, media_type=PROTOBUF)
+        return JSONResponse(outcome.tree)
+
+    @router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
+    async def unknown(path: str) -> Response:
+        return _refused(Missing(f"this server does not answer {ROOT}/{visible(path)[:100]}"))
+
+    app.include_router(router)
+    return app
+
+
+def _answering(
+    service: TinkerService, verb: Verb
+) -> Callable[[Request], Coroutine[None, None, Response]]:
+    async def answer(request: Request) -> Response:
+        tree = await _values(request) if request.method == "POST" else {}
+        try:
+            given = {**tree, **request.path_params}
+            return JSONResponse(await verb(service, owner_of(request), given))
+        except TurnwiseError as error:
+            return _refused(error)
+
+    return answer
+
+
+async def _values(request: Request) -> JsonObject:
+    try:
+        tree = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"the body is no JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise HTTPException(400, "the body must be a JSON object")
+    return tree
+
+
+def _refused(error: TurnwiseError) -> Response:
+    return JSONResponse({"detail": visible(str(error))}, status_of(error))

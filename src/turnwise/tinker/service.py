@@ -1,0 +1,429 @@
+"""The server's state and verbs: sessions, models, sampling sessions and their requests.
+
+Each method in `VERBS` answers one route: it gets the caller's owner and the body's values, and
+returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
+random; those of models and sampling sessions are made of them, so that a client can repeat any
+request. Nothing is found with another owner's key.
+"""
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from turnwise.config import Config
+from turnwise.core.aio import run_in_thread, together
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import Generator, Request, Route, generate
+from turnwise.errors import EngineError, InputError
+from turnwise.tinker import requests
+from turnwise.tinker.adapters import AdapterSpec, AdapterTrainer, Pass
+from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
+from turnwise.tinker.futures import Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.wire import TrainingRequest, sample_reply, training_reply
+
+logger = logging.getLogger(__name__)
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+_SILENT_SECONDS = 900.0
+"""Time without a heartbeat, which clients send every 10 s, after which a session ends."""
+_LOOK_SECONDS = 30.0
+_CONFIG: JsonObject = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,  # the SDK computes them from the log-probs
+}
+"""Flags of the SDK, as it has to be set for this server."""
+_HEAD = (
+    "this server trains no adapter of the output head: train_unembed has no effect, because "
+    "engines could not score prompts beside it"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client, until it ends or is silent for too long."""
+
+    id: str
+    owner: str
+    user_metadata: JsonObject | None = None
+    display_name: str | None = None
+    seen: float = field(default_factory=time.monotonic)
+    """Time of the last request or heartbeat."""
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """An adapter in training."""
+
+    id: str
+    session: Session
+    spec: AdapterSpec
+    user_metadata: JsonObject | None
+    turns: Turns = field(default_factory=Turns)
+    version: int = 0
+    """Number of optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampler:
+    """A sampling session: the base model, or a saved adapter on it."""
+
+    id: str
+    session: Session
+    checkpoint: Checkpoint | None = None
+    folder: Path | None = None
+    """Folder of the checkpoint; None samples from the base model."""
+    temporary: bool = False
+    """Whether the checkpoint has no name, and ends with the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The parts that compute."""
+
+    generator: Generator
+    trainer: AdapterTrainer
+    vocabulary: int
+    """Number of ids that the model knows."""
+
+
+class TinkerService:
+    """One server's sessions, models and samplers, before one backend.
+
+    Args:
+        folder: The run's folder; checkpoints are in `tinker` below it.
+    """
+
+    def __init__(self, config: Config, backend: Backend, folder: Path) -> None:
+        path = config.model.path
+        self.model_name = config.serving.served_model_name or path
+        self.futures = Futures()
+        self.checkpoints = Checkpoints(folder / "tinker")
+        self._names = {self.model_name, path, Path(path).name}
+        self._tokenizer = config.model.tokenizer or path
+        self._config = config
+        self._backend = backend
+        self._trainer_turn = asyncio.Lock()
+        """Lock of the trainer, which serves models in the order of their requests."""
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+
+    async def watch(self) -> None:
+        """End sessions of clients that have vanished, without end."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            oldest = time.monotonic() - _SILENT_SECONDS
+            for session in [each for each in self._sessions.values() if each.seen < oldest]:
+                logger.info("the Tinker session %s is silent, and ends", session.id)
+                await self._end(session)
+
+    # Sessions
+
+    async def capabilities(self, owner: str, tree: JsonObject) -> JsonObject:
+        known = {
+            "model_name": self.model_name,
+            "max_context_length": self._config.model.max_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [known]}
+
+    async def client_config(self, owner: str, tree: JsonObject) -> JsonObject:
+        return _CONFIG
+
+    async def dynamic_config(self, owner: str, tree: JsonObject) -> JsonObject:
+        return {"sample_cancel_enabled": True}
+
+    async def telemetry(self, owner: str, tree: JsonObject) -> JsonObject:
+        return {"status": "accepted"}  # and dropped
+
+    async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.CreateSession, tree)
+        session = Session(str(uuid.uuid4()), owner, asked.user_metadata, asked.display_name)
+        self._sessions[session.id] = session
+        return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+
+    async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
+        self._session(parsed(requests.OfSession, tree).session_id, owner)
+        return {"type": "session_heartbeat"}
+
+    async def finish(self, owner: str, tree: JsonObject) -> JsonObject:
+        await self._end(self._session(parsed(requests.OfSession, tree).session_id, owner))
+        return {}
+
+    def _session(self, name: str, owner: str) -> Session:
+        session = self._sessions.get(name)
+        if session is None or session.owner != owner:
+            raise Gone(f"there is no session {name}: it has ended, or the server was restarted")
+        session.seen = time.monotonic()
+        return session
+
+    async def _end(self, session: Session) -> None:
+        """End a session with its models and samplers; what it has saved under a name stays."""
+        session.ended = True
+        self._sessions.pop(session.id, None)
+        for sampler in [each for each in self._samplers.values() if each.session is session]:
+            del self._samplers[sampler.id]
+            if sampler.temporary and sampler.folder is not None:
+                await run_in_thread(partial(shutil.rmtree, sampler.folder, ignore_errors=True))
+        for model in [each for each in self._models.values() if each.session is session]:
+            del self._models[model.id]
+            model.turns.close()
+            async with self._trainer_turn:
+                await self._backend.trainer.remove(model.id)
+
+    # Training
+
+    async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.CreateModel, tree)
+        session = self._session(asked.session_id, owner)
+        name = f"{session.id}:train:{asked.model_seq_id}"
+
+        async def create() -> Reply:
+            self._check_base(asked.base_model)
+            digest = hashlib.sha256(name.encode()).digest()
+            most = self._config.model.lora.rank
+            spec = asked.spec(most, int.from_bytes(digest[:6], "big"))
+            async with self._trainer_turn:
+                await self._backend.trainer.create(name, spec)
+            self._models[name] = Model(name, session, spec, asked.user_metadata)
+            return Reply({"type": "create_model", "model_id": name})
+
+        self.futures.begin(name, owner, create, name)
+        return {"request_id": name, "model_id": name}
+
+    async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
+        model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
+        data = {"model_name": self.model_name, "tokenizer_id": self._tokenizer}
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "model_name": self.model_name,
+            "is_lora": True,
+            "lora_rank": model.spec.rank,
+        }
+
+    async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
+        """Answer `forward_backward`, whose body is a message."""
+        model = self._model(request.model_id, owner)
+
+        async def run() -> Reply:
+            longest = self._config.model.max_length
+            requests.check_training(request, self._backend.vocabulary, longest)
+            backward = not request.forward_only
+            asked = Pass(request.data, request.loss, request.loss_config, backward)
+            async with self._trainer_turn:
+                result = await self._backend.trainer.run(model.id, asked)
+            return Reply(message=training_reply(result.outputs, result.metrics))
+
+        return self._in_turn(model, request.seq_id, run)
+
+    async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.OfModel, tree)
+        model = self._model(asked.model_id, owner)
+
+        async def step() -> Reply:
+            taken = parsed(requests.OptimStep, tree).step()
+            async with self._trainer_turn:
+                metrics = await self._backend.trainer.step(model.id, taken)
+            model.version += 1
+            return Reply({"metrics": dict(metrics)})
+
+        return self._in_turn(model, asked.seq_id, step)
+
+    async def save_for_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.OfModel, tree)
+        model = self._model(asked.model_id, owner)
+
+        async def save() -> Reply:
+            wanted = parsed(requests.SaveForSampler, tree)
+            # An adapter is never changed once it is saved, so a snapshot also keeps the contract
+            # of `inflight`: the weights of its creation, or newer ones.
+            number = wanted.sampling_session_seq_id
+            if wanted.path is None and number is None:
+                raise InputError("save_weights_for_sampler needs a path, or a sampling session")
+            name = f"session-{number}" if wanted.path is None else wanted.path
+            saved = self._checkpoint(model, name, wanted.user_metadata)
+            folder = await self._write(model, saved)
+            if wanted.path is not None:
+                return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+            sampler = f"{model.session.id}:sample:{number}"
+            self._samplers[sampler] = Sampler(sampler, model.session, saved, folder, True)
+            return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+
+        return self._in_turn(model, asked.seq_id, save)
+
+    async def refuse_in_turn(self, owner: str, tree: JsonObject) -> JsonObject:
+        """Answer a request of a model that this server does not know, at its position."""
+        asked = parsed(requests.OfModel, tree)
+        model, kind = self._model(asked.model_id, owner), str(tree.get("type", "this request"))
+
+        async def refuse() -> Reply:
+            raise InputError(f"this server does not answer {kind[:40]} yet")
+
+        return self._in_turn(model, asked.seq_id, refuse)
+
+    def _checkpoint(
+        self, model: Model, name: str, user_metadata: dict[str, str] | None
+    ) -> Checkpoint:
+        return Checkpoint(
+            model.id,
+            "sampler_weights",
+            name,
+            model.session.owner,
+            self.model_name,
+            model.spec.rank,
+            model.version,
+            model.spec.train_mlp,
+            model.spec.train_attn,
+            user_metadata=user_metadata,
+        )
+
+    async def _write(self, model: Model, saved: Checkpoint) -> Path:
+        """Write a model's adapter as a checkpoint; return its folder."""
+        begun = await run_in_thread(partial(self.checkpoints.begin, saved))
+        async with self._trainer_turn:
+            await self._backend.trainer.write(model.id, begun)
+        await run_in_thread(partial(self.checkpoints.commit, saved))
+        return self.checkpoints.folder(saved)
+
+    def _in_turn(self, model: Model, position: int, work: Work) -> JsonObject:
+        """Run a request of a model once those before it have ended."""
+        name = f"{model.id}:{position}"
+        if name not in self.futures:
+            if position < model.turns.next:
+                raise Gone(f"the result of the request {name} is not kept any more")
+            self.futures.promise(name, model.session.owner, model.id)
+            model.turns.add(position, partial(self.futures.run, name, work))
+        return {"request_id": name, "model_id": model.id}
+
+    def _model(self, name: str, owner: str) -> Model:
+        model = self._models.get(name)
+        if model is None or model.session.owner != owner:
+            raise Missing(
+                f"there is no model {name[:100]}: its session has ended, or the server was "
+                "restarted; create_training_client_from_state goes on from a saved state"
+            )
+        model.session.seen = time.monotonic()
+        return model
+
+    def _check_base(self, name: str) -> None:
+        if name not in self._names:
+            raise InputError(f"this server has the model {self.model_name}, not {name[:100]!r}")
+
+    # Sampling
+
+    async def create_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.CreateSamplingSession, tree)
+        session = self._session(asked.session_id, owner)
+        name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
+        if name not in self._samplers:
+            saved, folder = None, None
+            if asked.base_model is not None:
+                self._check_base(asked.base_model)
+            if asked.model_path is not None:
+                saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
+                folder = self.checkpoints.folder(saved)
+            elif asked.base_model is None:
+                raise InputError("create_sampling_session needs a model_path or a base_model")
+            self._samplers[name] = Sampler(name, session, saved, folder)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
+        sampler = self._sampler(str(tree["sampler_id"]), owner)
+        address = None if sampler.checkpoint is None else sampler.checkpoint.address
+        named = None if sampler.temporary else address
+        return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
+
+    async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.Sample, tree)
+        if asked.sampling_session_id is None or asked.seq_id is None:
+            raise InputError("asample needs a sampling_session_id and a seq_id")
+        sampler = self._sampler(asked.sampling_session_id, owner)
+        name = f"{sampler.id}:{asked.seq_id}"
+        self.futures.begin(name, owner, partial(self._sample, sampler, asked, name))
+        ids = [f"{name}:{number}" for number in range(asked.num_samples)]
+        return {"request_id": name, "sample_sequence_ids": ids}
+
+    async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
+        ids = asked.tokens(self._backend.vocabulary)
+        sampling = asked.sampling(self._config.model.max_length - len(ids))
+        route = Route(group=name)
+        if sampler.checkpoint is not None:
+            saved = sampler.checkpoint
+            route = Route("", name, f"{saved.address} {saved.created}", str(sampler.folder))
+        seed, made = asked.sampling_params.seed, list[Request]()
+        for number in range(asked.num_samples):
+            own = None if seed is None else (seed + number) % 2**63
+            made.append(Request(ids, sampling, f"{name}:{number}", own, route))
+            sampling = sampling.model_copy(update={"prompt_logprobs": False})
+        done = await together(generate(self._backend.generator, each) for each in made)
+        if any(each.finish_reason == "abort" for each in done):
+            raise EngineError(f"an engine ended {name} early")
+        return Reply(message=sample_reply(done, done[0].prompt_logprobs, done[0].cached_tokens))
+
+    def _sampler(self, name: str, owner: str) -> Sampler:
+        sampler = self._samplers.get(name)
+        if sampler is None or sampler.session.owner != owner:
+            raise Missing(
+                f"there is no sampling session {name[:100]}: its session has ended, or the server "
+                "was restarted"
+            )
+        sampler.session.seen = time.monotonic()
+        return sampler
+
+    async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
+        self.futures.cancel(str(tree.get("request_id", "")), owner)
+        return {}
+
+
+def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
+    """Return a request of plain values; InputError names the first key that is wrong."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
+
+
+Verb = Callable[[TinkerService, str, JsonObject], Awaitable[JsonObject]]
+POST: Mapping[str, Verb] = {
+    "client/config": TinkerService.client_config,
+    "client/dynamic_config": TinkerService.dynamic_config,
+    "telemetry": TinkerService.telemetry,
+    "create_session": TinkerService.create_session,
+    "session_heartbeat": TinkerService.heartbeat,
+    "sessions/{session_id}/finish": TinkerService.finish,
+    "create_model": TinkerService.create_model,
+    "get_info": TinkerService.get_info,
+    "optim_step": TinkerService.optim_step,
+    "save_weights_for_sampler": TinkerService.save_for_sampler,
+    "save_weights": TinkerService.refuse_in_turn,
+    "save_weights_external": TinkerService.refuse_in_turn,
+    "load_weights": TinkerService.refuse_in_turn,
+    "create_sampling_session": TinkerService.create_sampler,
+    "asample": TinkerService.sample,
+    "cancel_future": TinkerService.cancel,
+}
+"""Verbs by their routes below /api/v1, which get the body's values and those of the path."""
+GET: Mapping[str, Verb] = {
+    "get_server_capabilities": TinkerService.capabilities,
+    "samplers/{sampler_id}": TinkerService.get_sampler,
+}
