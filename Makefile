@@ -32,6 +32,7 @@ REAL := .venv/.real
 AGENTS := .venv-agents/.installed
 INTEROP := .venv-interop/.installed
 ENVS := .venv-envs/.installed
+TINKER := .venv-tinker/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -63,10 +64,11 @@ $(STAMP): requirements/cpu.txt
 	@.venv-$*/bin/python -m pip install -qq --no-deps --no-compile -r $<
 	@touch $@
 
-# Packages of environments, which run in turnwise's process: a folder for PYTHONPATH, with what .venv lacks.
-$(ENVS): requirements/envs.txt $(STAMP)
-	@rm -rf .venv-envs
-	@$(PIP) install -qq --no-deps --no-compile --target .venv-envs -r requirements/envs.txt
+# Packages of environments, which run in turnwise's process, and Tinker's SDK: folders for PYTHONPATH,
+# with what .venv lacks.
+$(ENVS) $(TINKER): .venv-%/.installed: requirements/%.txt $(STAMP)
+	@rm -rf .venv-$*
+	@$(PIP) install -qq --no-deps --no-compile --target .venv-$* -r $<
 	@touch $@
 
 envs: $(ENVS)
@@ -140,8 +142,8 @@ docs: $(INTEROP)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench agents interop envs; do \
-	  only=; [ $$name = envs ] && only=--no-deps; \
+	for name in cpu bench agents interop envs tinker; do \
+	  only=; case $$name in envs|tinker) only=--no-deps;; esac; \
 	  $(PIP) install -q --dry-run --ignore-installed $$only --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
