@@ -1,6 +1,6 @@
 """A Tinker server without Ray and vLLM: the trainer's rank in this process, a simulated engine."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
 from turnwise.tinker.rank import AdapterRank
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import Backend, TinkerService
@@ -21,33 +20,12 @@ KEY = {"X-API-Key": "tml-one"}
 VOCABULARY = 512
 
 
-class LocalTrainer:
-    """An `AdapterTrainer` of one rank in this process."""
-
-    def __init__(self, rank: AdapterRank) -> None:
-        self.rank = rank
-
-    async def create(self, name: str, spec: AdapterSpec) -> int:
-        return self.rank.create(name, spec)
-
-    async def run(self, name: str, run: Pass) -> PassResult:
-        return self.rank.run(name, run)
-
-    async def step(self, name: str, step: AdamStep) -> Mapping[str, float]:
-        return self.rank.step(name, step)
-
-    async def write(self, name: str, folder: Path) -> None:
-        self.rank.write(name, folder)
-
-    async def remove(self, name: str) -> None:
-        self.rank.remove(name)
-
-
 class Client:
     """Speaks the protocol with the server's routes as the SDK does."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
+        self.rank: Any = None
         self.session = ""
         self.model = ""
 
@@ -131,8 +109,14 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, Ti
     rank = AdapterRank(config)
     words = rank._model.config.vocab_size
     engine = SimulatedEngine(vocab_size=min(words, VOCABULARY))
-    service = TinkerService(config, Backend(engine, LocalTrainer(rank), words), folder)
+
+    async def ask(method: str, *arguments: object) -> Any:
+        return getattr(rank, method)(*arguments)
+
+    service = TinkerService(config, Backend(engine, ask, words), folder)
     app = add_routes(FastAPI(), service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-        yield Client(http), service
+        client = Client(http)
+        client.rank = rank
+        yield client, service

@@ -92,4 +92,4 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    sys.stdout.write(json.dumps(main()) + "\n")

@@ -203,10 +203,7 @@ async def test_another_key_finds_nothing(served: tuple[Client, TinkerService]) -
         assert refused.status_code in (400, 410)
 
 
-async def test_a_session_that_ends_takes_its_models_with_it(
-    served: tuple[Client, TinkerService],
-) -> None:
-    client, service = served
+async def test_a_session_that_ends_takes_its_models_with_it(client: Client) -> None:
     await client.open()
     assert (await client.post("session_heartbeat", {"session_id": client.session})).is_success
     await client.tree(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
@@ -214,9 +211,8 @@ async def test_a_session_that_ends_takes_its_models_with_it(
         410
     )
     assert (await client.post("get_info", {"model_id": client.model})).status_code == 404
-    trainer: Any = service._backend.trainer
-    assert not trainer.rank._adapters
-    assert not any(".lora_" in name for name, _ in trainer.rank._model.named_parameters())
+    assert not client.rank._adapters
+    assert not any(".lora_" in name for name, _ in client.rank._model.named_parameters())
 
 
 async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) -> None:

@@ -20,7 +20,6 @@ from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running,
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import api_key
 from turnwise.serving.placement import gpu_share
-from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import Backend, TinkerService
 from turnwise.tinker.wire import message_classes
@@ -49,33 +48,13 @@ class AdapterActor(TrainerActor):
 
 
 class AdapterGroup(TrainerGroup):
-    """All ranks of the adapters' trainer: an `AdapterTrainer`."""
+    """All ranks of the adapters' trainer."""
 
     actor_class = AdapterActor
 
-    async def create(self, name: str, spec: AdapterSpec) -> int:
-        """Add an adapter, and return the number of its parameters."""
-        return int((await self._same(f"create {name}", "create", name, spec))[0])
-
-    async def run(self, name: str, run: Pass) -> PassResult:
-        """Run a pass with an adapter."""
-        results: list[PassResult] = await self._same(f"compute {name}", "run", name, run)
-        return results[0]
-
-    async def step(self, name: str, step: AdamStep) -> Mapping[str, float]:
-        """Take an optimizer step; return its metrics."""
-        results: list[Mapping[str, float]] = await self._same(
-            f"take a step of {name}", "step", name, step
-        )
-        return results[0]
-
-    async def write(self, name: str, folder: Path) -> None:
-        """Write an adapter in PEFT's format into a folder."""
-        await self._same(f"write {name}", "write", name, folder)
-
-    async def remove(self, name: str) -> None:
-        """Forget an adapter."""
-        await self._same(f"forget {name}", "remove", name)
+    async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
+        """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""
+        return (await self._same(f"{method} {name}", method, name, *arguments))[0]
 
 
 def server_config(
@@ -129,7 +108,7 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
             words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        backend = Backend(manager.scheduler, trainer, words.result())
+        backend = Backend(manager.scheduler, trainer.ask, words.result())
         service = TinkerService(config, backend, folder)
         server_class = await import_server()
         server = server_class(

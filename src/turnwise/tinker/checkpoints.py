@@ -1,4 +1,4 @@
-"""What clients save: folders under a run, named by addresses `tinker://RUN/KIND/NAME`.
+"""States that clients save: folders of a run, named by addresses `tinker://RUN/KIND/NAME`.
 
 A folder has an adapter in PEFT's format and `meta.json`, appears whole or not at all, and belongs
 to the owner of the session that saved it.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from turnwise.core.files import put_in_place, temporary
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable, visible
 from turnwise.tinker.futures import Missing
 
@@ -32,11 +33,10 @@ class Checkpoint:
     name: str
     owner: str
     base_model: str
-    rank: int
     version: int
     """Number of optimizer steps in the weights."""
-    train_mlp: bool = True
-    train_attn: bool = True
+    spec: JsonObject
+    """The keys of `AdapterSpec`."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
     expires: str | None = None
     """Time at which it may be removed; None keeps it."""
@@ -72,12 +72,12 @@ class Checkpoints:
             temporary(place).mkdir(parents=True, exist_ok=True)
         return temporary(place)
 
-    def commit(self, new: Checkpoint) -> None:
-        """Complete a checkpoint, which survives a loss of power from then on."""
+    def commit(self, new: Checkpoint, *, flush: bool = True) -> None:
+        """Complete a checkpoint, which with `flush` survives a loss of power from then on."""
         place = self.folder(new)
         with translate_unwritable(place):
             (temporary(place) / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
-            put_in_place(place)
+            put_in_place(place, flush=flush)
 
     def find(self, address: str, owner: str) -> Checkpoint:
         """Return the checkpoint of an address.

@@ -1,4 +1,8 @@
-"""One rank of the trainer of clients' adapters: see `adapters`."""
+"""One rank of the trainer: one frozen model, and an adapter for each model of a client.
+
+A pass adds up gradients of one adapter, until a step uses them. Nothing here knows of sessions,
+owners or engines. Methods raise `InputError` where the client is wrong.
+"""
 
 import itertools
 import re
@@ -14,9 +18,9 @@ from turnwise.config import Config, LoraConfig, SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
-from turnwise.tinker.adapters import AdamStep, AdapterSpec, Pass, PassResult
 from turnwise.tinker.losses import Inputs, loss_named
-from turnwise.tinker.wire import Array, Datum
+from turnwise.tinker.requests import AdamStep, AdapterSpec
+from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
 from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import load_models, path_of
@@ -39,6 +43,10 @@ Tinker, so that learning rates mean the same."""
 _PLAIN = SamplingConfig()
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 """Names of the modules of a decoder layer that are its attention; others are its MLP."""
+
+PassResult = tuple[list[dict[str, Array]], dict[str, float]]
+"""For each datum arrays [T] by name, the `logprobs` of its targets; and metrics, whose names end in
+the way in which a client joins those of several passes, such as `loss:sum`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +96,8 @@ class AdapterRank:
             raise InputError("lora_config: train_attn and train_mlp leave no layer to train")
         label = f"client{next(self._numbers)}"
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
-        add_adapter(self._model, settings, label, targets, spec.seed)
+        seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
+        add_adapter(self._model, settings, label, targets, seed)
         parameters = [
             parameter for each, parameter in self._model.named_parameters() if f".{label}." in each
         ]
@@ -97,20 +106,20 @@ class AdapterRank:
         self._adapters[name] = _Adapter(label, parameters, torch.optim.AdamW(parameters))
         return sum(parameter.numel() for parameter in parameters)
 
-    def run(self, name: str, run: Pass) -> PassResult:
-        """Run a pass with an adapter."""
+    def run(self, name: str, run: TrainingRequest) -> PassResult:
+        """Run a forward pass with an adapter, and unless `forward_only` add its gradient."""
         adapter = self._of(name)
-        loss = loss_named(run.loss, run.settings)
+        loss = loss_named(run.loss, run.loss_config)
         outputs: list[dict[str, Array]] = [{} for _ in run.data]
         total = 0.0
         activate(self._layers.values(), [adapter.label])
         try:
-            with torch.set_grad_enabled(run.backward):
+            with torch.set_grad_enabled(not run.forward_only):
                 for samples in self._micro_batches(run):
                     chosen = [run.data[sample.sequence] for sample in samples]
                     logprobs_N, inputs = self._score(samples, chosen, loss.needs)
-                    loss_N = loss.compute(logprobs_N, inputs, run.settings)
-                    if run.backward:
+                    loss_N = loss.compute(logprobs_N, inputs, run.loss_config)
+                    if not run.forward_only:
                         loss_N.sum().backward()  # type: ignore[no-untyped-call]
                     total += float(loss_N.detach().sum())
                     parts = torch.split(
@@ -121,9 +130,9 @@ class AdapterRank:
         except BaseException:
             adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise
-        return PassResult(outputs, {"loss:sum": total})
+        return outputs, {"loss:sum": total}
 
-    def _micro_batches(self, run: Pass) -> list[list[Sample]]:
+    def _micro_batches(self, run: TrainingRequest) -> list[list[Sample]]:
         """Divide the data; a sample has one token more, since each token is scored by the one
         before it."""
         samples = [

@@ -13,7 +13,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tinker.adapters import AdamStep, AdapterSpec
 from turnwise.tinker.losses import loss_named
 from turnwise.tinker.wire import Datum, TrainingRequest
 
@@ -40,10 +39,11 @@ class OfSession(_Request):
     session_id: _Id
 
 
-class _Lora(_Request):
+class AdapterSpec(_Request):
+    """An adapter as a client asks for it; none is trained in the output head."""
+
     rank: int
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
@@ -56,12 +56,11 @@ class CreateModel(OfSession):
     model_seq_id: _Count
     base_model: str
     user_metadata: JsonObject | None = None
-    lora_config: _Lora | None = None
+    lora_config: AdapterSpec | None = None
     optimizer_config: _Optimizer = _Optimizer()
 
-    def spec(self, most: int, seed: int) -> AdapterSpec:
-        """Return the adapter that is asked for, of at most this rank; `seed` is that of a client
-        that names none."""
+    def spec(self, most: int) -> AdapterSpec:
+        """Return the adapter that is asked for, of at most this rank."""
         if self.optimizer_config.type != "adamw":
             raise InputError(f"optimizer {self.optimizer_config.type!r}: this server has adamw")
         if (lora := self.lora_config) is None:
@@ -71,8 +70,7 @@ class CreateModel(OfSession):
                 f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
                 "this server)"
             )
-        seed = seed if lora.seed is None else lora.seed
-        return AdapterSpec(lora.rank, seed, lora.train_mlp, lora.train_attn)
+        return lora
 
 
 class OfModel(_Request):
@@ -84,7 +82,9 @@ class GetInfo(_Request):
     model_id: _Id
 
 
-class _Adam(_Request):
+class AdamStep(_Request):
+    """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
+
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -101,7 +101,7 @@ class OptimStep(OfModel):
     def step(self) -> AdamStep:
         if (kind := self.adam_params.get("type", "adamw")) != "adamw":
             raise InputError(f"optim_step: this model has AdamW, not {kind!r}")
-        return AdamStep(**_Adam.model_validate(self.adam_params).model_dump())
+        return AdamStep.model_validate(self.adam_params)
 
 
 class SaveForSampler(OfModel):

@@ -7,7 +7,6 @@ request. Nothing is found with another owner's key.
 """
 
 import asyncio
-import hashlib
 import logging
 import shutil
 import time
@@ -23,10 +22,10 @@ from pydantic import BaseModel, ValidationError
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator, Request, Route, generate
 from turnwise.errors import EngineError, InputError
 from turnwise.tinker import requests
-from turnwise.tinker.adapters import AdapterSpec, AdapterTrainer, Pass
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
 from turnwise.tinker.futures import Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.wire import TrainingRequest, sample_reply, training_reply
@@ -62,7 +61,6 @@ class Session:
     display_name: str | None = None
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request or heartbeat."""
-    ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +69,7 @@ class Model:
 
     id: str
     session: Session
-    spec: AdapterSpec
+    spec: requests.AdapterSpec
     user_metadata: JsonObject | None
     turns: Turns = field(default_factory=Turns)
     version: int = 0
@@ -96,7 +94,8 @@ class Backend:
     """The parts that compute."""
 
     generator: Generator
-    trainer: AdapterTrainer
+    ask: Callable[..., Awaitable[Foreign]]
+    """Calls a method of `AdapterRank` by its name, with the name of an adapter; one at a time."""
     vocabulary: int
     """Number of ids that the model knows."""
 
@@ -118,7 +117,6 @@ class TinkerService:
         self._config = config
         self._backend = backend
         self._trainer_turn = asyncio.Lock()
-        """Lock of the trainer, which serves models in the order of their requests."""
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -175,7 +173,6 @@ class TinkerService:
 
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
-        session.ended = True
         self._sessions.pop(session.id, None)
         for sampler in [each for each in self._samplers.values() if each.session is session]:
             del self._samplers[sampler.id]
@@ -184,8 +181,7 @@ class TinkerService:
         for model in [each for each in self._models.values() if each.session is session]:
             del self._models[model.id]
             model.turns.close()
-            async with self._trainer_turn:
-                await self._backend.trainer.remove(model.id)
+            await self._ask("remove", model.id)
 
     # Training
 
@@ -196,11 +192,8 @@ class TinkerService:
 
         async def create() -> Reply:
             self._check_base(asked.base_model)
-            digest = hashlib.sha256(name.encode()).digest()
-            most = self._config.model.lora.rank
-            spec = asked.spec(most, int.from_bytes(digest[:6], "big"))
-            async with self._trainer_turn:
-                await self._backend.trainer.create(name, spec)
+            spec = asked.spec(self._config.model.lora.rank)
+            await self._ask("create", name, spec)
             self._models[name] = Model(name, session, spec, asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
@@ -226,11 +219,7 @@ class TinkerService:
         async def run() -> Reply:
             longest = self._config.model.max_length
             requests.check_training(request, self._backend.vocabulary, longest)
-            backward = not request.forward_only
-            asked = Pass(request.data, request.loss, request.loss_config, backward)
-            async with self._trainer_turn:
-                result = await self._backend.trainer.run(model.id, asked)
-            return Reply(message=training_reply(result.outputs, result.metrics))
+            return Reply(message=training_reply(*await self._ask("run", model.id, request)))
 
         return self._in_turn(model, request.seq_id, run)
 
@@ -240,10 +229,9 @@ class TinkerService:
 
         async def step() -> Reply:
             taken = parsed(requests.OptimStep, tree).step()
-            async with self._trainer_turn:
-                metrics = await self._backend.trainer.step(model.id, taken)
+            metrics = await self._ask("step", model.id, taken)
             model.version += 1
-            return Reply({"metrics": dict(metrics)})
+            return Reply({"metrics": metrics})
 
         return self._in_turn(model, asked.seq_id, step)
 
@@ -259,8 +247,12 @@ class TinkerService:
             if wanted.path is None and number is None:
                 raise InputError("save_weights_for_sampler needs a path, or a sampling session")
             name = f"session-{number}" if wanted.path is None else wanted.path
-            saved = self._checkpoint(model, name, wanted.user_metadata)
-            folder = await self._write(model, saved)
+            saved = Checkpoint(
+                *(model.id, "sampler_weights", name, owner, self.model_name, model.version),
+                model.spec.model_dump(),
+                user_metadata=wanted.user_metadata,
+            )
+            folder = await self._write(model, saved, flush=wanted.path is not None)
             if wanted.path is not None:
                 return Reply({"type": "save_weights_for_sampler", "path": saved.address})
             sampler = f"{model.session.id}:sample:{number}"
@@ -279,29 +271,17 @@ class TinkerService:
 
         return self._in_turn(model, asked.seq_id, refuse)
 
-    def _checkpoint(
-        self, model: Model, name: str, user_metadata: dict[str, str] | None
-    ) -> Checkpoint:
-        return Checkpoint(
-            model.id,
-            "sampler_weights",
-            name,
-            model.session.owner,
-            self.model_name,
-            model.spec.rank,
-            model.version,
-            model.spec.train_mlp,
-            model.spec.train_attn,
-            user_metadata=user_metadata,
-        )
-
-    async def _write(self, model: Model, saved: Checkpoint) -> Path:
+    async def _write(self, model: Model, saved: Checkpoint, *, flush: bool) -> Path:
         """Write a model's adapter as a checkpoint; return its folder."""
         begun = await run_in_thread(partial(self.checkpoints.begin, saved))
-        async with self._trainer_turn:
-            await self._backend.trainer.write(model.id, begun)
-        await run_in_thread(partial(self.checkpoints.commit, saved))
+        await self._ask("write", model.id, begun)
+        await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
         return self.checkpoints.folder(saved)
+
+    async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
+        """Call a method of `AdapterRank`; models take turns, in the order of their requests."""
+        async with self._trainer_turn:
+            return await self._backend.ask(method, name, *arguments)
 
     def _in_turn(self, model: Model, position: int, work: Work) -> JsonObject:
         """Run a request of a model once those before it have ended."""

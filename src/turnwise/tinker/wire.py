@@ -7,7 +7,6 @@ SDK, whose code the server does not need. Enumerations are integers here, as the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,33 +38,19 @@ _MESSAGES = {
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
     "3 metrics double %",
-    "PromptProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "SampledProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "ProvenanceSpan": "1 prompt_tokens PromptProvenanceSpan @span, "
-    "2 sampled_tokens SampledProvenanceSpan @span",
     "EncodedTextChunk": "1 tokens bytes",
     "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32 @_expected_tokens",
     "DmelChunk": "1 dmel bytes",
     "Chunk": "1 encoded_text EncodedTextChunk @chunk, 2 image ImageChunk @chunk, "
     "3 dmel DmelChunk @chunk",
     "LossConfigValue": "1 number double @value, 2 text string @value",
-    "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %, "
-    "3 model_input_spans ProvenanceSpan *, 4 loss_fn_input_spans ProvenanceSpan *",
+    "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
     "4 loss_fn string, 5 loss_fn_config double %, 6 forward_only bool, "
     "7 loss_fn_config_v2 LossConfigValue %",
 }
-"""Fields of each message: number, name, type, and `*` for a list, `%` for a mapping from strings,
-`@NAME` for one of several of which at most one is set."""
-
-
-class Span(NamedTuple):
-    """Tokens that come from a sampled sequence: from its prompt or from its own tokens."""
-
-    kind: Literal["prompt", "sampled"]
-    sequence_id: str
-    offset: int
-    length: int
+"""Fields of each message, but for those that the server has no use for: number, name, type, and `*`
+for a list, `%` for a mapping from strings, `@NAME` for one of several of which one is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +60,6 @@ class Datum:
     token_ids_T: npt.NDArray[np.int64]
     inputs: Mapping[str, Array]
     """`loss_fn_inputs`: the tensors of the loss by name; the first dimension is `T`."""
-    spans: Sequence[Span] = ()
-    """Origin of the tokens, in order; empty if the client does not give it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +160,7 @@ def _read_datum(message: Foreign, number: int) -> Datum:
         name: _read_tensor(tensor, f"datum {number}: {name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    spans = []
-    for span in message.model_input_spans:
-        kind: Literal["prompt", "sampled"] = (
-            "sampled" if span.WhichOneof("span") == "sampled_tokens" else "prompt"
-        )
-        own = getattr(span, f"{kind}_tokens")
-        spans.append(Span(kind, own.sequence_id, own.offset, own.length))
-    return Datum(np.concatenate(parts).astype(np.int64), inputs, spans)
+    return Datum(np.concatenate(parts).astype(np.int64), inputs)
 
 
 def _read_tensor(message: Foreign, what: str) -> Array:
