@@ -13,7 +13,7 @@ from tests.simulated import SimulatedEngine
 from turnwise.config import Config
 from turnwise.tinker.rank import AdapterRank
 from turnwise.tinker.routes import add_routes
-from turnwise.tinker.service import Backend, TinkerService
+from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes
 
 KEY = {"X-API-Key": "tml-one"}
@@ -113,7 +113,7 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, Ti
     async def ask(method: str, *arguments: object) -> Any:
         return getattr(rank, method)(*arguments)
 
-    service = TinkerService(config, Backend(engine, ask, words), folder)
+    service = TinkerService(config, engine, ask, words, folder)
     app = add_routes(FastAPI(), service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

@@ -276,3 +276,20 @@ def test_a_server_needs_adapters_and_a_key_that_the_sdk_sends(model_path: str) -
     with pytest.raises(Exception, match="must begin with tml-"):
         server_config(model_path, None, ["serving.api_key=secret"])
     assert server_config(model_path).model.lora.rank == 64
+
+
+async def test_nothing_is_left_of_clients_that_vanish(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    for _ in range(20):
+        await client.open()
+        await client.train(2, [datum()], "cross_entropy")  # its first request never comes
+        await client.train(1, [datum()], "cross_entropy")
+    for session in list(service._sessions.values()):
+        await service._end(session)
+    await asyncio.sleep(0)
+    held = (service._sessions, service._models, service._samplers, service.futures._entries)
+    assert [len(each) for each in held] == [0, 0, 0, 0]
+    assert service.futures._size == 0
+    assert not client.rank._adapters

@@ -28,7 +28,7 @@ def sdk() -> dict[str, str]:
 def url(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("tinker")
     log = folder / "log"
-    command = [*python(), "-m", "turnwise", "tinker", "--model", model_path, "--port", "0"]
+    command = [*python(), "-m", "turnwise.cli", "tinker", "--model", model_path, "--port", "0"]
     changes = ["model.max_length=128", f"output_dir={folder}", "training.threads=1"]
     with log.open("w") as file:
         server = subprocess.Popen(

@@ -21,7 +21,7 @@ from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import api_key
 from turnwise.serving.placement import gpu_share
 from turnwise.tinker.routes import add_routes
-from turnwise.tinker.service import Backend, TinkerService
+from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
 from turnwise.training.trainer_group import TrainerActor, TrainerGroup
 
@@ -32,7 +32,6 @@ DEFAULTS: Mapping[str, object] = {
     "model": {"lora": {"rank": 64}},
     "weights": {"lora": "adapter"},
     "engine": {"vllm_args": {"max_loras": 8, "max_cpu_loras": 8}},
-    "serving": {"max_body_mb": 64},
 }
 """Defaults of the configuration of a server: the largest rank of an adapter, and the number of
 adapters that sample at once."""
@@ -108,8 +107,8 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
             words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        backend = Backend(manager.scheduler, trainer.ask, words.result())
-        service = TinkerService(config, backend, folder)
+        engines = manager.scheduler
+        service = TinkerService(config, engines, trainer.ask, words.result(), folder)
         server_class = await import_server()
         server = server_class(
             config, manager.scheduler, extend=lambda app: add_routes(app, service)

@@ -37,10 +37,6 @@ class Reply:
     tree: JsonObject = field(default_factory=dict)
     message: bytes | None = None
 
-    @property
-    def size(self) -> int:
-        return 256 + len(self.message or b"")
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -84,7 +80,7 @@ class Futures:
         """Run a request, unless it runs or has run already."""
         if request_id not in self._entries:
             entry = self.promise(request_id, owner, model_id)
-            entry.task = asyncio.create_task(self._run(entry, work))
+            entry.task = asyncio.create_task(self.run(request_id, work))
 
     def promise(self, request_id: str, owner: str, model_id: str = "") -> _Entry:
         """Add a request that `Turns` run later."""
@@ -95,7 +91,10 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    async def _run(self, entry: _Entry, work: Work) -> None:
+    async def run(self, request_id: str, work: Work) -> None:
+        """Run a promised request to its end; raises nothing."""
+        if (entry := self._entries.get(request_id)) is None:
+            return
         outcome: Outcome
         try:
             outcome = await work()
@@ -103,14 +102,10 @@ class Futures:
             outcome = Failure("the request was cancelled", "user")
         except Exception as error:
             outcome = Failure.of(error)
-        self._size += outcome.size if isinstance(outcome, Reply) else 0
         entry.outcome.set_result(outcome)
-        self._drop_excess()
-
-    async def run(self, request_id: str, work: Work) -> None:
-        """Run a promised request to its end; raises nothing."""
-        if (entry := self._entries.get(request_id)) is not None:
-            await self._run(entry, work)
+        if request_id in self._entries:
+            self._size += _size_of(entry)
+            self._drop_excess()
 
     async def retrieve(self, request_id: str, owner: str, seconds: float) -> Outcome | None:
         """Return a request's outcome; None if it has none within `seconds`.
@@ -133,15 +128,27 @@ class Futures:
         if entry is not None and entry.owner == owner and entry.task is not None:
             entry.task.cancel()
 
+    def forget(self, beginning: str) -> None:
+        """End and drop the requests whose ids begin in this way, those of a session."""
+        for name in [each for each in self._entries if each.startswith(beginning)]:
+            entry = self._entries.pop(name)
+            self._size -= _size_of(entry)
+            if entry.task is not None:
+                entry.task.cancel()
+
     def _drop_excess(self) -> None:
         if self._size <= _MOST_KEPT:
             return
         done = [(e.sent, name) for name, e in self._entries.items() if e.outcome.done()]
         for _, name in sorted(done, key=lambda one: not one[0]):  # stable: the oldest come first
-            outcome = self._entries.pop(name).outcome.result()
-            self._size -= outcome.size if isinstance(outcome, Reply) else 0
+            self._size -= _size_of(self._entries.pop(name))
             if self._size <= _MOST_KEPT // 2:
                 break
+
+
+def _size_of(entry: _Entry) -> int:
+    outcome = entry.outcome.result() if entry.outcome.done() else None
+    return 256 + len(outcome.message or b"") if isinstance(outcome, Reply) else 0
 
 
 class Turns:

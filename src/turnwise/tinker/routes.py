@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.tinker.futures import WAIT_SECONDS, Failure, Gone, Missing
-from turnwise.tinker.service import GET, POST, TinkerService, Verb
+from turnwise.tinker.service import CONSTANT, GET, POST, TinkerService, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
@@ -41,6 +41,8 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     router = APIRouter(prefix=ROOT)
     for path, verb in POST.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=["POST"])
+    for path, answer in CONSTANT.items():
+        router.add_api_route(f"/{path}", _constant(answer), methods=["POST"])
     for path, verb in GET.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=["GET"])
 
@@ -79,6 +81,13 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
 
     app.include_router(router)
     return app
+
+
+def _constant(tree: JsonObject) -> Callable[[], Coroutine[None, None, JsonObject]]:
+    async def answer() -> JsonObject:
+        return tree
+
+    return answer
 
 
 def _answering(

@@ -36,15 +36,6 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
-_CONFIG: JsonObject = {
-    "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
-    "custom_loss_server_side": False,  # the SDK computes them from the log-probs
-}
-"""Flags of the SDK, as it has to be set for this server."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -89,25 +80,23 @@ class Sampler:
     """Whether the checkpoint has no name, and ends with the session."""
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The parts that compute."""
-
-    generator: Generator
-    ask: Callable[..., Awaitable[Foreign]]
-    """Calls a method of `AdapterRank` by its name, with the name of an adapter; one at a time."""
-    vocabulary: int
-    """Number of ids that the model knows."""
+Ask = Callable[..., Awaitable[Foreign]]
+"""Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
 
 class TinkerService:
-    """One server's sessions, models and samplers, before one backend.
+    """One server's sessions, models and samplers.
 
     Args:
+        generator: The engines.
+        ask: The trainer.
+        vocabulary: Number of ids that the model knows.
         folder: The run's folder; checkpoints are in `tinker` below it.
     """
 
-    def __init__(self, config: Config, backend: Backend, folder: Path) -> None:
+    def __init__(
+        self, config: Config, generator: Generator, ask: Ask, vocabulary: int, folder: Path
+    ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
         self.futures = Futures()
@@ -115,7 +104,7 @@ class TinkerService:
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config = config
-        self._backend = backend
+        self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -141,15 +130,6 @@ class TinkerService:
         }
         return {"supported_models": [known]}
 
-    async def client_config(self, owner: str, tree: JsonObject) -> JsonObject:
-        return _CONFIG
-
-    async def dynamic_config(self, owner: str, tree: JsonObject) -> JsonObject:
-        return {"sample_cancel_enabled": True}
-
-    async def telemetry(self, owner: str, tree: JsonObject) -> JsonObject:
-        return {"status": "accepted"}  # and dropped
-
     async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.CreateSession, tree)
         session = Session(str(uuid.uuid4()), owner, asked.user_metadata, asked.display_name)
@@ -174,6 +154,7 @@ class TinkerService:
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
         self._sessions.pop(session.id, None)
+        self.futures.forget(session.id)
         for sampler in [each for each in self._samplers.values() if each.session is session]:
             del self._samplers[sampler.id]
             if sampler.temporary and sampler.folder is not None:
@@ -194,6 +175,9 @@ class TinkerService:
             self._check_base(asked.base_model)
             spec = asked.spec(self._config.model.lora.rank)
             await self._ask("create", name, spec)
+            if session.id not in self._sessions:  # it has ended meanwhile
+                await self._ask("remove", name)
+                raise Gone(f"the session {session.id} has ended")
             self._models[name] = Model(name, session, spec, asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
@@ -218,7 +202,7 @@ class TinkerService:
 
         async def run() -> Reply:
             longest = self._config.model.max_length
-            requests.check_training(request, self._backend.vocabulary, longest)
+            requests.check_training(request, self._vocabulary, longest)
             return Reply(message=training_reply(*await self._ask("run", model.id, request)))
 
         return self._in_turn(model, request.seq_id, run)
@@ -281,7 +265,7 @@ class TinkerService:
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank`; models take turns, in the order of their requests."""
         async with self._trainer_turn:
-            return await self._backend.ask(method, name, *arguments)
+            return await self._trainer(method, name, *arguments)
 
     def _in_turn(self, model: Model, position: int, work: Work) -> JsonObject:
         """Run a request of a model once those before it have ended."""
@@ -342,7 +326,7 @@ class TinkerService:
         return {"request_id": name, "sample_sequence_ids": ids}
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
-        ids = asked.tokens(self._backend.vocabulary)
+        ids = asked.tokens(self._vocabulary)
         sampling = asked.sampling(self._config.model.max_length - len(ids))
         route = Route(group=name)
         if sampler.checkpoint is not None:
@@ -353,7 +337,7 @@ class TinkerService:
             own = None if seed is None else (seed + number) % 2**63
             made.append(Request(ids, sampling, f"{name}:{number}", own, route))
             sampling = sampling.model_copy(update={"prompt_logprobs": False})
-        done = await together(generate(self._backend.generator, each) for each in made)
+        done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
         return Reply(message=sample_reply(done, done[0].prompt_logprobs, done[0].cached_tokens))
@@ -383,11 +367,21 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
         raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
 
 
+CONSTANT: Mapping[str, JsonObject] = {
+    "client/config": {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "sample_join_sampling_session": False,
+        "custom_loss_server_side": False,  # the SDK computes them from the log-probs
+    },
+    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "telemetry": {"status": "accepted"},  # and dropped
+}
+"""Answers of routes that are always the same: flags of the SDK, as this server needs them."""
 Verb = Callable[[TinkerService, str, JsonObject], Awaitable[JsonObject]]
 POST: Mapping[str, Verb] = {
-    "client/config": TinkerService.client_config,
-    "client/dynamic_config": TinkerService.dynamic_config,
-    "telemetry": TinkerService.telemetry,
     "create_session": TinkerService.create_session,
     "session_heartbeat": TinkerService.heartbeat,
     "sessions/{session_id}/finish": TinkerService.finish,
