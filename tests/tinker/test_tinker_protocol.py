@@ -220,6 +220,9 @@ async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) ->
     body = {"model_id": client.model, "seq_id": 1, "path": "state", "type": "save_weights"}
     failed = await client.result(await client.tree("save_weights", body))
     assert failed == {"error": "this server does not answer save_weights yet", "category": "user"}
+    loaded = {"session_id": client.session, "model_seq_id": 1, "path": "tinker://a/weights/b"}
+    refused = await client.post("load_weights", loaded | {"type": "load_weights"})
+    assert (refused.status_code, refused.json()["detail"][-23:]) == (400, "answer load_weights yet")
     unknown = await client.http.get("/api/v1/checkpoints", headers=KEY)
     assert unknown.status_code == 404
     assert "does not answer" in unknown.json()["detail"]
@@ -275,7 +278,7 @@ def test_a_server_needs_adapters_and_a_key_that_the_sdk_sends(model_path: str) -
         server_config(model_path, None, ["weights.lora=merged"])
     with pytest.raises(Exception, match="must begin with tml-"):
         server_config(model_path, None, ["serving.api_key=secret"])
-    assert server_config(model_path).model.lora.rank == 64
+    assert server_config(model_path).model.lora.rank == 128
 
 
 async def test_nothing_is_left_of_clients_that_vanish(

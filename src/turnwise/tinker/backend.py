@@ -29,7 +29,7 @@ KEY_PREFIX = "tml-"
 """Beginning of every key that the SDK accepts."""
 DEFAULTS: Mapping[str, object] = {
     "name": "tinker",
-    "model": {"lora": {"rank": 64}},
+    "model": {"lora": {"rank": 128}},
     "weights": {"lora": "adapter"},
     "engine": {"vllm_args": {"max_loras": 8, "max_cpu_loras": 8}},
 }

@@ -24,7 +24,7 @@ from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator, Request, Route, generate
-from turnwise.errors import EngineError, InputError
+from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
 from turnwise.tinker.futures import Futures, Gone, Missing, Reply, Turns, Work
@@ -162,7 +162,10 @@ class TinkerService:
         for model in [each for each in self._models.values() if each.session is session]:
             del self._models[model.id]
             model.turns.close()
-            await self._ask("remove", model.id)
+            try:
+                await self._ask("remove", model.id)
+            except TurnwiseError as error:  # the trainer's own watch ends the server if it died
+                logger.warning("the adapter %s is not removed: %s", model.id, error)
 
     # Training
 
@@ -247,13 +250,15 @@ class TinkerService:
 
     async def refuse_in_turn(self, owner: str, tree: JsonObject) -> JsonObject:
         """Answer a request of a model that this server does not know, at its position."""
+        why = InputError(f"this server does not answer {str(tree.get('type'))[:40]} yet")
+        if tree.get("model_id") is None:  # it would make a model
+            raise why
         asked = parsed(requests.OfModel, tree)
-        model, kind = self._model(asked.model_id, owner), str(tree.get("type", "this request"))
 
         async def refuse() -> Reply:
-            raise InputError(f"this server does not answer {kind[:40]} yet")
+            raise why
 
-        return self._in_turn(model, asked.seq_id, refuse)
+        return self._in_turn(self._model(asked.model_id, owner), asked.seq_id, refuse)
 
     async def _write(self, model: Model, saved: Checkpoint, *, flush: bool) -> Path:
         """Write a model's adapter as a checkpoint; return its folder."""
