@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tinker.losses import loss_named
+from turnwise.tinker.losses import UNPUBLISHED, loss_named
 from turnwise.tinker.wire import Datum, TrainingRequest
 
 _Id = Annotated[str, Field(max_length=300)]
@@ -173,8 +173,9 @@ class Sample(_Request):
             "target_prompt_logprobs": self.target_prompt_logprobs is not None,
             "prompt_alt_tokens_k": self.prompt_alt_tokens_k > 0,
             "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
-            "record_stability_info": bool(self.record_stability_info),
         }
+        if self.record_stability_info:
+            raise InputError(f"record_stability_info: {UNPUBLISHED}")
         if asked := [name for name, is_asked in later.items() if is_asked]:
             raise InputError(f"sample: this server does not answer {', '.join(asked)}")
         if room < 1:
