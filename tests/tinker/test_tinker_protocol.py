@@ -138,6 +138,24 @@ async def test_a_wrong_datum_fails_its_request_alone(
     assert logprobs_of(await client.trained(2, [datum()], "cross_entropy"))
 
 
+async def test_adapters_without_a_seed_begin_apart_and_those_with_one_alike(client: Client) -> None:
+    first = []
+    for seed in (None, None, 7, 7):
+        await client.open(seed=seed)
+        adapter = client.rank._adapters[client.model]
+        first.append(adapter.parameters[0].detach().clone())
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first[2], first[3])
+
+
+async def test_only_the_layers_that_are_asked_for_are_trained(client: Client) -> None:
+    await client.open(train_mlp=False)
+    label = client.rank._adapters[client.model].label
+    named = [n for n, _ in client.rank._model.named_parameters() if f".{label}." in n]
+    assert named
+    assert all("self_attn" in name for name in named)
+
+
 async def test_models_that_cannot_be_made_are_refused_in_words(client: Client) -> None:
     assert "not one from 1 to 8" in (await client.open(rank=9))["error"]
     assert "leave no layer" in (await client.open(train_mlp=False, train_attn=False))["error"]

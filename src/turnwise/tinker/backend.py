@@ -1,6 +1,6 @@
 """Engines, a trainer of adapters and a server for clients of Tinker: started and stopped as one."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from turnwise.config import Config, load_config, make_config
-from turnwise.config.base import NEEDED_KEYS
+from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import Foreign
@@ -27,7 +27,7 @@ from turnwise.training.trainer_group import TrainerActor, TrainerGroup
 
 KEY_PREFIX = "tml-"
 """Beginning of every key that the SDK accepts."""
-DEFAULTS: Mapping[str, object] = {
+DEFAULTS: Tree = {
     "name": "tinker",
     "model": {"lora": {"rank": 128}},
     "weights": {"lora": "adapter"},
