@@ -74,8 +74,6 @@ class Sampler:
     id: str
     session: Session
     checkpoint: Checkpoint | None = None
-    folder: Path | None = None
-    """Folder of the checkpoint; None samples from the base model."""
     temporary: bool = False
     """Whether the checkpoint has no name, and ends with the session."""
 
@@ -157,8 +155,9 @@ class TinkerService:
         self.futures.forget(session.id)
         for sampler in [each for each in self._samplers.values() if each.session is session]:
             del self._samplers[sampler.id]
-            if sampler.temporary and sampler.folder is not None:
-                await run_in_thread(partial(shutil.rmtree, sampler.folder, ignore_errors=True))
+            if sampler.temporary and sampler.checkpoint is not None:
+                folder = self.checkpoints.folder(sampler.checkpoint)
+                await run_in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
         for model in [each for each in self._models.values() if each.session is session]:
             del self._models[model.id]
             model.turns.close()
@@ -235,15 +234,20 @@ class TinkerService:
                 raise InputError("save_weights_for_sampler needs a path, or a sampling session")
             name = f"session-{number}" if wanted.path is None else wanted.path
             saved = Checkpoint(
-                *(model.id, "sampler_weights", name, owner, self.model_name, model.version),
+                model.id,
+                "sampler_weights",
+                name,
+                owner,
+                self.model_name,
+                model.version,
                 model.spec.model_dump(),
                 user_metadata=wanted.user_metadata,
             )
-            folder = await self._write(model, saved, flush=wanted.path is not None)
+            await self._write(model, saved, flush=wanted.path is not None)
             if wanted.path is not None:
                 return Reply({"type": "save_weights_for_sampler", "path": saved.address})
             sampler = f"{model.session.id}:sample:{number}"
-            self._samplers[sampler] = Sampler(sampler, model.session, saved, folder, True)
+            self._samplers[sampler] = Sampler(sampler, model.session, saved, temporary=True)
             return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
 
         return self._in_turn(model, asked.seq_id, save)
@@ -260,12 +264,11 @@ class TinkerService:
 
         return self._in_turn(self._model(asked.model_id, owner), asked.seq_id, refuse)
 
-    async def _write(self, model: Model, saved: Checkpoint, *, flush: bool) -> Path:
-        """Write a model's adapter as a checkpoint; return its folder."""
+    async def _write(self, model: Model, saved: Checkpoint, *, flush: bool) -> None:
+        """Write a model's adapter as a checkpoint."""
         begun = await run_in_thread(partial(self.checkpoints.begin, saved))
         await self._ask("write", model.id, begun)
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
-        return self.checkpoints.folder(saved)
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank`; models take turns, in the order of their requests."""
@@ -303,15 +306,14 @@ class TinkerService:
         session = self._session(asked.session_id, owner)
         name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
         if name not in self._samplers:
-            saved, folder = None, None
+            saved: Checkpoint | None = None
             if asked.base_model is not None:
                 self._check_base(asked.base_model)
             if asked.model_path is not None:
                 saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
-                folder = self.checkpoints.folder(saved)
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
-            self._samplers[name] = Sampler(name, session, saved, folder)
+            self._samplers[name] = Sampler(name, session, saved)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
@@ -336,7 +338,8 @@ class TinkerService:
         route = Route(group=name)
         if sampler.checkpoint is not None:
             saved = sampler.checkpoint
-            route = Route("", name, f"{saved.address} {saved.created}", str(sampler.folder))
+            folder = str(self.checkpoints.folder(saved))
+            route = Route("", name, f"{saved.address} {saved.created}", folder)
         seed, made = asked.sampling_params.seed, list[Request]()
         for number in range(asked.num_samples):
             own = None if seed is None else (seed + number) % 2**63

@@ -151,7 +151,7 @@ def read_training_request(body: bytes) -> TrainingRequest:
 
 
 def _read_datum(message: Foreign, number: int) -> Datum:
-    parts = [np.zeros(0, np.int32)]
+    parts: list[Array] = [np.zeros(0, np.int32)]
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise InputError(f"datum {number}: this server computes tokens, not images or audio")
