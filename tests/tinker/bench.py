@@ -1,5 +1,12 @@
-"""A Tinker server without Ray and vLLM: the trainer's rank in this process, a simulated engine."""
+"""A Tinker server without Ray and vLLM: the trainer's rank in this process, a simulated engine.
 
+    python -m tests.tinker.bench MODEL PORT FOLDER [key.sub=value ...]
+
+serves it over HTTP, for programs that use the SDK.
+"""
+
+import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,10 +14,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+import uvicorn
 from fastapi import FastAPI
 
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
+from turnwise.tinker.backend import server_config
 from turnwise.tinker.rank import AdapterRank
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
@@ -120,3 +129,17 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, Ti
         client = Client(http)
         client.rank = rank
         yield client, service
+
+
+async def serve(model: str, port: int, folder: Path, *changes: str) -> None:
+    """Serve clients over HTTP on a port, until interrupted."""
+    config = server_config(model, None, [f"output_dir={folder}", "training.threads=1", *changes])
+    async with opened(config, folder) as (client, _):
+        transport = client.http._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        settings = uvicorn.Config(transport.app, port=port, log_level="warning")
+        await uvicorn.Server(settings).serve()
+
+
+if __name__ == "__main__":  # python -m tests.tinker.bench MODEL PORT FOLDER [key.sub=value ...]
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))

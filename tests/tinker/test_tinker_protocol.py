@@ -313,5 +313,5 @@ async def test_nothing_is_left_of_clients_that_vanish(
     await asyncio.sleep(0)
     held = (service._sessions, service._models, service._samplers, service.futures._entries)
     assert [len(each) for each in held] == [0, 0, 0, 0]
-    assert service.futures._size == 0
+    assert not service.futures._held
     assert not client.rank._adapters

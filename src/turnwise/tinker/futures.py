@@ -2,24 +2,45 @@
 
 Ids are functions of the request, so a client that sends one again, because its connection broke,
 gets the result of the first and runs nothing twice. A model's requests run in the order of their
-positions, in whatever order they arrive: those after a gap wait until it is filled.
+positions, in whatever order they arrive: those after a gap wait until it is filled, or fail once no
+client would still fill it. A result is kept until it was sent or its session ends; an owner with
+too much in progress has to wait, so what all clients together leave here is limited.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from turnwise.core.aio import is_cancelled
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, TrajectoryError, TurnwiseError, text_of, visible
+from turnwise.errors import (
+    InputError,
+    TrajectoryError,
+    TurnwiseError,
+    ordinary_error,
+    text_of,
+    visible,
+)
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
-_MOST_KEPT = 256 * 2**20
-"""Bytes of results that are kept; beyond, the oldest are dropped, first those that were sent."""
+GAP_SECONDS = 360.0
+"""Time that requests wait for one before them; clients try to send one for 5 minutes."""
+_MOST_OF_OWNER = 512 * 2**20
+"""Bytes of requests in progress, and of results that were not sent, with which an owner waits."""
+_MOST = 2 * 2**30
+"""The same of all owners together."""
+_MOST_SENT = 128 * 2**20
+"""Bytes of results that were sent but may not have arrived; the oldest are dropped."""
+SMALLEST = 4096
+"""Bytes that every request counts, for its tasks and names."""
 
 
 class Missing(InputError):
@@ -28,6 +49,10 @@ class Missing(InputError):
 
 class Gone(InputError):
     """A result that is not kept, or a session that has ended; a client may begin again."""
+
+
+class Busy(TurnwiseError):
+    """A request for which there is no room now: its client waits, and sends it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +86,22 @@ Work = Callable[[], Awaitable[Reply]]
 
 
 @dataclass(slots=True, eq=False)
+class _Channel:
+    ended: dict[int, str] = field(default_factory=dict)
+    """Requests that ended, by their numbers in the order of their ends."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
 class _Entry:
     owner: str
-    model_id: str
+    size: int
+    """Bytes of the request, and once it has ended of its result."""
     outcome: asyncio.Future[Outcome]
+    channel: _Channel | None = None
+    number: int = 0
+    """Its number in the channel, once it has ended."""
     task: asyncio.Task[None] | None = None
-    sent: bool = False
 
 
 class Futures:
@@ -74,18 +109,37 @@ class Futures:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._size = 0
+        self._sent: dict[str, int] = {}
+        """Sizes of the results that were sent, the oldest first; others count for their owners."""
+        self._sent_size = 0
+        self._held = Counter[str]()
+        self._channels: dict[str, _Channel] = {}
+        self._numbers = itertools.count(1)
 
-    def begin(self, request_id: str, owner: str, work: Work, model_id: str = "") -> None:
-        """Run a request, unless it runs or has run already."""
+    def begin(
+        self, request_id: str, owner: str, work: Work, size: int = 0, channel: str = ""
+    ) -> None:
+        """Run a request, unless it runs or has run already; a `channel` notes when it ends."""
         if request_id not in self._entries:
-            entry = self.promise(request_id, owner, model_id)
+            entry = self.promise(request_id, owner, size)
+            if channel:
+                entry.channel = self._channels.setdefault(channel, _Channel())
             entry.task = asyncio.create_task(self.run(request_id, work))
 
-    def promise(self, request_id: str, owner: str, model_id: str = "") -> _Entry:
-        """Add a request that `Turns` run later."""
+    def promise(self, request_id: str, owner: str, size: int = 0) -> _Entry:
+        """Add a request of some bytes that `Turns` run later.
+
+        Raises:
+            Busy: when its owner, or all together, have too much in progress.
+        """
+        if self._held[owner] > _MOST_OF_OWNER or self._held.total() > _MOST:
+            raise Busy(
+                f"{self._held[owner] >> 20:,} MB of your requests are in progress or wait to be "
+                f"fetched, {self._held.total() >> 20:,} MB of all: wait for some of them"
+            )
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        entry = self._entries[request_id] = _Entry(owner, model_id, outcome)
+        entry = self._entries[request_id] = _Entry(owner, SMALLEST + size, outcome)
+        self._held[owner] += entry.size
         return entry
 
     def __contains__(self, request_id: str) -> bool:
@@ -98,14 +152,23 @@ class Futures:
         outcome: Outcome
         try:
             outcome = await work()
-        except asyncio.CancelledError:
-            outcome = Failure("the request was cancelled", "user")
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            outcome = Failure.of(ordinary_error(error))
         except Exception as error:
             outcome = Failure.of(error)
+        if entry.outcome.done():  # it was dropped meanwhile
+            return
         entry.outcome.set_result(outcome)
-        if request_id in self._entries:
-            self._size += _size_of(entry)
-            self._drop_excess()
+        message = outcome.message if isinstance(outcome, Reply) else None
+        size = SMALLEST + len(message or b"")
+        self._held[entry.owner] += size - entry.size
+        entry.size = size
+        if entry.channel is not None:
+            entry.number = next(self._numbers)
+            entry.channel.ended[entry.number] = request_id
+            entry.channel.changed.set()
 
     async def retrieve(self, request_id: str, owner: str, seconds: float) -> Outcome | None:
         """Return a request's outcome; None if it has none within `seconds`.
@@ -113,42 +176,80 @@ class Futures:
         Raises:
             Gone: when there is no such request of this owner, or its result is not kept any more.
         """
+        gone = Gone(f"there is no result of a request {visible(request_id)[:100]}")
         entry = self._entries.get(request_id)
         if entry is None or entry.owner != owner:
-            raise Gone(f"there is no result of a request {visible(request_id)[:100]}")
+            raise gone
         done, _ = await asyncio.wait([entry.outcome], timeout=seconds)
         if not done:
             return None
-        entry.sent = True
+        if entry.outcome.cancelled():
+            raise gone
+        if request_id in self._entries and request_id not in self._sent:
+            self._release(entry)
+            self._sent[request_id] = entry.size
+            self._sent_size += entry.size
+            while self._sent_size > _MOST_SENT and len(self._sent) > 1:
+                self._drop(next(iter(self._sent)))
         return entry.outcome.result()
 
+    async def ended(
+        self, channel: str, after: int, arrived: Sequence[str], seconds: float
+    ) -> JsonObject:
+        """Return the requests of a channel that ended later than number `after`, as soon as there
+        are some; forget those whose results have `arrived`."""
+        if (own := self._channels.get(channel)) is None:  # no request was made there yet
+            await asyncio.sleep(min(seconds, 1.0))
+            return {"completions": [], "cursor": after}
+        for name in arrived:
+            if (entry := self._entries.get(name)) is not None and entry.channel is own:
+                self._drop(name)
+        for number in [each for each in own.ended if each <= after]:
+            del own.ended[number]
+        if not own.ended and seconds > 0:
+            own.changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await own.changed.wait()
+        found = [self._completion(name) for name in own.ended.values()]
+        return {"completions": found, "cursor": max(own.ended, default=after)}
+
+    def _completion(self, name: str) -> JsonObject:
+        entry = self._entries[name]
+        if isinstance(entry.outcome.result(), Failure):
+            return {"request_id": name, "state": "failed"}
+        size = {"response_payload_uncompressed_size": entry.size}
+        return {"request_id": name, "state": "finished", **size}
+
     def cancel(self, request_id: str, owner: str) -> None:
-        """End a request that runs, such as a sample that nobody waits for."""
+        """End and drop a request for which nobody waits, such as a sample."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.owner == owner and entry.task is not None:
-            entry.task.cancel()
+            self._drop(request_id)
 
     def forget(self, beginning: str) -> None:
         """End and drop the requests whose ids begin in this way, those of a session."""
         for name in [each for each in self._entries if each.startswith(beginning)]:
-            entry = self._entries.pop(name)
-            self._size -= _size_of(entry)
-            if entry.task is not None:
-                entry.task.cancel()
+            self._drop(name)
+        for name in [each for each in self._channels if each.startswith(beginning)]:
+            self._channels.pop(name).changed.set()
 
-    def _drop_excess(self) -> None:
-        if self._size <= _MOST_KEPT:
-            return
-        done = [(e.sent, name) for name, e in self._entries.items() if e.outcome.done()]
-        for _, name in sorted(done, key=lambda one: not one[0]):  # stable: the oldest come first
-            self._size -= _size_of(self._entries.pop(name))
-            if self._size <= _MOST_KEPT // 2:
-                break
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id)
+        if (size := self._sent.pop(request_id, None)) is None:
+            self._release(entry)
+        else:
+            self._sent_size -= size
+        if entry.channel is not None:
+            entry.channel.ended.pop(entry.number, None)
+        entry.outcome.cancel()  # no effect on one that has ended
+        if entry.task is not None:
+            entry.task.cancel()
 
-
-def _size_of(entry: _Entry) -> int:
-    outcome = entry.outcome.result() if entry.outcome.done() else None
-    return 256 + len(outcome.message or b"") if isinstance(outcome, Reply) else 0
+    def _release(self, entry: _Entry) -> None:
+        self._held[entry.owner] -= entry.size
+        if self._held[entry.owner] <= 0:
+            del self._held[entry.owner]
 
 
 class Turns:
@@ -157,7 +258,10 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         """Position of the request that runs, or that is waited for."""
+        self.lost = 0
+        """Position of a request that never came, while those that waited for it fail; else 0."""
         self._waiting: dict[int, Callable[[], Awaitable[None]]] = {}
+        self._come = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, position: int, run: Callable[[], Awaitable[None]]) -> None:
@@ -166,14 +270,39 @@ class Turns:
         if position < self.next or position in self._waiting:
             return
         self._waiting[position] = run
+        self._come.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while (run := self._waiting.get(self.next)) is not None:
-            await run()
+        while self._waiting:
+            try:
+                async with asyncio.timeout(GAP_SECONDS):
+                    while self.next not in self._waiting:
+                        self._come.clear()
+                        await self._come.wait()
+            except TimeoutError:
+                await self._fail_waiting()
+                continue
+            await self._waiting[self.next]()
             del self._waiting[self.next]
             self.next += 1
+
+    async def _fail_waiting(self) -> None:
+        """Let the requests after a gap fail, and go on behind them."""
+        waiting, self._waiting = sorted(self._waiting.items()), {}
+        self.lost, self.next = self.next, waiting[-1][0] + 1
+        for _, run in waiting:
+            await run()
+        self.lost = 0
+
+    def check(self) -> None:
+        """Raise an `InputError` while requests fail because one before them never came."""
+        if self.lost:
+            raise InputError(
+                f"the request {self.lost} of this model, before this one, did not arrive within "
+                f"{GAP_SECONDS:.0f} s: go on from a saved state"
+            )
 
     def close(self) -> None:
         if self._task is not None:

@@ -14,11 +14,15 @@ from starlette.responses import JSONResponse
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
-from turnwise.tinker.futures import WAIT_SECONDS, Failure, Gone, Missing
+from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
 from turnwise.tinker.service import CONSTANT, GET, POST, TinkerService, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
+_LONG = ("/asample", "/retrieve_futures")
+"""Ends of the paths whose bodies may be long, as requests with a message may."""
+_MOST_BYTES = 2**18
+"""Largest body of the others, whose metadata are kept."""
 
 
 def status_of(error: TurnwiseError) -> int:
@@ -27,6 +31,8 @@ def status_of(error: TurnwiseError) -> int:
         return 404
     if isinstance(error, Gone):
         return 410
+    if isinstance(error, Busy):
+        return 429
     return 400 if isinstance(error, InputError) else 503
 
 
@@ -105,9 +111,11 @@ def _answering(
 
 
 async def _values(request: Request) -> JsonObject:
+    if len(await request.body()) > _MOST_BYTES and not request.url.path.endswith(_LONG):
+        raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
     try:
         tree = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise HTTPException(400, "the body must be a JSON object")

@@ -27,7 +27,17 @@ from turnwise.engine.protocol import Generator, Request, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
-from turnwise.tinker.futures import Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.futures import (
+    SMALLEST,
+    WAIT_SECONDS,
+    Busy,
+    Futures,
+    Gone,
+    Missing,
+    Reply,
+    Turns,
+    Work,
+)
 from turnwise.tinker.wire import TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
@@ -36,6 +46,13 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
+_MOST_SESSIONS = 1000
+"""Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
+_QUIET_SECONDS = 120.0
+_UNUSED_SECONDS = 3600.0
+"""Time without a sample after which weights that have no name are removed, if there are newer ones
+of their model: a loop saves some at every step."""
+_CLONE = 10**9  # the SDK's: copies of a sampler count their requests from multiples of it
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -67,7 +84,7 @@ class Model:
     """Number of optimizer steps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sampler:
     """A sampling session: the base model, or a saved adapter on it."""
 
@@ -76,6 +93,8 @@ class Sampler:
     checkpoint: Checkpoint | None = None
     temporary: bool = False
     """Whether the checkpoint has no name, and ends with the session."""
+    seen: float = field(default_factory=time.monotonic)
+    """Time of the last request."""
 
 
 Ask = Callable[..., Awaitable[Foreign]]
@@ -112,10 +131,44 @@ class TinkerService:
         """End sessions of clients that have vanished, without end."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            oldest = time.monotonic() - _SILENT_SECONDS
-            for session in [each for each in self._sessions.values() if each.seen < oldest]:
-                logger.info("the Tinker session %s is silent, and ends", session.id)
-                await self._end(session)
+            await self._end_silent(_SILENT_SECONDS)
+            await self._remove_unused()
+
+    async def _end_silent(self, seconds: float, owner: str | None = None) -> None:
+        """End sessions that are silent for some time, all or an owner's, all at once: each has its
+        turn at the trainer to wait for."""
+        oldest = time.monotonic() - seconds
+        silent = [
+            each
+            for each in self._sessions.values()
+            if each.seen < oldest and owner in (None, each.owner)
+        ]
+        for session in silent:
+            logger.info("the Tinker session %s is silent, and ends", session.id)
+        await together(self._end(session) for session in silent)
+
+    async def _make_room(self, owner: str) -> None:
+        """Let an owner have one session more; `Busy` if all of too many are alive."""
+        for _ in range(2):
+            if sum(each.owner == owner for each in self._sessions.values()) < _MOST_SESSIONS:
+                return
+            await self._end_silent(_QUIET_SECONDS, owner)
+        raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
+
+    async def _remove_unused(self) -> None:
+        """Remove weights without a name that nobody samples from, but for each model's newest."""
+        oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
+        for sampler in reversed(list(self._samplers.values())):
+            if sampler.temporary and sampler.checkpoint is not None:
+                if sampler.seen < oldest and sampler.checkpoint.run in newer:
+                    await self._drop(sampler)
+                newer.add(sampler.checkpoint.run)
+
+    async def _drop(self, sampler: Sampler) -> None:
+        self._samplers.pop(sampler.id, None)
+        if sampler.temporary and sampler.checkpoint is not None:
+            folder = self.checkpoints.folder(sampler.checkpoint)
+            await run_in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
 
     # Sessions
 
@@ -130,6 +183,7 @@ class TinkerService:
 
     async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.CreateSession, tree)
+        await self._make_room(owner)
         session = Session(str(uuid.uuid4()), owner, asked.user_metadata, asked.display_name)
         self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
@@ -154,10 +208,7 @@ class TinkerService:
         self._sessions.pop(session.id, None)
         self.futures.forget(session.id)
         for sampler in [each for each in self._samplers.values() if each.session is session]:
-            del self._samplers[sampler.id]
-            if sampler.temporary and sampler.checkpoint is not None:
-                folder = self.checkpoints.folder(sampler.checkpoint)
-                await run_in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await self._drop(sampler)
         for model in [each for each in self._models.values() if each.session is session]:
             del self._models[model.id]
             model.turns.close()
@@ -183,7 +234,7 @@ class TinkerService:
             self._models[name] = Model(name, session, spec, asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
-        self.futures.begin(name, owner, create, name)
+        self.futures.begin(name, owner, create)
         return {"request_id": name, "model_id": name}
 
     async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
@@ -207,7 +258,7 @@ class TinkerService:
             requests.check_training(request, self._vocabulary, longest)
             return Reply(message=training_reply(*await self._ask("run", model.id, request)))
 
-        return self._in_turn(model, request.seq_id, run)
+        return self._in_turn(model, request.seq_id, run, request.size)
 
     async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.OfModel, tree)
@@ -275,14 +326,19 @@ class TinkerService:
         async with self._trainer_turn:
             return await self._trainer(method, name, *arguments)
 
-    def _in_turn(self, model: Model, position: int, work: Work) -> JsonObject:
-        """Run a request of a model once those before it have ended."""
+    def _in_turn(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
+        """Run a request, of some bytes, of a model once those before it have ended."""
         name = f"{model.id}:{position}"
+
+        async def run() -> Reply:
+            model.turns.check()
+            return await work()
+
         if name not in self.futures:
             if position < model.turns.next:
                 raise Gone(f"the result of the request {name} is not kept any more")
-            self.futures.promise(name, model.session.owner, model.id)
-            model.turns.add(position, partial(self.futures.run, name, work))
+            self.futures.promise(name, model.session.owner, size)
+            model.turns.add(position, partial(self.futures.run, name, run))
         return {"request_id": name, "model_id": model.id}
 
     def _model(self, name: str, owner: str) -> Model:
@@ -328,7 +384,10 @@ class TinkerService:
             raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
-        self.futures.begin(name, owner, partial(self._sample, sampler, asked, name))
+        tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
+        work = partial(self._sample, sampler, asked, name)
+        channel = f"{sampler.id}/{asked.seq_id // _CLONE}"
+        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples, channel)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -357,8 +416,17 @@ class TinkerService:
                 f"there is no sampling session {name[:100]}: its session has ended, or the server "
                 "was restarted"
             )
-        sampler.session.seen = time.monotonic()
+        sampler.seen = sampler.session.seen = time.monotonic()
         return sampler
+
+    async def retrieve_futures(self, owner: str, tree: JsonObject) -> JsonObject:
+        """Answer a sampler's question which of all its requests have ended."""
+        asked = parsed(requests.RetrieveFutures, tree)
+        sampler = self._sampler(asked.target.sampling_session_id, owner)
+        seconds = WAIT_SECONDS if asked.timeout is None else min(asked.timeout, WAIT_SECONDS)
+        channel = f"{sampler.id}/{asked.target.cloned_sampler_id}"
+        arrived = asked.retrieved_request_ids
+        return await self.futures.ended(channel, asked.prev_cursor, arrived, seconds)
 
     async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
         self.futures.cancel(str(tree.get("request_id", "")), owner)
@@ -378,9 +446,9 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
 CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
         "pjwt_auth_enabled": False,
-        "parallel_fwdbwd_chunks": True,
+        "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
         "proto_compress_fwdbwd": False,
-        "sample_use_retrieve_futures": False,
+        "sample_use_retrieve_futures": True,  # else each sample in progress holds a connection
         "sample_join_sampling_session": False,
         "custom_loss_server_side": False,  # the SDK computes them from the log-probs
     },
@@ -402,6 +470,7 @@ POST: Mapping[str, Verb] = {
     "load_weights": TinkerService.refuse_in_turn,
     "create_sampling_session": TinkerService.create_sampler,
     "asample": TinkerService.sample,
+    "retrieve_futures": TinkerService.retrieve_futures,
     "cancel_future": TinkerService.cancel,
 }
 """Verbs by their routes below /api/v1, which get the body's values and those of the path."""

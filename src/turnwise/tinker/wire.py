@@ -20,7 +20,7 @@ PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
-_MOST_VALUES = 2**26  # of a tensor, once it is dense
+_MOST_VALUES = 2**26  # of all tensors of a request, once they are dense
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
@@ -75,6 +75,12 @@ class TrainingRequest:
     forward_only: bool = False
     mistake: str = ""
     """Reason why the data cannot be used; "" if they can. The request still has its position."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        tensors = (each for datum in self.data for each in datum.inputs.values())
+        return sum(d.token_ids_T.nbytes for d in self.data) + sum(t.nbytes for t in tensors)
 
 
 @cache
@@ -134,10 +140,13 @@ def read_training_request(body: bytes) -> TrainingRequest:
         for name, value in request.loss_fn_config_v2.items()
     }
     data, mistake = list[Datum](), ""
+    shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
+        if not sum(np.prod(shape, dtype=float) for shape in shapes) <= _MOST_VALUES:
+            raise InputError(f"the tensors have more than {_MOST_VALUES:,} values in all")
         for number, each in enumerate(request.data):
             data.append(_read_datum(each, number))
-    except InputError as error:
+    except (InputError, ValueError) as error:
         mistake = str(error)
     return TrainingRequest(
         request.model_id,
@@ -168,8 +177,8 @@ def _read_tensor(message: Foreign, what: str) -> Array:
     if (kind := _DTYPES.get(message.dtype)) is None:
         raise InputError(f"{what}: the tensor has no type that is known")
     shape = list(message.shape)
-    if any(size < 0 for size in shape) or np.prod(shape or [0], dtype=float) > _MOST_VALUES:
-        raise InputError(f"{what}: the tensor is {shape}, more than {_MOST_VALUES:,} values")
+    if len(shape) > 2 or any(size < 0 for size in shape):
+        raise InputError(f"{what}: no tensor is {shape[:3]}")
     if message.WhichOneof("encoding") != "sparse_csr":
         flat = _array(message.dense, kind, what)
         shape = shape or [len(flat)]
