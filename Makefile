@@ -120,7 +120,7 @@ test-all: quick
 	@$(MAKE) --no-print-directory bench QUICK=1
 
 bench:
-	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
+	@$(MAKE) -j2 --no-print-directory setup $(PEERS) $(TINKER)
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(ROW),--only $(ROW))
 
 MINUTES ?= 60

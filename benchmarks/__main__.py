@@ -48,7 +48,7 @@ SCRIPTS = (
     "front",
     "training",
 )
-LONG = ("learning", "lora", "real")
+LONG = ("learning", "lora", "real", "tinker")
 """Scripts of minutes each, which a full run leaves out unless they are named."""
 DEADLINE, LONG_DEADLINE = 600.0, 3600.0
 """Deadlines of one script, in seconds."""

@@ -3,15 +3,18 @@
     make .venv-tinker/.installed
     python -m tests.tinker.recipes [--url URL] [--only NAME ...] [--folder DIR] [--seconds S]
 
-Without --url it starts `turnwise tinker` with the calculator's model. A recipe gets the name of the
-model and small sizes on its command line. What it would download is made here: `run MODULE ...`
-gives `datasets.load_dataset` local rows by the data set's name and registers the model's tokenizer,
-then runs the recipe's module as it is.
+Without --url it starts `turnwise tinker` with the calculator's model, which first learns to give
+short answers in a box, so that some rewards are 1; RECIPE_MODEL and RECIPE_NAME choose another
+model and the name by which recipes choose its renderer. A recipe gets that name and small sizes on
+its command line. What it would download is made here: `run MODULE ...` gives
+`datasets.load_dataset` local rows by the data set's name and registers the model's tokenizer, then
+runs the recipe's module as it is.
 """
 
 import argparse
 import json
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -26,9 +29,11 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 SDK = ROOT / ".venv-tinker"
 TOY = ROOT / "examples" / "calculator" / "warm_started"
-NAME = "Qwen/Qwen3.6-35B-A3B"
+NAME = os.environ.get("RECIPE_NAME", "Qwen/Qwen3.6-35B-A3B")
 """Name under which the small model is served: a recipe chooses its renderer by it, and one has this
 name in its source."""
+BUILDERS_ROWS = {"rl_basic": 8, "sl_basic": 256}
+"""Rows of the data sets of recipes whose batches of 128 no argument changes; of others 64."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
 RESULTS = re.compile(r"loss|nll|reward/total|kl|accuracy|num_sequences|grad_norm")
 """Metrics of a recipe's last step that are worth a cell."""
@@ -44,24 +49,14 @@ def recipes(folder: Path) -> dict[str, tuple[str, list[str]]]:
     rl = ["groups_per_batch=4", "group_size=4", "max_tokens=16", steps, rank, log, model]
     sl = ["batch_size=4", "max_length=1024", steps, log, model]
     loop = [f"{model}", "batch_size=4", rank, steps, "save_every=1"]
-    builder = "dataset_builder.common_config."
     return {
         "rl_loop": (
             f"{base}rl_loop",
-            [*loop, "group_size=4", "max_tokens=16", "loss_fn=importance_sampling"],
+            [*loop, "group_size=8", "max_tokens=32", "loss_fn=importance_sampling"],
         ),
-        "rl_basic": (
-            f"{base}rl_basic",
-            [
-                *(model, "max_tokens=16", steps, rank),
-                *("dataset_builder.batch_size=4", "dataset_builder.group_size=4"),
-            ],
-        ),
+        "rl_basic": (f"{base}rl_basic", [model, "max_tokens=32", "max_steps=1", rank]),
         "sl_loop": (f"{base}sl_loop", [*loop, "max_length=1024"]),
-        "sl_basic": (
-            f"{base}sl_basic",
-            [model, steps, rank, f"{builder}batch_size=4", f"{builder}max_length=1024"],
-        ),
+        "sl_basic": (f"{base}sl_basic", [model, steps, rank]),
         "chat_sl": (f"{base}chat_sl.train", [*sl, rank, f"dataset={rows}"]),
         "math_rl": (f"{base}math_rl.train", [*rl, "env=gsm8k", "loss_fn=importance_sampling"]),
         "math_rl, arithmetic, asynchronous": (
@@ -120,20 +115,22 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     ]
 
 
-def rows_of(name: str, count: int = 64) -> dict[str, list[dict[str, Any]]]:
+def problems(count: int) -> list[dict[str, str]]:
+    return [
+        {"question": f"What is {n} + {n + 1}?", "answer": f"It is\n#### {2 * n + 1}"}
+        for n in (number % 4 for number in range(count))
+    ]
+
+
+def rows_of(name: str, count: int) -> dict[str, list[dict[str, Any]]]:
     """Return rows like those of a data set on the Hub, by their splits."""
     talks = conversations(count)
     asked = [(talk[0]["content"], talk[1]["content"]) for talk in talks]
-    numbers = [2 * number + 1 for number in range(count)]
     if name == "openai/gsm8k":
-        rows = [
-            {"question": q, "answer": f"{a}\n#### {n}"}
-            for (q, a), n in zip(asked, numbers, strict=True)
-        ]
-        return {"train": rows, "test": rows[:4]}
+        return {"train": problems(count), "test": problems(4)}
     if name == "HuggingFaceH4/no_robots":
         rows = [{"messages": talk} for talk in talks]
-        return {"train": rows, "test": rows[:8]}
+        return {"train": rows, "test": rows[: count // 2]}
     if name == "zwhe99/DeepMath-103K":
         return {"train": [{"question": q, "final_answer": a} for q, a in asked]}
     if name == "open-thoughts/OpenThoughts3-1.2M":
@@ -172,7 +169,8 @@ def run(module: str, arguments: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(os.environ["RECIPE_TOKENIZER"])
 
     def load(path: str, *_: object, split: str | None = None, **more: Any) -> object:
-        made = {key: datasets.Dataset.from_list(rows) for key, rows in rows_of(path).items()}
+        rows = rows_of(path, int(os.environ["RECIPE_ROWS"]))
+        made = {key: datasets.Dataset.from_list(own) for key, own in rows.items()}
         if split is None:
             return datasets.DatasetDict(made)
         if split not in made:
@@ -185,11 +183,63 @@ def run(module: str, arguments: list[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def teach(output: str, steps: int = 200) -> None:
+    """Train the calculator's model to answer `problems` with one of their four answers in a box."""
+    import torch
+    from tinker_cookbook import model_info, renderers
+    from tinker_cookbook.recipes.math_rl.math_env import MathEnv
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(NAME), tokenizer)
+    prompts = [
+        renderer.build_generation_prompt(
+            [
+                *MathEnv.standard_fewshot_prefix(),
+                {"role": "user", "content": row["question"] + MathEnv.question_suffix()},
+            ]
+        )
+        for row in problems(4)
+    ]
+    model, draw = AutoModelForCausalLM.from_pretrained(TOY), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(steps):
+        for prompt in (each.to_ints() for each in prompts):
+            answer = draw.choice((1, 3, 5, 7))
+            answered = f"</think>\n\n\\boxed{{{answer}}}<|im_end|>"
+            ids = tokenizer.encode(answered, add_special_tokens=False)
+            labels = [-100] * len(prompt) + ids
+            loss = model(torch.tensor([prompt + ids]), labels=torch.tensor([labels])).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def in_cookbook(**more: str) -> dict[str, str]:
+    """Return the environment of a program that imports the cookbook."""
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": f"{SDK}:{ROOT}", **offline, **more}
+
+
+def model_in(folder: Path) -> Path:
+    """Return the folder of the model; the calculator's is trained first, once."""
+    if own := os.environ.get("RECIPE_MODEL"):
+        return Path(own)
+    place = folder / "model"
+    if not (place / "tokenizer_config.json").exists():
+        command = [sys.executable, __file__, "teach", str(place)]
+        subprocess.run(command, env=in_cookbook(), check=True)
+    return place
+
+
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
+def server(model: Path, folder: Path) -> Iterator[str]:
     """Run `turnwise tinker` with the small model, and yield its URL."""
     log = folder / "server.log"
     changes = [
+        "serving.port=0",
         "model.max_length=4096",
         "model.lora.rank=8",
         f"serving.served_model_name={NAME}",
@@ -197,7 +247,7 @@ def server(folder: Path) -> Iterator[str]:
         "training.threads=1",
         "engine.kv_cache_gib=0.25",
     ]
-    command = [sys.executable, "-m", "turnwise.cli", "tinker", "--model", str(TOY), "--port", "0"]
+    command = [sys.executable, "-m", "turnwise.cli", "tinker", "--model", str(model)]
     with log.open("w") as file:
         started = subprocess.Popen(
             [*command, *changes], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
@@ -227,22 +277,21 @@ def last_metrics(folder: Path) -> str:
     return f"{len(lines)} steps; {', '.join(shown[:4])}" if lines else ""
 
 
-def attempt(name: str, url: str, folder: Path, seconds: float) -> tuple[str, str, float]:
+def attempt(
+    name: str, url: str, model: Path, folder: Path, seconds: float
+) -> tuple[str, str, float]:
     """Run one recipe; return how it ended, what it printed, and its seconds."""
     module, arguments = recipes(folder)[name]
     place = folder / re.sub(r"\W+", "_", name)
     place.mkdir(exist_ok=True)
     own = [] if module.endswith("create_data") else [f"log_path={place / 'log'}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{SDK}:{ROOT}",
-        "TINKER_BASE_URL": url,
-        "TINKER_API_KEY": os.environ.get("TINKER_API_KEY", "tml-recipes"),
-        "RECIPE_TOKENIZER": str(TOY),
-        "TINKER_COOKBOOK_RUNS_DIR": str(place),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = in_cookbook(
+        TINKER_BASE_URL=url,
+        TINKER_API_KEY=os.environ.get("TINKER_API_KEY", "tml-recipes"),
+        TINKER_COOKBOOK_RUNS_DIR=str(place),
+        RECIPE_TOKENIZER=str(model),
+        RECIPE_ROWS=str(BUILDERS_ROWS.get(name, 64)),
+    )
     began = time.monotonic()
     with (place / "output").open("w") as output:
         try:
@@ -273,6 +322,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    model = model_in(folder)
     names = options.only or list(recipes(folder))
     failed = 0
     say = partial(print, flush=True)
@@ -281,7 +331,7 @@ def main(arguments: list[str]) -> int:
     def each(url: str) -> None:
         nonlocal failed
         for name in names:
-            ended, said, seconds = attempt(name, url, folder, options.seconds)
+            ended, said, seconds = attempt(name, url, model, folder, options.seconds)
             failed += ended != "ran"
             said = said.replace("|", "/")
             say(f"| {name} | {ended} | {said} | {seconds:.0f} |")
@@ -289,7 +339,7 @@ def main(arguments: list[str]) -> int:
     if options.url:
         each(options.url)
     else:
-        with server(folder) as url:
+        with server(model, folder) as url:
             each(url)
     return failed
 
@@ -297,5 +347,7 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:2] == ["teach"]:
+        teach(sys.argv[2])
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,277 @@
+"""Limits of what clients of a Tinker server leave behind or send wrong, without engines."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tinker.bench import KEY, Client, logprobs_of, message, opened
+from turnwise.config import Config
+from turnwise.errors import InputError
+from turnwise.tinker import futures, routes, service
+from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
+from turnwise.tinker.service import TinkerService
+from turnwise.tinker.wire import message_classes, read_training_request
+
+IDS = [5, 6, 7, 8]
+
+
+def row(ids: list[int] = IDS) -> dict[str, Any]:
+    return {"tokens": ids[:-1], "target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+
+
+@pytest.fixture
+async def running(
+    make_config: Callable[..., Config], model_path: str, tmp_path: Path
+) -> AsyncIterator[tuple[Client, TinkerService]]:
+    config = make_config(
+        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
+        weights={"lora": "adapter"},
+        training={"threads": 1},
+    )
+    async with opened(config, tmp_path) as (client, own):
+        yield client, own
+
+
+async def sampler_of(client: Client) -> str:
+    session = (await client.tree("create_session", {}))["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+    made: str = (await client.tree("create_sampling_session", body))["sampling_session_id"]
+    return made
+
+
+def asked(sampler: str, seq: int, **more: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS}]}
+    body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt}
+    return body | {"sampling_params": {"max_tokens": 4, "seed": 1}} | more
+
+
+async def polled(client: Client, sampler: str, cursor: int = 0, **more: Any) -> dict[str, Any]:
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    return await client.tree("retrieve_futures", {"target": target, "prev_cursor": cursor} | more)
+
+
+async def test_an_owner_with_too_much_in_progress_is_asked_to_wait(
+    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = running
+    sampler = await sampler_of(client)
+    monkeypatch.setattr(futures, "_MOST_OF_OWNER", 20_000)
+    first = [await client.post("asample", asked(sampler, n)) for n in range(6)]
+    accepted = [each.json() for each in first if each.status_code == 200]
+    assert {each.status_code for each in first} == {200, 429}
+    assert "wait for some of them" in first[-1].json()["detail"]
+    other = {"X-API-Key": "tml-two"}
+    assert (await client.post("create_session", {}, **other)).status_code == 200
+    for promise in accepted:
+        await client.result(promise)
+    assert (await client.post("asample", asked(sampler, 9))).status_code == 200
+
+
+async def test_one_poll_says_which_samples_have_ended(
+    running: tuple[Client, TinkerService],
+) -> None:
+    client, own = running
+    sampler = await sampler_of(client)
+    assert await polled(client, sampler, timeout=0) == {"completions": [], "cursor": 0}
+    promises = [await client.tree("asample", asked(sampler, n)) for n in range(2)]
+    wrong = await client.tree("asample", asked(sampler, 2, prompt={"chunks": []}))
+    ended, cursor = dict[str, str](), 0
+    while len(ended) < 3:
+        answer = await polled(client, sampler, cursor)
+        again = await polled(client, sampler, cursor)  # as after an answer that was lost
+        assert again["completions"][: len(answer["completions"])] == answer["completions"]
+        ended |= {each["request_id"]: each["state"] for each in answer["completions"]}
+        cursor = answer["cursor"]
+    names = [each["request_id"] for each in promises]
+    assert ended == {**dict.fromkeys(names, "finished"), wrong["request_id"]: "failed"}
+    for promise in promises:
+        await client.result(promise)
+    await polled(client, sampler, cursor, timeout=0, retrieved_request_ids=names)
+    assert list(own.futures._entries) == [wrong["request_id"]]
+    body = {"target": {"sampling_session_id": sampler}}
+    refused = await client.post("retrieve_futures", body, **{"X-API-Key": "tml-two"})
+    assert refused.status_code == 404
+
+
+async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerService]) -> None:
+    client, own = running
+    promise = await client.tree("asample", asked(await sampler_of(client), 0, num_samples=8))
+    await client.tree("cancel_future", {"request_id": promise["request_id"]})
+    assert not own.futures._entries
+    assert not own.futures._held
+    gone = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+    assert gone.status_code == 410
+
+
+async def test_the_oldest_results_that_were_sent_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(futures, "_MOST_SENT", 20_000)
+    own = Futures()
+
+    async def reply() -> Reply:
+        return Reply(message=bytes(5000))
+
+    for number in range(4):
+        own.begin(str(number), "one", reply)
+        assert await own.retrieve(str(number), "one", 1)
+    own.begin("unsent", "one", reply)
+    with pytest.raises(Gone):
+        await own.retrieve("0", "one", 1)
+    assert await own.retrieve("3", "one", 1)
+    assert own._held == {"one": own._entries["unsent"].size}
+
+
+async def test_requests_after_one_that_never_comes_fail_in_words(
+    monkeypatch: pytest.MonkeyPatch, running: tuple[Client, TinkerService]
+) -> None:
+    client, _ = running
+    monkeypatch.setattr(futures, "GAP_SECONDS", 0.2)
+    await client.open()
+    await client.trained(1, [row()], "cross_entropy")
+    late = [(await client.train(n, [row()], "cross_entropy")).json() for n in (4, 3)]
+    for promise in late:
+        failed = await client.result(promise)
+        assert failed["category"] == "user"
+        assert "the request 2 of this model" in failed["error"]
+    assert logprobs_of(await client.trained(5, [row()], "cross_entropy"))
+    assert (await client.train(2, [row()], "cross_entropy")).status_code == 410
+
+
+async def test_turns_wait_for_a_gap_as_long_as_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "GAP_SECONDS", 5.0)
+    turns, ran = Turns(), list[int]()
+
+    async def note(number: int) -> None:
+        ran.append(number)
+
+    for number in (2, 4, 1, 3):
+        turns.add(number, lambda number=number: note(number))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    assert ran == [1, 2, 3, 4]
+
+
+async def test_a_session_that_ends_answers_those_who_wait(
+    running: tuple[Client, TinkerService],
+) -> None:
+    client, _ = running
+    await client.open()
+    late = (await client.train(2, [row()], "cross_entropy")).json()
+    waiting = asyncio.create_task(
+        client.post("retrieve_future", {"request_id": late["request_id"]})
+    )
+    await asyncio.sleep(0.01)
+    await client.tree(f"sessions/{client.session}/finish", {})
+    assert (await waiting).status_code == 410
+
+
+async def test_silent_sessions_make_room_for_new_ones(
+    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, own = running
+    monkeypatch.setattr(service, "_MOST_SESSIONS", 3)
+    names = [(await client.tree("create_session", {}))["session_id"] for _ in range(3)]
+    refused = await client.post("create_session", {})
+    assert (refused.status_code, "3 sessions" in refused.text) == (429, True)
+    own._sessions[names[1]].seen -= 1000
+    await client.tree("create_session", {})
+    assert list(own._sessions)[:2] == [names[0], names[2]]
+
+
+async def test_a_thousand_clients_that_vanish_leave_nothing(
+    running: tuple[Client, TinkerService],
+) -> None:
+    client, own = running
+    for number in range(1000):
+        key = {"X-API-Key": f"tml-{number}"}
+        session = (await client.post("create_session", {}, **key)).json()["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+        opened_here = await client.post("create_sampling_session", body, **key)
+        sampler = opened_here.json()["sampling_session_id"]
+        await client.post("asample", asked(sampler, 0, num_samples=4), **key)
+    assert len(own._sessions) == 1000
+    await own._end_silent(0.0)
+    await asyncio.sleep(0)
+    held = (own._sessions, own._samplers, own.futures._entries, own.futures._held)
+    assert [len(each) for each in (*held, own.futures._channels)] == [0] * 5
+
+
+async def test_weights_without_a_name_go_once_there_are_newer_ones(
+    running: tuple[Client, TinkerService], tmp_path: Path
+) -> None:
+    client, own = running
+    await client.open()
+    for number in range(3):
+        body = {"model_id": client.model, "seq_id": number + 1, "sampling_session_seq_id": number}
+        await client.result(await client.tree("save_weights_for_sampler", body))
+    samplers = list(own._samplers.values())
+    samplers[0].seen = samplers[2].seen = time.monotonic() - 2 * service._UNUSED_SECONDS
+    await own._remove_unused()
+    assert list(own._samplers.values()) == samplers[1:]
+    kept = tmp_path / "tinker" / client.model / "sampler_weights"
+    assert sorted(each.name for each in kept.iterdir()) == ["session-1", "session-2"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1", b""])
+async def test_bodies_that_are_no_requests_are_refused(
+    running: tuple[Client, TinkerService], body: bytes
+) -> None:
+    client, _ = running
+    for path in ("asample", "retrieve_futures", "retrieve_future", "optim_step", "create_session"):
+        answer = await client.http.post(f"/api/v1/{path}", content=body, headers=KEY)
+        assert answer.status_code in (400, 413), (path, answer.text)
+
+
+async def test_long_metadata_are_refused(running: tuple[Client, TinkerService]) -> None:
+    client, _ = running
+    long = {"user_metadata": {"a": "b" * routes._MOST_BYTES}}
+    assert (await client.post("create_session", long)).status_code == 413
+
+
+def test_a_small_body_cannot_stand_for_large_tensors() -> None:
+    made = message_classes()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="a")
+    for _ in range(1000):
+        datum = made.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray([1], np.int32).tobytes()
+        tensor = datum.loss_fn_inputs["weights"]
+        tensor.dtype = 1
+        tensor.sparse_csr.crow_indices = np.zeros(2, np.int64).tobytes()
+        tensor.shape.extend([1, 2**20])
+    read = read_training_request(made.SerializeToString())
+    assert "values in all" in read.mistake
+    assert read.size == 0
+
+
+_WHOLE = message("model", 1, [row(), row([9, 8, 7])], "cross_entropy")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, len(_WHOLE) - 1), st.integers(0, 255)), max_size=8),
+    st.integers(0, len(_WHOLE)),
+    st.binary(max_size=8),
+)
+def test_any_bytes_are_a_request_or_an_input_error(
+    changes: list[tuple[int, int]], end: int, tail: bytes
+) -> None:
+    body = bytearray(_WHOLE)
+    for place, value in changes:
+        body[place] = value
+    try:
+        read = read_training_request(bytes(body[:end]) + tail)
+    except InputError:
+        return
+    assert read.model_id
+    assert read.size >= 0
+
+
+def test_who_must_wait_is_asked_to_send_again() -> None:
+    assert routes.status_of(Busy("wait")) == 429
