@@ -183,9 +183,9 @@ class AdapterRank:
                         logprobs_N.detach().float().cpu(), [len(d.token_ids_T) for d in chosen]
                     )
                     for sample, datum, part in zip(samples, chosen, parts, strict=True):
-                        width = datum.inputs["target_tokens"].shape[1:]
-                        own = part[:, : width[0]] if width else part.flatten()
-                        outputs[sample.sequence]["logprobs"] = own.numpy()
+                        shape = datum.inputs["target_tokens"].shape
+                        own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
+                        outputs[sample.sequence]["logprobs"] = own.reshape(shape).numpy()
         except BaseException:
             adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise

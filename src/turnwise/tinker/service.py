@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config import Config
@@ -28,7 +29,7 @@ from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
 from turnwise.tinker.futures import Futures, Gone, Missing, Reply, Turns, Work
-from turnwise.tinker.wire import TrainingRequest, sample_reply, training_reply
+from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
 
@@ -202,12 +203,17 @@ class TinkerService:
         """Answer `forward_backward`, whose body is a message."""
         model = self._model(request.model_id, owner)
 
-        async def run() -> Reply:
-            longest = self._config.model.max_length
-            requests.check_training(request, self._vocabulary, longest)
-            return Reply(message=training_reply(*await self._ask("run", model.id, request)))
+        return self._in_turn(model, request.seq_id, partial(self._train, model, request))
 
-        return self._in_turn(model, request.seq_id, run)
+    async def _train(self, model: Model, request: TrainingRequest) -> Reply:
+        longest = self._config.model.max_length
+        await run_in_thread(requests.check_training, request, self._vocabulary, longest)
+        outputs, metrics = list[dict[str, Array]](), dict[str, float]()
+        for part in requests.turns_of(request):
+            found, sums = await self._ask("run", model.id, part)
+            outputs += found
+            metrics = {key: metrics.get(key, 0.0) + value for key, value in sums.items()}
+        return Reply(message=await run_in_thread(training_reply, outputs, metrics))
 
     async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.OfModel, tree)
@@ -334,7 +340,8 @@ class TinkerService:
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
         ids = asked.tokens(self._vocabulary)
-        sampling = asked.sampling(self._config.model.max_length - len(ids))
+        sampling = asked.sampling(len(ids), self._config.model.max_length)
+        scored, targets = asked.scored(len(ids)), asked.target_prompt_logprobs
         route = Route(group=name)
         if sampler.checkpoint is not None:
             saved = sampler.checkpoint
@@ -343,12 +350,31 @@ class TinkerService:
         seed, made = asked.sampling_params.seed, list[Request]()
         for number in range(asked.num_samples):
             own = None if seed is None else (seed + number) % 2**63
-            made.append(Request(ids, sampling, f"{name}:{number}", own, route))
-            sampling = sampling.model_copy(update={"prompt_logprobs": False})
+            given = asked.request(sampling, own, first=not number)
+            made.append(Request(ids, given, f"{name}:{number}", own, route))
+        given_ids = None if targets is None else await self._score(targets, made[0])
         done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
-        return Reply(message=sample_reply(done, done[0].prompt_logprobs, done[0].cached_tokens))
+        likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
+        return Reply(message=sample_reply(done, scored, likeliest, given_ids))
+
+    async def _score(self, targets: requests.TargetIds, request: Request) -> Foreign:
+        """Return the log-probs of given ids at positions of a request's prompt."""
+        values = np.zeros(len(targets.data), np.float32)
+
+        async def score(row: int, places: list[int]) -> None:
+            one = request._replace(
+                prompt=request.prompt[: row + 1],
+                sampling=targets.sampling(places),
+                id=f"{request.id}:row{row}",
+            )
+            ((_, *scores),) = (await generate(self._generator, one)).alternatives
+            values[places] = [logprob for _, logprob, _ in scores]
+
+        rows = targets.places(len(request.prompt), self._vocabulary)
+        await together(score(*each) for each in rows.items())
+        return targets.tensor(values)
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)
