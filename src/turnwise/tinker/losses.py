@@ -49,16 +49,16 @@ LOSSES: Mapping[str, TinkerLoss] = {
 """Losses that this server computes, by the protocol's names."""
 
 
-UNPUBLISHED = (
-    "the formula of stable_reinforce is not published: set the loss to another one (the cookbook's "
-    "programs take loss_fn=importance_sampling)"
+NOT_STABLE = (
+    "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "
+    "take loss_fn=importance_sampling)"
 )
 
 
 def loss_named(name: str, settings: Settings) -> TinkerLoss:
     """Return a loss; InputError when the server has none of this name, or it lacks a setting."""
     if name == "stable_reinforce":
-        raise InputError(f"loss_fn: {UNPUBLISHED}")
+        raise InputError(f"loss_fn: {NOT_STABLE}")
     if (loss := LOSSES.get(name)) is None:
         raise InputError(
             f"loss_fn {name[:80]!r}: this server computes {', '.join(LOSSES)}; "

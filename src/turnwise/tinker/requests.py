@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tinker.losses import UNPUBLISHED, loss_named
+from turnwise.tinker.losses import NOT_STABLE, loss_named
 from turnwise.tinker.wire import Datum, TrainingRequest
 
 _Id = Annotated[str, Field(max_length=300)]
@@ -175,7 +175,7 @@ class Sample(_Request):
             "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
         }
         if self.record_stability_info:
-            raise InputError(f"record_stability_info: {UNPUBLISHED}")
+            raise InputError(f"record_stability_info: {NOT_STABLE}")
         if asked := [name for name, is_asked in later.items() if is_asked]:
             raise InputError(f"sample: this server does not answer {', '.join(asked)}")
         if room < 1:
