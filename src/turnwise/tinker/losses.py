@@ -94,15 +94,15 @@ LOSSES: Mapping[str, TinkerLoss] = {
     "ppo": TinkerLoss(_RL, _ppo, _range(0.8, 1.2)),
     "cispo": TinkerLoss(_RL, _cispo, _range(0.0, 4.0)),
     "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}),
-    # Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071), section 5.1.
+    # The range is that of Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071).
     "gspo": TinkerLoss((*_RL, "sequence_ratio_mask"), _gspo, _range(1 - 3e-4, 1 + 4e-4)),
 }
 """Losses that this server computes, by the protocol's names."""
 
 
-UNPUBLISHED = (
-    "the formula of stable_reinforce is not published: set the loss to another one (the cookbook's "
-    "programs take loss_fn=importance_sampling)"
+NOT_STABLE = (
+    "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "
+    "take loss_fn=importance_sampling)"
 )
 
 
@@ -110,7 +110,7 @@ def loss_named(name: str, settings: Settings) -> TinkerLoss:
     """Return a loss, with the client's settings for its defaults; InputError when the server has
     none of this name, or it lacks a setting."""
     if name == "stable_reinforce":
-        raise InputError(f"loss_fn: {UNPUBLISHED}")
+        raise InputError(f"loss_fn: {NOT_STABLE}")
     if (loss := LOSSES.get(name)) is None:
         raise InputError(
             f"loss_fn {name[:80]!r}: this server computes {', '.join(LOSSES)}; "

@@ -4,7 +4,7 @@ Keys that are not known are ignored, as the protocol grows. A mistake is an `Inp
 words of the protocol.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -18,19 +18,19 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
-from turnwise.tinker.losses import UNPUBLISHED, TinkerLoss, loss_named
-from turnwise.tinker.wire import Array, Datum, TrainingRequest, read_tensor, tensor_message
+from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
+from turnwise.tinker.wire import Array, Datum, TrainingRequest, message_classes, read_tensor
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21)]
+_Ids = Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(max_length=2**21)]
 _LONGEST_STOP = 1000
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
 """Tokens of one client that the trainer computes before it turns to the next client."""
-_NOTHING = np.zeros(0, np.float32)
 
 
 class _Request(BaseModel):
@@ -148,14 +148,22 @@ class TargetIds(_Request):
     """Token ids whose log-probs are asked for: row `i` at the token `i + 1` of a prompt, dense or
     sparse (CSR); -1 asks for nothing."""
 
-    data: _Tokens
-    shape: list[int] = []
-    sparse_crow_indices: _Tokens | None = None
-    sparse_col_indices: _Tokens | None = None
+    data: _Ids
+    shape: _Ids = []
+    sparse_crow_indices: _Ids | None = None
+    sparse_col_indices: _Ids | None = None
 
     def tensor(self, values: Array) -> Foreign:
-        """Return values in the place of the ids, as a message."""
-        return tensor_message(values, self.shape, self.sparse_crow_indices, self.sparse_col_indices)
+        """Return int64 or float32 values in the place of the ids, as a message."""
+        kind = 2 if values.dtype == np.int64 else 1
+        made = message_classes()["Tensor"](dtype=kind, shape=self.shape)
+        if self.sparse_crow_indices is None:
+            made.dense = values.tobytes()
+        else:
+            made.sparse_csr.values = values.tobytes()
+            made.sparse_csr.crow_indices = np.asarray(self.sparse_crow_indices).tobytes()
+            made.sparse_csr.col_indices = np.asarray(self.sparse_col_indices or []).tobytes()
+        return made
 
     def places(self, length: int, vocabulary: int) -> dict[int, list[int]]:
         """Return the indices in `data` of the ids of each row, for a prompt of `length` tokens."""
@@ -217,25 +225,23 @@ class Sample(_Request):
             raise InputError(f"prompt_logprobs_last_n: {last} is not from 1 to {length - 1}")
         return last or length
 
-    def sampling(self, length: int, longest: int) -> SamplingConfig:
-        """Return the parameters in our terms, for a prompt of `length` tokens in a context of
-        `longest`."""
+    def sampling(self, length: int, longest: int, number: int = 0) -> Sampling:
+        """Return the parameters of one of the samples of a prompt of `length` tokens, in a context
+        of `longest`; the first sample also brings what is asked for of the prompt."""
         if self.record_stability_info:
-            raise InputError(f"record_stability_info: {UNPUBLISHED}")
+            raise InputError(f"record_stability_info: {NOT_STABLE}")
         if self.prompt_alt_tokens_k:
             raise InputError("prompt_alt_tokens_k: vLLM draws no tokens at positions of the prompt")
         if length >= longest:
-            raise InputError(
-                f"prompt: its {length:,} tokens leave no room for another in {longest:,}"
-            )
+            raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
         # One less than there is room for: what was sampled can be scored, with one token after it.
         room = max(1, longest - 1 - length)
-        given = self.sampling_params
+        given, top = self.sampling_params, 0 if number else self.topk_prompt_logprobs
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         texts = [each for each in stop if isinstance(each, str)]
         if any(not text or len(text) > _LONGEST_STOP for text in texts):
             raise InputError(f"sampling_params: a stop has 1 to {_LONGEST_STOP} characters")
-        return SamplingConfig(
+        sampling = SamplingConfig(
             n=1,
             temperature=given.temperature,
             top_p=given.top_p,
@@ -244,19 +250,19 @@ class Sample(_Request):
             stop=texts,
             stop_token_ids=[each for each in stop if isinstance(each, int)],
             ignore_eos=given.stop == [],
+            prompt_logprobs=number == 0 and bool(self.scored(length)),
         )
-
-    def request(self, sampling: SamplingConfig, seed: int | None, *, first: bool) -> Sampling:
-        """Return the parameters of one sample; the first also brings what is asked for of the
-        prompt."""
-        scored = first and bool(self.prompt_logprobs or self.topk_prompt_logprobs)
-        own = sampling.model_copy(update={"prompt_logprobs": scored})
-        if not (self.topk_sample_logprobs or (first and self.topk_prompt_logprobs)):
-            return own
-        params = sampling_params(own, seed)
+        if not (top or self.topk_sample_logprobs):
+            return sampling
+        params = sampling_params(sampling, self.seed(number))
+        params.prompt_logprobs = top if sampling.prompt_logprobs else None
         params.logprobs = self.topk_sample_logprobs
-        params.prompt_logprobs = self.topk_prompt_logprobs if scored else None
         return params
+
+    def seed(self, number: int) -> int | None:
+        """Return the seed of one of the samples."""
+        first = self.sampling_params.seed
+        return None if first is None else (first + number) % 2**63
 
 
 def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> None:
@@ -267,47 +273,29 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
     if not request.data:
         raise InputError("forward_backward: there are no data")
     for number, datum in enumerate(request.data):
-        _check_shapes(datum, f"datum {number}", loss, longest)
-
-    def are_wrong(values: Array) -> bool:
-        return values.dtype.kind != "i" or values.min() < 0 or values.max() >= vocabulary
-
-    data = request.data
-    for name in (*loss.needs, *loss.defaults):
-        arrays = [datum.inputs.get(name, _NOTHING) for datum in data]
-        _check(
-            arrays, name, lambda v: not np.isfinite(v).all(), "has a value that is no finite number"
-        )
-    for name in ("model_input", "target_tokens"):
-        arrays = [datum.inputs.get(name, datum.token_ids_T) for datum in data]
-        _check(arrays, name, are_wrong, f"must have ids from 0 to {vocabulary - 1:,}")
+        _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
 
 
-def _check_shapes(datum: Datum, what: str, loss: TinkerLoss, longest: int) -> None:
-    length = len(datum.token_ids_T)
+def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:
+    ids, length = datum.token_ids_T, len(datum.token_ids_T)
     if not 1 <= length < longest:
         raise InputError(f"{what}: it has {length:,} tokens, and may have 1 to {longest - 1:,}")
-    wanted: tuple[int, ...] = (length,)
+    shape: tuple[int, ...] = (length,)
     for name in ("target_tokens", *loss.needs, *loss.defaults):
         if (values := datum.inputs.get(name)) is None:
             if name in loss.defaults:
                 continue
             raise InputError(f"{what}: the loss needs loss_fn_inputs[{name!r}]")
-        if name == "target_tokens" and loss.several and values.ndim == 2 and values.shape[1]:
-            wanted = (length, values.shape[1])
-        if values.shape != wanted:
-            raise InputError(
-                f"{what}: {name} is {list(values.shape)}, and the {length} tokens need "
-                f"{list(wanted)}"
-            )
-
-
-def _check(arrays: Sequence[Array], name: str, is_wrong: Callable[[Array], bool], why: str) -> None:
-    """Raise an `InputError` for the first datum whose array is wrong; all are looked at at once,
-    because they are many and small."""
-    if is_wrong(np.concatenate([each.ravel() for each in arrays])):
-        number = next(number for number, each in enumerate(arrays) if is_wrong(each))
-        raise InputError(f"datum {number}: {name} {why}")
+        if name == "target_tokens" and loss.several and values.size:
+            shape = (length, *values.shape[1:2])
+        if values.shape != shape:
+            own, needed = list(values.shape), list(shape)
+            raise InputError(f"{what}: {name} is {own}, and the {length} tokens need {needed}")
+        if not np.isfinite(values).all():
+            raise InputError(f"{what}: {name} has a value that is no finite number")
+    for name, tokens in (("model_input", ids), ("target_tokens", datum.inputs["target_tokens"])):
+        if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise InputError(f"{what}: {name} must have ids from 0 to {vocabulary - 1:,}")
 
 
 def turns_of(request: TrainingRequest) -> Iterator[TrainingRequest]:

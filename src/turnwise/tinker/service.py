@@ -340,24 +340,28 @@ class TinkerService:
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
         ids = asked.tokens(self._vocabulary)
-        sampling = asked.sampling(len(ids), self._config.model.max_length)
-        scored, targets = asked.scored(len(ids)), asked.target_prompt_logprobs
+        longest, targets = self._config.model.max_length, asked.target_prompt_logprobs
         route = Route(group=name)
         if sampler.checkpoint is not None:
             saved = sampler.checkpoint
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
-        seed, made = asked.sampling_params.seed, list[Request]()
-        for number in range(asked.num_samples):
-            own = None if seed is None else (seed + number) % 2**63
-            given = asked.request(sampling, own, first=not number)
-            made.append(Request(ids, given, f"{name}:{number}", own, route))
-        given_ids = None if targets is None else await self._score(targets, made[0])
+        made = [
+            Request(
+                ids,
+                asked.sampling(len(ids), longest, number),
+                f"{name}:{number}",
+                asked.seed(number),
+                route,
+            )
+            for number in range(asked.num_samples)
+        ]
+        scores = None if targets is None else await self._score(targets, made[0])
         done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
-        return Reply(message=sample_reply(done, scored, likeliest, given_ids))
+        return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
 
     async def _score(self, targets: requests.TargetIds, request: Request) -> Foreign:
         """Return the log-probs of given ids at positions of a request's prompt."""

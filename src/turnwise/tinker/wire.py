@@ -199,24 +199,6 @@ def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
         raise InputError(f"{what}: {error}") from error
 
 
-def tensor_message(
-    values: Array,
-    shape: Sequence[int],
-    rows: Sequence[int] | None = None,
-    columns: Sequence[int] | None = None,
-) -> Foreign:
-    """Return a `Tensor` of float32 or int64 values; sparse if there are CSR's indices."""
-    kind = _INT64 if values.dtype == np.int64 else _FLOAT32
-    tensor = message_classes()["Tensor"](dtype=kind, shape=shape)
-    if rows is None:
-        tensor.dense = values.tobytes()
-    else:
-        tensor.sparse_csr.values = values.tobytes()
-        tensor.sparse_csr.crow_indices = np.asarray(rows, np.int64).tobytes()
-        tensor.sparse_csr.col_indices = np.asarray(columns or (), np.int64).tobytes()
-    return tensor
-
-
 def training_reply(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
     """Return the message of a pass: for each datum arrays by name, [T] or [T, K] each, in one
     order; and metrics, whose names end in the way in which the client joins those of several
