@@ -47,14 +47,10 @@ def scored(training: Any, sampling: Any, sample: list[int]) -> dict[str, Any]:
     datum = types.Datum(types.ModelInput.from_ints(sample[:-1]), inputs)
     passed = training.forward([datum], "cross_entropy").result()
     (output,) = passed.loss_fn_outputs
-    given = sampling.sample(
-        whole,
-        1,
-        one,
-        target_prompt_logprobs=types.TensorData(
-            data=sum(ids, []), dtype="int64", shape=[len(ids), 4]
-        ),
-    ).result()
+    wanted = types.TensorData(
+        data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4]
+    )
+    given = sampling.sample(whole, 1, one, target_prompt_logprobs=wanted).result()
     return {
         "engine": [[value for _, value in row] for row in rows],
         "trainer": output["logprobs"].tolist(),
@@ -124,7 +120,7 @@ def main() -> dict[str, Any]:
     seen["beta"] = training.forward(data, "dro", {"beta": 5.0}).result().metrics["loss:sum"]
     stable = training.forward(data, "stable_reinforce")
     seen["stable"] = failing(stable.result)
-    seen["top"] = scored(training, sampling, IDS)
+    seen["top"] = scored(training, named, IDS)
     seen["state"] = failing(lambda: training.save_state("state").result())
     seen["rest"] = failing(lambda: service.create_rest_client().list_training_runs().result())
     custom = training.forward_backward_custom(
