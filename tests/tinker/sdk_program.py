@@ -33,7 +33,7 @@ def reinforced(prompt: list[int], sequence: types.SampledSequence, advantage: fl
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
-def scored(training: Any, sampling: Any, sample: list[int]) -> dict[str, Any]:
+def likeliest(training: Any, sampling: Any, sample: list[int]) -> dict[str, Any]:
     """Return what the sampler and the trainer say of the likeliest tokens of one sequence."""
     whole = types.ModelInput.from_ints(sample)
     one = types.SamplingParams(max_tokens=1)
@@ -120,7 +120,7 @@ def main() -> dict[str, Any]:
     seen["beta"] = training.forward(data, "dro", {"beta": 5.0}).result().metrics["loss:sum"]
     stable = training.forward(data, "stable_reinforce")
     seen["stable"] = failing(stable.result)
-    seen["top"] = scored(training, named, IDS)
+    seen["top"] = likeliest(training, named, IDS)
     seen["state"] = failing(lambda: training.save_state("state").result())
     seen["rest"] = failing(lambda: service.create_rest_client().list_training_runs().result())
     custom = training.forward_backward_custom(

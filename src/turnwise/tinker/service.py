@@ -24,7 +24,7 @@ from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Generator, Request, Route, generate
+from turnwise.engine.protocol import Completion, Generator, Request, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
@@ -357,9 +357,7 @@ class TinkerService:
             for number in range(asked.num_samples)
         ]
         scores = None if targets is None else await self._score(targets, made[0])
-        done = await together(generate(self._generator, each) for each in made)
-        if any(each.finish_reason == "abort" for each in done):
-            raise EngineError(f"an engine ended {name} early")
+        done = await together(map(self._completed, made))
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
 
@@ -373,12 +371,18 @@ class TinkerService:
                 sampling=targets.sampling(places),
                 id=f"{request.id}:row{row}",
             )
-            ((_, *scores),) = (await generate(self._generator, one)).alternatives
+            ((_, *scores),) = (await self._completed(one)).alternatives
             values[places] = [logprob for _, logprob, _ in scores]
 
         rows = targets.places(len(request.prompt), self._vocabulary)
         await together(score(*each) for each in rows.items())
         return targets.tensor(values)
+
+    async def _completed(self, request: Request) -> Completion:
+        done = await generate(self._generator, request)
+        if done.finish_reason == "abort":
+            raise EngineError(f"an engine ended {request.id} early")
+        return done
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)
