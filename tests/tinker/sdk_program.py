@@ -33,6 +33,33 @@ def reinforced(prompt: list[int], sequence: types.SampledSequence, advantage: fl
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
+def likeliest(training: Any, sampling: Any, sample: list[int]) -> dict[str, Any]:
+    """Return what the sampler and the trainer say of the likeliest tokens of one sequence."""
+    whole = types.ModelInput.from_ints(sample)
+    one = types.SamplingParams(max_tokens=1)
+    top = sampling.sample(
+        whole, 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=4, topk_sample_logprobs=2
+    ).result()
+    rows = top.topk_prompt_logprobs[1:]
+    ids = [[token for token, _ in row] for row in rows]
+    weights = [[2.718281828**value for _, value in row] for row in rows]
+    inputs = {"target_tokens": ids, "weights": weights}  # distillation of the likeliest tokens
+    datum = types.Datum(types.ModelInput.from_ints(sample[:-1]), inputs)
+    passed = training.forward([datum], "cross_entropy").result()
+    (output,) = passed.loss_fn_outputs
+    wanted = types.TensorData(
+        data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4]
+    )
+    given = sampling.sample(whole, 1, one, target_prompt_logprobs=wanted).result()
+    return {
+        "engine": [[value for _, value in row] for row in rows],
+        "trainer": output["logprobs"].tolist(),
+        "given": given.target_prompt_logprobs.tolist(),
+        "likeliest": len(top.sequences[0].topk_logprobs[0]),
+        "last": sampling.compute_logprobs(whole, prompt_logprobs_last_n=2).result(),
+    }
+
+
 def failing(call: Any) -> str:
     try:
         call()
@@ -79,7 +106,21 @@ def main() -> dict[str, Any]:
         loss_fn_inputs={"target_tokens": IDS, "weights": [float("nan")] * len(IDS)},
     )
     seen["nan"] = failing(lambda: training.forward_backward([wrong], "cross_entropy").result())
-    seen["ppo"] = failing(lambda: training.forward_backward(data, "ppo").result())
+    masked = [
+        types.Datum(
+            model_input=each.model_input,
+            loss_fn_inputs={**each.loss_fn_inputs, "sequence_ratio_mask": [1.0] * len(ids)},
+        )
+        for each in data
+        for ids in [each.model_input.to_ints()]
+    ]
+    for loss in ("ppo", "cispo", "dro", "gspo"):
+        passed = training.forward_backward(masked if loss == "gspo" else data, loss).result()
+        seen[loss] = passed.metrics["loss:sum"]
+    seen["beta"] = training.forward(data, "dro", {"beta": 5.0}).result().metrics["loss:sum"]
+    stable = training.forward(data, "stable_reinforce")
+    seen["stable"] = failing(stable.result)
+    seen["top"] = likeliest(training, named, IDS)
     seen["state"] = failing(lambda: training.save_state("state").result())
     seen["rest"] = failing(lambda: service.create_rest_client().list_training_runs().result())
     custom = training.forward_backward_custom(

@@ -124,7 +124,7 @@ async def test_a_request_that_is_sent_twice_runs_once(client: Client) -> None:
         (datum([5, 99_999]), "cross_entropy", "target_tokens must have ids from 0"),
         (datum([5] * 65), "cross_entropy", "it has 64 tokens, and may have 1 to 63"),
         (datum(), "importance_sampling", "the loss needs loss_fn_inputs"),
-        (datum(), "stable_reinforce", "is not published"),
+        (datum(), "stable_reinforce", "does not compute stable_reinforce"),
         (datum(), "no_such", "this server computes cross_entropy, importance_sampling"),
     ],
 )

@@ -81,10 +81,26 @@ def test_the_engine_and_the_trainer_give_one_log_prob(seen: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
+def test_the_losses_of_reinforcement_differ_as_they_should(seen: dict[str, Any]) -> None:
+    assert len({seen[name] for name in ("ppo", "cispo", "dro", "gspo")}) == 4
+    assert seen["beta"] > seen["dro"]
+
+
+@pytest.mark.slow
+def test_likeliest_tokens_have_one_log_prob_in_engine_and_trainer(seen: dict[str, Any]) -> None:
+    top = seen["top"]
+    for other in ("trainer", "given"):
+        np.testing.assert_allclose(top["engine"], np.reshape(top[other], (-1, 4)), atol=1e-5)
+    assert np.all(np.diff(top["engine"]) <= 0)
+    assert top["likeliest"] == 2
+    assert [value is None for value in top["last"]] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.slow
 def test_errors_reach_the_program_as_the_sdk_raises_them(seen: dict[str, Any]) -> None:
     assert seen["nan"].startswith("RequestFailedError user: ")
     assert "no finite number" in seen["nan"]
-    assert "this server computes" in seen["ppo"]
+    assert "does not compute stable_reinforce" in seen["stable"]
     assert seen["rest"].startswith("NotFoundError")
 
 

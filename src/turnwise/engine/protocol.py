@@ -135,6 +135,10 @@ class Completion:
     """Name of the worker that sampled the last token; "" if there is only an engine."""
     experts: bytes = b""
     """As in `Chunk`."""
+    alternatives: Alternatives = field(default_factory=list)
+    """As in `Chunk`."""
+    prompt_alternatives: Alternatives = field(default_factory=list)
+    """As in `Chunk`."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions):
@@ -280,6 +284,8 @@ def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
         whole.queued,
         whole.worker,
         whole.experts,
+        whole.alternatives,
+        whole.prompt_alternatives,
     )
 
 

@@ -1,16 +1,19 @@
 """One rank of the trainer: one frozen model, and an adapter for each model of a client.
 
-A pass adds up gradients of one adapter, until a step uses them. Nothing here knows of sessions,
+A pass adds up gradients of one adapter, until a step uses them. Adapters that were not used for
+the longest time are offloaded where the device has no room for all. Nothing here knows of sessions,
 owners or engines. Methods raise `InputError` where the client is wrong.
 """
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
@@ -18,7 +21,7 @@ from turnwise.config import Config, LoraConfig, SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
-from turnwise.tinker.losses import Inputs, loss_named
+from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, AdapterSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
@@ -32,14 +35,20 @@ from turnwise.training.lora import (
     remove_adapter,
     write_adapter,
 )
-from turnwise.training.memory import check_room
+from turnwise.training.memory import GIB, check_room
 from turnwise.training.model import score_columns
+from turnwise.training.offload import Offload
 from turnwise.training.rank import begin_process, layout_of
 from turnwise.training.sample import Sample
 
 ALPHA = 32.0
 """The `lora_alpha` of clients' adapters of every rank, unless `model.lora.alpha` is set: that of
 Tinker, so that learning rates mean the same."""
+_BYTES = 16
+"""Bytes of each parameter of an adapter: value, gradient and two moments in float32."""
+_NEAR, _FAR = 0.25, 0.5
+"""Shares of the memory that is free when the base model is loaded: of the device's for adapters
+that compute at once, and of the host's for all others."""
 _PLAIN = SamplingConfig()
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 """Names of the modules of a decoder layer that are its attention; others are its MLP."""
@@ -55,6 +64,19 @@ class _Adapter:
     """PEFT's name of it; names of clients may have dots."""
     parameters: list[nn.Parameter]
     optimizer: torch.optim.AdamW
+    is_away: bool = False
+    """Whether its tensors are offloaded."""
+
+    @property
+    def nbytes(self) -> int:
+        return _BYTES * sum(parameter.numel() for parameter in self.parameters)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for parameter in self.parameters:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+            yield from self.optimizer.state[parameter].values()
 
 
 class AdapterRank:
@@ -82,7 +104,15 @@ class AdapterRank:
         self._layers = adapted_layers(self._model)
         remove_adapter(self._model, "default")  # of `load_models`, which found the layers
         self._adapters: dict[str, _Adapter] = {}
+        """By name, the least recently used first."""
         self._numbers = itertools.count(1)
+        self._tensors: dict[str, Callable[[], Iterator[torch.Tensor]]] = {}
+        self._offload = Offload(self._tensors, folder or Path(gettempdir()))
+        host = psutil.virtual_memory().available
+        on_gpu = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else host
+        self._near = int(_NEAR * free)
+        self._most = (self._near if on_gpu else 0) + int(_FAR * host)
 
     def create(self, name: str, spec: AdapterSpec) -> int:
         """Add an adapter, and return the number of its parameters."""
@@ -94,6 +124,7 @@ class AdapterRank:
         ]
         if not targets:
             raise InputError("lora_config: train_attn and train_mlp leave no layer to train")
+        self._check_memory(spec.rank, targets)
         label = f"client{next(self._numbers)}"
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
@@ -103,8 +134,34 @@ class AdapterRank:
         ]
         for parameter in parameters:
             parameter.data = parameter.data.to(self.device)
-        self._adapters[name] = _Adapter(label, parameters, torch.optim.AdamW(parameters))
-        return sum(parameter.numel() for parameter in parameters)
+        made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
+        self._adapters[name], self._tensors[name] = made, made.tensors
+        return made.nbytes // _BYTES
+
+    def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
+        """Make room on the device for a new adapter; InputError when there is none for it."""
+        layers = [self._layers[name].base_layer for name in targets]
+        needed = _BYTES * rank * sum(each.in_features + each.out_features for each in layers)
+        taken = sum(each.nbytes for each in self._adapters.values())
+        if taken + needed > self._most:
+            raise InputError(
+                f"create_model: the trainer has no room for another adapter of rank {rank}, which "
+                f"needs {needed / GIB:.2f} GiB: its {len(self._adapters)} models have "
+                f"{taken / GIB:.2f} of {self._most / GIB:.2f} GiB; ask for a lower rank, or wait "
+                "until a session ends"
+            )
+        self._make_room(needed)
+
+    def _make_room(self, needed: int) -> None:
+        """Offload the adapters that were not used for the longest time."""
+        near = {name: each for name, each in self._adapters.items() if not each.is_away}
+        taken = sum(each.nbytes for each in near.values())
+        for name, each in near.items():
+            if taken + needed <= self._near:
+                return
+            self._offload.put_away([name])
+            each.is_away = True
+            taken -= each.nbytes
 
     def run(self, name: str, run: TrainingRequest) -> PassResult:
         """Run a forward pass with an adapter, and unless `forward_only` add its gradient."""
@@ -117,16 +174,18 @@ class AdapterRank:
             with torch.set_grad_enabled(not run.forward_only):
                 for samples in self._micro_batches(run):
                     chosen = [run.data[sample.sequence] for sample in samples]
-                    logprobs_N, inputs = self._score(samples, chosen, loss.needs)
-                    loss_N = loss.compute(logprobs_N, inputs, run.loss_config)
+                    logprobs_N, inputs = self._score(samples, chosen, loss)
+                    loss_N = loss.compute(logprobs_N, inputs)
                     if not run.forward_only:
                         loss_N.sum().backward()  # type: ignore[no-untyped-call]
                     total += float(loss_N.detach().sum())
                     parts = torch.split(
                         logprobs_N.detach().float().cpu(), [len(d.token_ids_T) for d in chosen]
                     )
-                    for sample, part in zip(samples, parts, strict=True):
-                        outputs[sample.sequence]["logprobs"] = part.numpy()
+                    for sample, datum, part in zip(samples, chosen, parts, strict=True):
+                        shape = datum.inputs["target_tokens"].shape
+                        own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
+                        outputs[sample.sequence]["logprobs"] = own.reshape(shape).numpy()
         except BaseException:
             adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise
@@ -144,18 +203,34 @@ class AdapterRank:
         return share.micro_batches
 
     def _score(
-        self, samples: Sequence[Sample], data: Sequence[Datum], needs: Sequence[str]
+        self, samples: Sequence[Sample], data: Sequence[Datum], loss: TinkerLoss
     ) -> tuple[torch.Tensor, Inputs]:
-        """Return the log-probs of the targets, [N], and the tensors that the loss needs."""
-        joined = {
-            name: torch.from_numpy(np.concatenate([d.inputs[name] for d in data])).to(self.device)
-            for name in ("target_tokens", *needs)
-        }
+        """Return the log-probs of the targets, [N], and the tensors that the loss needs; if a datum
+        has several targets for each token, [N, K], where those of others are filled up with 0."""
+        wide = max((each.inputs["target_tokens"].shape[1:] for each in data), default=())
+
+        def joined(name: str, default: float | None = None) -> torch.Tensor:
+            parts = list[Array]()
+            for each in data:
+                target = each.inputs["target_tokens"]
+                values = each.inputs.get(name)
+                if values is None:
+                    values = np.full(target.shape, default, np.float32)
+                if wide:
+                    values = values.reshape(len(target), -1)
+                    values = np.pad(values, ((0, 0), (0, wide[0] - values.shape[1])))
+                parts.append(values)
+            return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+        lengths = torch.tensor([len(each.token_ids_T) for each in data], device=self.device)
+        inputs = {name: joined(name).float() for name in loss.needs}
+        inputs |= {name: joined(name, value).float() for name, value in loss.defaults.items()}
+        inputs["datum"] = torch.repeat_interleave(lengths)
         columns = Columns.of(samples, self.layout, self.device)
-        columns = replace(columns, targets_N=joined["target_tokens"].long())
+        columns = replace(columns, targets_N=joined("target_tokens").long())
         with self._models.computing(self._models.policy):
             logprobs_N, _ = score_columns(self._model, columns, _PLAIN)
-        return logprobs_N.float(), joined
+        return logprobs_N.float(), inputs
 
     def step(self, name: str, step: AdamStep) -> dict[str, float]:
         """Take an optimizer step, unless the gradient is not finite; return its metrics."""
@@ -193,12 +268,20 @@ class AdapterRank:
     def remove(self, name: str) -> None:
         """Forget an adapter; one that is unknown is forgotten already."""
         if (adapter := self._adapters.pop(name, None)) is not None:
+            del self._tensors[name]
+            self._offload.forget(name)
             remove_adapter(self._model, adapter.label)
 
     def close(self) -> None:
         """Do nothing: no file of the rank outlives its process."""
 
     def _of(self, name: str) -> _Adapter:
-        if (adapter := self._adapters.get(name)) is None:
+        """Return an adapter, which is on the device from now on."""
+        if (adapter := self._adapters.pop(name, None)) is None:
             raise InputError(f"the trainer holds no model {name}: it was not saved before it left")
+        self._adapters[name] = adapter
+        if adapter.is_away:
+            self._make_room(adapter.nbytes)
+            self._offload.bring_back([name])
+            adapter.is_away = False
         return adapter

@@ -4,7 +4,9 @@ Keys that are not known are ignored, as the protocol grows. A mistake is an `Inp
 words of the protocol.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -12,17 +14,23 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.engine.protocol import Sampling
+from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
-from turnwise.tinker.losses import UNPUBLISHED, loss_named
-from turnwise.tinker.wire import Datum, TrainingRequest
+from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
+from turnwise.tinker.wire import Array, Datum, TrainingRequest, message_classes, read_tensor
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21)]
+_Ids = Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(max_length=2**21)]
 _LONGEST_STOP = 1000
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
+TURN_TOKENS = 32_768
+"""Tokens of one client that the trainer computes before it turns to the next client."""
 
 
 class _Request(BaseModel):
@@ -148,6 +156,49 @@ class _Sampling(_Request):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+class TargetIds(_Request):
+    """Token ids whose log-probs are asked for: row `i` at the token `i + 1` of a prompt, dense or
+    sparse (CSR); -1 asks for nothing."""
+
+    data: _Ids
+    shape: _Ids = []
+    sparse_crow_indices: _Ids | None = None
+    sparse_col_indices: _Ids | None = None
+
+    def tensor(self, values: Array) -> Foreign:
+        """Return int64 or float32 values in the place of the ids, as a message."""
+        kind = 2 if values.dtype == np.int64 else 1
+        made = message_classes()["Tensor"](dtype=kind, shape=self.shape)
+        if self.sparse_crow_indices is None:
+            made.dense = values.tobytes()
+        else:
+            made.sparse_csr.values = values.tobytes()
+            made.sparse_csr.crow_indices = np.asarray(self.sparse_crow_indices).tobytes()
+            made.sparse_csr.col_indices = np.asarray(self.sparse_col_indices or []).tobytes()
+        return made
+
+    def places(self, length: int, vocabulary: int) -> dict[int, list[int]]:
+        """Return the indices in `data` of the ids of each row, for a prompt of `length` tokens."""
+        what = "target_prompt_logprobs"
+        shape = read_tensor(self.tensor(np.asarray(self.data, np.int64)), what).shape
+        if len(shape) != 2 or shape[0] != length - 1:
+            raise InputError(f"{what}: it is {list(shape)}, not [{length - 1}, K]")
+        if any(not -1 <= token < vocabulary for token in self.data):
+            raise InputError(f"{what}: ids must be from -1 to {vocabulary - 1:,}")
+        bounds = self.sparse_crow_indices or range(0, len(self.data) + 1, shape[1])
+        rows = ([i for i in range(*each) if self.data[i] >= 0] for each in pairwise(bounds))
+        found = {row: places for row, places in enumerate(rows) if places}
+        if len(found) > MOST_SAMPLES:
+            raise InputError(f"{what}: it has ids in {len(found):,} rows of {MOST_SAMPLES:,}")
+        return found
+
+    def sampling(self, places: Sequence[int]) -> Sampling:
+        """Return vLLM's parameters of a request that scores some of the ids as the next token."""
+        params = sampling_params(SamplingConfig(max_tokens=1), None)
+        params.logprobs, params.logprob_token_ids = None, [self.data[i] for i in places]
+        return params
+
+
 class Sample(_Request):
     """A request for samples of one prompt."""
 
@@ -159,9 +210,9 @@ class Sample(_Request):
     sampling_session_id: _Id | None = None
     seq_id: _Count | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: JsonObject | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: TargetIds | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
@@ -177,27 +228,32 @@ class Sample(_Request):
             raise InputError(f"prompt: ids must be from 0 to {vocabulary - 1:,}")
         return ids
 
-    def sampling(self, room: int) -> SamplingConfig:
-        """Return the parameters in our terms; `room` is that for tokens after the prompt."""
-        later = {
-            "topk_prompt_logprobs": self.topk_prompt_logprobs > 0,
-            "topk_sample_logprobs": self.topk_sample_logprobs > 0,
-            "target_prompt_logprobs": self.target_prompt_logprobs is not None,
-            "prompt_alt_tokens_k": self.prompt_alt_tokens_k > 0,
-            "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
-        }
+    def scored(self, length: int) -> int:
+        """Return the number of tokens at the end of a prompt whose log-probs are asked for."""
+        if not (self.prompt_logprobs or self.topk_prompt_logprobs):
+            return 0
+        last = self.prompt_logprobs_last_n
+        if last is not None and not 1 <= last < length:
+            raise InputError(f"prompt_logprobs_last_n: {last} is not from 1 to {length - 1}")
+        return last or length
+
+    def sampling(self, length: int, longest: int, number: int = 0) -> Sampling:
+        """Return the parameters of one of the samples of a prompt of `length` tokens, in a context
+        of `longest`; the first sample also brings what is asked for of the prompt."""
         if self.record_stability_info:
-            raise InputError(f"record_stability_info: {UNPUBLISHED}")
-        if asked := [name for name, is_asked in later.items() if is_asked]:
-            raise InputError(f"sample: this server does not answer {', '.join(asked)}")
-        if room < 1:
-            raise InputError(f"prompt: it leaves no room for a token ({room} of the context)")
-        given = self.sampling_params
+            raise InputError(f"record_stability_info: {NOT_STABLE}")
+        if self.prompt_alt_tokens_k:
+            raise InputError("prompt_alt_tokens_k: vLLM draws no tokens at positions of the prompt")
+        if length >= longest:
+            raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
+        # One less than there is room for: what was sampled can be scored, with one token after it.
+        room = max(1, longest - 1 - length)
+        given, top = self.sampling_params, 0 if number else self.topk_prompt_logprobs
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         texts = [each for each in stop if isinstance(each, str)]
         if any(not text or len(text) > _LONGEST_STOP for text in texts):
             raise InputError(f"sampling_params: a stop has 1 to {_LONGEST_STOP} characters")
-        return SamplingConfig(
+        sampling = SamplingConfig(
             n=1,
             temperature=given.temperature,
             top_p=given.top_p,
@@ -206,8 +262,19 @@ class Sample(_Request):
             stop=texts,
             stop_token_ids=[each for each in stop if isinstance(each, int)],
             ignore_eos=given.stop == [],
-            prompt_logprobs=bool(self.prompt_logprobs),
+            prompt_logprobs=number == 0 and bool(self.scored(length)),
         )
+        if not (top or self.topk_sample_logprobs):
+            return sampling
+        params = sampling_params(sampling, self.seed(number))
+        params.prompt_logprobs = top if sampling.prompt_logprobs else None
+        params.logprobs = self.topk_sample_logprobs
+        return params
+
+    def seed(self, number: int) -> int | None:
+        """Return the seed of one of the samples."""
+        first = self.sampling_params.seed
+        return None if first is None else (first + number) % 2**63
 
 
 def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> None:
@@ -218,23 +285,39 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
     if not request.data:
         raise InputError("forward_backward: there are no data")
     for number, datum in enumerate(request.data):
-        _check_datum(datum, f"datum {number}", loss.needs, vocabulary, longest)
+        _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
 
 
-def _check_datum(
-    datum: Datum, what: str, needs: Sequence[str], vocabulary: int, longest: int
-) -> None:
+def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:
     ids, length = datum.token_ids_T, len(datum.token_ids_T)
     if not 1 <= length < longest:
         raise InputError(f"{what}: it has {length:,} tokens, and may have 1 to {longest - 1:,}")
-    for name in ("target_tokens", *needs):
+    shape: tuple[int, ...] = (length,)
+    for name in ("target_tokens", *loss.needs, *loss.defaults):
         if (values := datum.inputs.get(name)) is None:
+            if name in loss.defaults:
+                continue
             raise InputError(f"{what}: the loss needs loss_fn_inputs[{name!r}]")
-        if values.shape != (length,):
-            shape = list(values.shape)
-            raise InputError(f"{what}: {name} is {shape}, and the {length} tokens need [{length}]")
+        if name == "target_tokens" and loss.several and values.size:
+            shape = (length, *values.shape[1:2])
+        if values.shape != shape:
+            own, needed = list(values.shape), list(shape)
+            raise InputError(f"{what}: {name} is {own}, and the {length} tokens need {needed}")
         if not np.isfinite(values).all():
             raise InputError(f"{what}: {name} has a value that is no finite number")
     for name, tokens in (("model_input", ids), ("target_tokens", datum.inputs["target_tokens"])):
         if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocabulary:
             raise InputError(f"{what}: {name} must have ids from 0 to {vocabulary - 1:,}")
+
+
+def turns_of(request: TrainingRequest) -> Iterator[TrainingRequest]:
+    """Divide a pass: other clients' requests may run between two parts of it, whose results add
+    up to those of the whole."""
+    part, tokens = list[Datum](), 0
+    for datum in request.data:
+        if part and tokens + len(datum.token_ids_T) > TURN_TOKENS:
+            yield replace(request, data=part)
+            part, tokens = [], 0
+        part.append(datum)
+        tokens += len(datum.token_ids_T)
+    yield replace(request, data=part)

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Generator, Request, Route, generate
+from turnwise.engine.protocol import Completion, Generator, Request, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
@@ -38,7 +39,7 @@ from turnwise.tinker.futures import (
     Turns,
     Work,
 )
-from turnwise.tinker.wire import TrainingRequest, sample_reply, training_reply
+from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
 
@@ -253,12 +254,18 @@ class TinkerService:
         """Answer `forward_backward`, whose body is a message."""
         model = self._model(request.model_id, owner)
 
-        async def run() -> Reply:
-            longest = self._config.model.max_length
-            requests.check_training(request, self._vocabulary, longest)
-            return Reply(message=training_reply(*await self._ask("run", model.id, request)))
+        work = partial(self._train, model, request)
+        return self._in_turn(model, request.seq_id, work, request.size)
 
-        return self._in_turn(model, request.seq_id, run, request.size)
+    async def _train(self, model: Model, request: TrainingRequest) -> Reply:
+        longest = self._config.model.max_length
+        await run_in_thread(requests.check_training, request, self._vocabulary, longest)
+        outputs, metrics = list[dict[str, Array]](), dict[str, float]()
+        for part in requests.turns_of(request):
+            found, sums = await self._ask("run", model.id, part)
+            outputs += found
+            metrics = {key: metrics.get(key, 0.0) + value for key, value in sums.items()}
+        return Reply(message=await run_in_thread(training_reply, outputs, metrics))
 
     async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.OfModel, tree)
@@ -393,21 +400,49 @@ class TinkerService:
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
         ids = asked.tokens(self._vocabulary)
-        sampling = asked.sampling(self._config.model.max_length - len(ids))
+        longest, targets = self._config.model.max_length, asked.target_prompt_logprobs
         route = Route(group=name)
         if sampler.checkpoint is not None:
             saved = sampler.checkpoint
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
-        seed, made = asked.sampling_params.seed, list[Request]()
-        for number in range(asked.num_samples):
-            own = None if seed is None else (seed + number) % 2**63
-            made.append(Request(ids, sampling, f"{name}:{number}", own, route))
-            sampling = sampling.model_copy(update={"prompt_logprobs": False})
-        done = await together(generate(self._generator, each) for each in made)
-        if any(each.finish_reason == "abort" for each in done):
-            raise EngineError(f"an engine ended {name} early")
-        return Reply(message=sample_reply(done, done[0].prompt_logprobs, done[0].cached_tokens))
+        made = [
+            Request(
+                ids,
+                asked.sampling(len(ids), longest, number),
+                f"{name}:{number}",
+                asked.seed(number),
+                route,
+            )
+            for number in range(asked.num_samples)
+        ]
+        scores = None if targets is None else await self._score(targets, made[0])
+        done = await together(map(self._completed, made))
+        likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
+        return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
+
+    async def _score(self, targets: requests.TargetIds, request: Request) -> Foreign:
+        """Return the log-probs of given ids at positions of a request's prompt."""
+        values = np.zeros(len(targets.data), np.float32)
+
+        async def score(row: int, places: list[int]) -> None:
+            one = request._replace(
+                prompt=request.prompt[: row + 1],
+                sampling=targets.sampling(places),
+                id=f"{request.id}:row{row}",
+            )
+            ((_, *scores),) = (await self._completed(one)).alternatives
+            values[places] = [logprob for _, logprob, _ in scores]
+
+        rows = targets.places(len(request.prompt), self._vocabulary)
+        await together(score(*each) for each in rows.items())
+        return targets.tensor(values)
+
+    async def _completed(self, request: Request) -> Completion:
+        done = await generate(self._generator, request)
+        if done.finish_reason == "abort":
+            raise EngineError(f"an engine ended {request.id} early")
+        return done
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)

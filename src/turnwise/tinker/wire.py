@@ -7,12 +7,13 @@ SDK, whose code the server does not need. Enumerations are integers here, as the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from turnwise.core.optional import Foreign, optional
-from turnwise.engine.protocol import Completion
+from turnwise.engine.protocol import Alternatives, Completion
 from turnwise.errors import InputError
 
 Array = npt.NDArray[np.generic]
@@ -20,6 +21,7 @@ PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
+_NO_LOGPROB = -99999.0  # the protocol's value where there is no token
 _MOST_VALUES = 2**26  # of all tensors of a request, once they are dense
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
@@ -166,13 +168,13 @@ def _read_datum(message: Foreign, number: int) -> Datum:
             raise InputError(f"datum {number}: this server computes tokens, not images or audio")
         parts.append(_array(chunk.encoded_text.tokens, np.int32, f"datum {number}"))
     inputs = {
-        name: _read_tensor(tensor, f"datum {number}: {name}")
+        name: read_tensor(tensor, f"datum {number}: {name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
     return Datum(np.concatenate(parts).astype(np.int64), inputs)
 
 
-def _read_tensor(message: Foreign, what: str) -> Array:
+def read_tensor(message: Foreign, what: str) -> Array:
     """Return a tensor; what a sparse one does not list is 0."""
     if (kind := _DTYPES.get(message.dtype)) is None:
         raise InputError(f"{what}: the tensor has no type that is known")
@@ -207,34 +209,73 @@ def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
 
 
 def training_reply(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
-    """Return the message of a pass: for each datum arrays by name, [T] each, in one order; and
-    metrics, whose names end in the way in which the client joins those of several requests."""
+    """Return the message of a pass: for each datum arrays by name, [T] or [T, K] each, in one
+    order; and metrics, whose names end in the way in which the client joins those of several
+    requests."""
     reply = message_classes()["ForwardBackwardOutput"](
         loss_fn_output_type="ArrayRecord", metrics=metrics
     )
-    record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
-    for name in outputs[0] if outputs else ():
-        rows = [np.asarray(each[name], np.float32) for each in outputs]
-        offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
-        tensor = record.fields[name]
-        tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
-        tensor.dtype = _FLOAT32
-        tensor.trailing_shape.extend(rows[0].shape[1:])
+    # A record has arrays that differ in their first dimension alone.
+    shapes = groupby(outputs, lambda each: [array.shape[1:] for array in each.values()])
+    for group in (list(each) for _, each in shapes):
+        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
+        for name in group[0]:
+            rows = [np.asarray(each[name], np.float32) for each in group]
+            offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
+            tensor = record.fields[name]
+            tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
+            tensor.dtype = _FLOAT32
+            tensor.trailing_shape.extend(rows[0].shape[1:])
     return bytes(reply.SerializeToString())
 
 
 def sample_reply(
-    completions: Sequence[Completion], prompt_logprobs: Sequence[float | None] | None, cached: int
+    completions: Sequence[Completion],
+    scored: int = 0,
+    likeliest: tuple[int, int] = (0, 0),
+    targets: Foreign | None = None,
 ) -> bytes:
-    """Return the message of the samples of one prompt."""
-    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=cached)
+    """Return the message of the samples of one prompt.
+
+    Args:
+        completions: The first has what is asked for of the prompt.
+        scored: Number of tokens at the prompt's end whose log-probs are asked for.
+        likeliest: Numbers of likeliest tokens that are asked for at each of these, and at each
+            sampled token.
+        targets: Log-probs of ids that were given for positions of the prompt: a `Tensor`.
+    """
+    first = completions[0]
+    reply = message_classes()["SampleResponse"](
+        prompt_cache_hit_tokens=first.cached_tokens, target_prompt_logprobs=targets
+    )
     for each in completions:
-        reply.sequences.add(
+        added = reply.sequences.add(
             stop_reason=int(each.finish_reason == "length"),
             tokens=np.asarray(each.token_ids, np.int32).tobytes(),
             logprobs=np.asarray(each.logprobs, np.float32).tobytes(),
         )
-    if prompt_logprobs is not None:
-        values = [np.nan if value is None else value for value in prompt_logprobs]
+        _put_likeliest(added, "topk_sampled_logprobs", each.alternatives, likeliest[1])
+    if scored and (prompt := first.prompt_logprobs) is not None:
+        before = len(prompt) - scored
+        values = [np.nan if value is None else value for value in prompt]
+        values[:before] = [np.nan] * before
         reply.prompt_logprobs = np.asarray(values, np.float32).tobytes()
+        rows = first.prompt_alternatives[max(0, before - 1) :]  # there is none for the first token
+        rows = [[] for _ in range(len(prompt) - len(rows))] + rows
+        _put_likeliest(reply, "topk_prompt_logprobs", rows, likeliest[0])
     return bytes(reply.SerializeToString())
+
+
+def _put_likeliest(message: Foreign, name: str, rows: Alternatives, count: int) -> None:
+    """Set the likeliest tokens of each position, which follow its own token there."""
+    if not count:
+        return
+    ids = np.zeros((len(rows), count), np.int32)
+    logprobs = np.full((len(rows), count), _NO_LOGPROB, np.float32)
+    for number, row in enumerate(rows):
+        possible = [each for each in row[1 : count + 1] if each[1] > _NO_LOGPROB]
+        ids[number, : len(possible)] = [each[0] for each in possible]
+        logprobs[number, : len(possible)] = [each[1] for each in possible]
+    top = getattr(message, name)
+    top.token_ids, top.logprobs = ids.tobytes(), logprobs.tobytes()
+    top.k, top.length = count, len(rows)

@@ -290,7 +290,8 @@ def score_hidden(
     sampling: SamplingConfig,
     entropy_gradient: bool = False,
 ) -> Scores:
-    """Score tokens by the last hidden states at the positions before them.
+    """Score tokens by the last hidden states at the positions before them; targets [N, K] are K
+    tokens for each position.
 
     Where they are many, the logits are computed in chunks, and again for the backward pass, so that
     no [B, T, V] tensor exists.
@@ -370,9 +371,10 @@ def _score(
     sampling: SamplingConfig,
     entropy_gradient: bool,
 ) -> Scores:
-    logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
+    targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
+    logits_NV = _processed(logits_of(model, hidden_NH), targets_NK, sampling)
     total_N = torch.logsumexp(logits_NV, dim=-1)
-    logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
+    logprobs_N = (logits_NV.gather(-1, targets_NK) - total_N[:, None]).reshape(targets_N.shape)
     with torch.set_grad_enabled(entropy_gradient):
         share_NV, known_NV = (logits_NV - total_N[:, None]).exp_(), logits_NV.clamp(min=-1e9)
         # In place where no gradient needs it: one tensor of this size less.
@@ -381,7 +383,7 @@ def _score(
 
 
 def _processed(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
+    logits_NV: torch.Tensor, targets_NK: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
     """Apply temperature, min-p, top-k and top-p as the engine does."""
     if sampling.temperature == 0.0:
@@ -405,5 +407,5 @@ def _processed(
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
     # A target that has fallen out under newer weights stays: its ratio is small but not zero.
-    dropped_NV.scatter_(-1, targets_N[:, None], False)
+    dropped_NV.scatter_(-1, targets_NK, False)
     return logits_NV.masked_fill(dropped_NV, float("-inf"))
