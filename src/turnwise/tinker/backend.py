@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
@@ -105,10 +106,13 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
             words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
+            texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
         engines = manager.scheduler
-        service = TinkerService(config, engines, trainer.ask, words.result(), folder)
+        decode = texts.result().decode
+        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(
             config, manager.scheduler, extend=lambda app: add_routes(app, service)
