@@ -58,11 +58,8 @@ def states(service: tinker.ServiceClient, client: tinker.TrainingClient, path: s
     seen["own"] = len(rest.list_checkpoints(run.training_run_id).result().checkpoints)
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
     rest.publish_checkpoint_from_tinker_path(path).result()
-    (kept,) = (
-        each
-        for each in rest.list_user_checkpoints().result().checkpoints
-        if each.tinker_path == path
-    )
+    listed = rest.list_user_checkpoints().result()
+    (kept,) = (each for each in listed.checkpoints if each.tinker_path == path)
     seen["kept"] = [kept.public, kept.expires_at is not None]
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
@@ -96,7 +93,8 @@ def main() -> dict[str, Any]:
         client.save_weights_and_get_sampling_client().result(),
     ]
     seen["before"] = [tokens(each) for each in samplers]
-    print("saved", flush=True)
+    sys.stdout.write("saved\n")
+    sys.stdout.flush()
     input()
     seen["after"] = [tokens(each) for each in samplers]
     seen["lost"] = failing(lambda: train(client, 1))

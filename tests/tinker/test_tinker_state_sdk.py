@@ -14,7 +14,6 @@ import pytest
 
 from tests.conftest import ROOT, own_environment
 from tests.tinker.test_tinker_sdk import sdk as sdk
-from turnwise.trajectory import read_jsonl
 from turnwise.viewer.run_files import RunFiles
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -110,7 +109,6 @@ def test_states_are_managed_and_downloaded(seen: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_viewer_reads_the_run_of_each_model(seen: dict[str, Any], folder: Path) -> None:
-    (run,) = folder.glob("tinker/tinker/*/metrics.jsonl")
-    rows = RunFiles(run.parent, "client").rows()["rows"]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert not [*run.parent.glob("trajectories/*")] or [*read_jsonl(run)]
+    runs = [path.parent for path in folder.glob("tinker/tinker/*/metrics.jsonl")]
+    steps = [[row["step"] for row in RunFiles(run, "client").rows()["rows"]] for run in runs]
+    assert sorted(steps) == [[1, 2, 3, 4, 5], [4, 5], [4, 5]]
