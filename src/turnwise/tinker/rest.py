@@ -34,7 +34,8 @@ async def list_runs(service: TinkerService, owner: str, tree: JsonObject) -> Jso
 
 async def get_run(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
     for run in await _runs(service, owner, tree["run"]):
-        return run
+        if run["training_run_id"] == tree["run"]:
+            return run
     raise Missing(f"there is no training run {tree['run'][:100]} of yours")
 
 
@@ -47,25 +48,21 @@ async def _runs(service: TinkerService, owner: str, only: str = "*") -> list[Jso
         known.setdefault(each.run, (each.spec["rank"], each.run_metadata, each.created))
     made = list[JsonObject]()
     for run, (rank, metadata, at) in known.items():
-        if only in ("*", run):
-            own = [each for each in saved if each.run == run]
-            last = {
-                kind: next((kept.describe(each) for each in own if each.kind == kind), None)
-                for kind in ("weights", "sampler_weights")
+        own = {each.kind: each for each in reversed(saved) if each.run == run}
+        last = {kind: kept.describe(each) for kind, each in own.items()}
+        made.append(
+            {
+                "training_run_id": run,
+                "base_model": next((c.base_model for c in own.values()), service.model_name),
+                "model_owner": owner,
+                "is_lora": True,
+                "lora_rank": rank,
+                "last_request_time": at,
+                "last_checkpoint": last.get("weights"),
+                "last_sampler_checkpoint": last.get("sampler_weights"),
+                "user_metadata": metadata,
             }
-            made.append(
-                {
-                    "training_run_id": run,
-                    "base_model": own[0].base_model if own else service.model_name,
-                    "model_owner": owner,
-                    "is_lora": True,
-                    "lora_rank": rank,
-                    "last_request_time": at,
-                    "last_checkpoint": last["weights"],
-                    "last_sampler_checkpoint": last["sampler_weights"],
-                    "user_metadata": metadata,
-                }
-            )
+        )
     return made
 
 

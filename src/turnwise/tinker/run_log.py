@@ -97,10 +97,14 @@ class RunLog:
     ) -> None:
         self._config = config.model_copy(update={"output_dir": str(folder), "name": name})
         self._owner, self._index = owner, index
-        self._trained: list[tuple[Datum, Array]] = []
-        self._held, self._loss, self._step, self._since = 0, 0.0, 0, time.monotonic()
+        self._step, self._since = 0, time.monotonic()
+        self.drop()
         self._run: RunDir | None = None
         self._writing: asyncio.Future[None] | None = None
+
+    def drop(self) -> None:
+        """Forget the passes since the last step."""
+        self._trained, self._held, self._loss = list[tuple[Datum, Array]](), 0, 0.0
 
     def add(
         self,
@@ -127,7 +131,8 @@ class RunLog:
         self._writing = asyncio.ensure_future(
             run_in_thread(self._write, row, self._trained, version)
         )
-        self._trained, self._held, self._loss, self._since = [], 0, 0.0, now
+        self._since = now
+        self.drop()
 
     async def close(self) -> None:
         await self._written()

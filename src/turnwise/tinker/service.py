@@ -244,7 +244,7 @@ class TinkerService:
                 await self._ask("read", name, *loaded)
             if session.id not in self._sessions:  # it has ended meanwhile
                 raise Gone(f"the session {session.id} has ended")
-        except TurnwiseError:
+        except Exception:
             await self._ask("remove", name)
             raise
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
@@ -282,7 +282,11 @@ class TinkerService:
 
         async def step() -> Reply:
             taken = parsed(requests.OptimStep, tree).step()
-            metrics = await self._ask("step", model.id, taken)
+            try:
+                metrics = await self._ask("step", model.id, taken)
+            except InputError:  # the gradient is dropped
+                model.log.drop()
+                raise
             await model.log.step(model.version, taken.learning_rate, metrics)
             model.version += 1
             return Reply({"metrics": metrics})
