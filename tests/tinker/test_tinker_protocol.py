@@ -236,13 +236,7 @@ async def test_a_session_that_ends_takes_its_models_with_it(client: Client) -> N
 
 async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) -> None:
     await client.open()
-    body = {"model_id": client.model, "seq_id": 1, "path": "state", "type": "save_weights"}
-    failed = await client.result(await client.tree("save_weights", body))
-    assert failed == {"error": "this server does not answer save_weights yet", "category": "user"}
-    loaded = {"session_id": client.session, "model_seq_id": 1, "path": "tinker://a/weights/b"}
-    refused = await client.post("load_weights", loaded | {"type": "load_weights"})
-    assert (refused.status_code, refused.json()["detail"][-23:]) == (400, "answer load_weights yet")
-    unknown = await client.http.get("/api/v1/checkpoints", headers=KEY)
+    unknown = await client.http.get("/api/v1/billing/usage/events", headers=KEY)
     assert unknown.status_code == 404
     assert "does not answer" in unknown.json()["detail"]
     wrong = await client.http.post("/api/v1/get_info", content=b"{", headers=KEY)

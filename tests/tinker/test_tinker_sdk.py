@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,3 +124,34 @@ print(json.dumps({name: fields(message) for name, message in messages.items()}))
     for name, kind in message_classes().items():
         own = {field.name: [field.number, field.is_repeated] for field in kind.DESCRIPTOR.fields}
         assert own.items() <= known[name].items(), name
+
+
+@pytest.mark.slow
+def test_a_service_client_has_a_server_of_its_own(
+    sdk: dict[str, str], tmp_path: Path, model_path: str
+) -> None:
+    """Run the example, which has nothing but `turnwise.tinker.ServiceClient`."""
+    command = [sys.executable, "-m", "examples.tinker.loop", "--model", model_path, "--steps", "2"]
+    environment = {**command_environment(), **sdk, "PYTHONPATH": f"{SDK}:{ROOT}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2  tokens" in done.stdout
+    assert "saved tinker://" in done.stdout
+
+
+@pytest.mark.slow
+def test_recipes_of_the_cookbook_run_unmodified(sdk: dict[str, str], tmp_path: Path) -> None:
+    """Run two of them; `python -m tests.tinker.recipes` runs all."""
+    command = [sys.executable, "-m", "tests.tinker.recipes", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--only", "sl_loop", "tool_use"],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "| sl_loop | ran | " in done.stdout, done.stdout + done.stderr
+    assert "| tool_use | ran | " in done.stdout, done.stdout + done.stderr

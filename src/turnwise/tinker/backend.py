@@ -1,12 +1,14 @@
 """Engines, a trainer of adapters and a server for clients of Tinker: started and stopped as one."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import fcntl
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
@@ -95,6 +97,7 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
     begin_imports(config)
     folder = await run_in_thread(run_folder(config).absolute)
     async with AsyncExitStack() as stack:
+        stack.enter_context(_alone_in(folder))
         gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=True)
         manager = make_manager(config, share)
@@ -105,10 +108,13 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
             words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
+            texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
         engines = manager.scheduler
-        service = TinkerService(config, engines, trainer.ask, words.result(), folder)
+        decode = texts.result().decode
+        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(
             config, manager.scheduler, extend=lambda app: add_routes(app, service)
@@ -120,6 +126,18 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
             yield server.base_url.removesuffix("/v1")
             for task in watching:
                 task.cancel()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Refuse a second server of a folder, which would take the first for one that was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tinker.lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise InputError(f"{folder} is another server's: choose another name=...") from None
+        yield
 
 
 def _vocabulary(config: Config) -> int:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turnwise.core.aio import is_cancelled
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import (
     InputError,
@@ -152,12 +151,8 @@ class Futures:
         outcome: Outcome
         try:
             outcome = await work()
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
+        except (Exception, asyncio.CancelledError) as error:
             outcome = Failure.of(ordinary_error(error))
-        except Exception as error:
-            outcome = Failure.of(error)
         if entry.outcome.done():  # it was dropped meanwhile
             return
         entry.outcome.set_result(outcome)
@@ -285,7 +280,7 @@ class Turns:
                 await self._fail_waiting()
                 continue
             await self._waiting[self.next]()
-            del self._waiting[self.next]
+            self._waiting.pop(self.next, None)
             self.next += 1
 
     async def _fail_waiting(self) -> None:
@@ -305,5 +300,6 @@ class Turns:
             )
 
     def close(self) -> None:
+        self._waiting.clear()
         if self._task is not None:
             self._task.cancel()

@@ -15,10 +15,12 @@ from tempfile import gettempdir
 import numpy as np
 import psutil
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from turnwise.config import Config, LoraConfig, SamplingConfig
 from turnwise.core.optional import Foreign
+from turnwise.engine.adapters import read_adapter
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
@@ -28,6 +30,7 @@ from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_b
 from turnwise.training.layout_check import ModelCheck, agreed_layout
 from turnwise.training.loading import load_models, path_of
 from turnwise.training.lora import (
+    ADAPTER_TENSORS,
     adapted_layers,
     adapter_config,
     adapter_tensors,
@@ -49,6 +52,7 @@ _BYTES = 16
 _NEAR, _FAR = 0.25, 0.5
 """Shares of the memory that is free when the base model is loaded: of the device's for adapters
 that compute at once, and of the host's for all others."""
+_OPTIMIZER = "optimizer.pt"
 _PLAIN = SamplingConfig()
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 """Names of the modules of a decoder layer that are its attention; others are its MLP."""
@@ -254,9 +258,10 @@ class AdapterRank:
             )
         return {"grad_norm": float(norm)}
 
-    def write(self, name: str, folder: Path) -> None:
-        """Write an adapter in PEFT's format into a folder."""
-        label = self._of(name).label
+    def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
+        """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
+        adapter = self._of(name)
+        label = adapter.label
         tensors = {
             key: tensor.detach().cpu().contiguous()
             for key, tensor in adapter_tensors(self._model, label)
@@ -264,6 +269,36 @@ class AdapterRank:
         settings: dict[str, Foreign] = adapter_config(self._model, path_of(self._config), label)
         names = {target.rpartition(".")[2] for target in settings["target_modules"]}
         write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+        if optimizer:
+            torch.save(adapter.optimizer.state_dict(), folder / _OPTIMIZER)
+
+    def read(self, name: str, folder: Path, optimizer: bool) -> None:
+        """Load a saved adapter into one, with the state of its optimizer, or none; a gradient that
+        has been added up is dropped."""
+        adapter, moments = self._of(name), folder / _OPTIMIZER
+        state = adapter.optimizer.state_dict() | {"state": {}}
+        _, saved = read_adapter(str(folder), "load_weights")
+        if optimizer and not moments.is_file():
+            raise InputError(
+                "load_weights: the checkpoint has no state of an optimizer, because it was saved "
+                "to be sampled from: create_training_client_from_state takes its weights alone"
+            )
+        if optimizer:
+            state = torch.load(moments, map_location="cpu", weights_only=True)
+        found = load_file(folder / ADAPTER_TENSORS)
+        own = dict(adapter_tensors(self._model, adapter.label))
+        settings = adapter_config(self._model, "", adapter.label)
+        fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in own.items()}
+        if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):
+            raise InputError(
+                "load_weights: the checkpoint's adapter has other layers, another rank or another "
+                "scaling than the model's: create_training_client_from_state makes one that fits"
+            )
+        with torch.no_grad():
+            for key, tensor in own.items():
+                tensor.copy_(found[key])
+        adapter.optimizer.load_state_dict(state)
+        adapter.optimizer.zero_grad()
 
     def remove(self, name: str) -> None:
         """Forget an adapter; one that is unknown is forgotten already."""

@@ -59,9 +59,16 @@ class AdapterSpec(_Request):
 class _Optimizer(_Request):
     type: str = "adamw"
 
+    def check(self) -> None:
+        if self.type != "adamw":
+            raise InputError(f"optimizer {self.type!r}: this server has adamw")
 
-class CreateModel(OfSession):
+
+class OfNewModel(OfSession):
     model_seq_id: _Count
+
+
+class CreateModel(OfNewModel):
     base_model: str
     user_metadata: JsonObject | None = None
     lora_config: AdapterSpec | None = None
@@ -69,16 +76,20 @@ class CreateModel(OfSession):
 
     def spec(self, most: int) -> AdapterSpec:
         """Return the adapter that is asked for, of at most this rank."""
-        if self.optimizer_config.type != "adamw":
-            raise InputError(f"optimizer {self.optimizer_config.type!r}: this server has adamw")
+        self.optimizer_config.check()
         if (lora := self.lora_config) is None:
             raise InputError("this server trains adapters: create_model needs a lora_config")
-        if not 1 <= lora.rank <= most:
-            raise InputError(
-                f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
-                "this server)"
-            )
-        return lora
+        return checked_rank(lora, most)
+
+
+def checked_rank(lora: AdapterSpec, most: int) -> AdapterSpec:
+    """Return an adapter of at most this rank; InputError when it has another one."""
+    if not 1 <= lora.rank <= most:
+        raise InputError(
+            f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
+            "this server)"
+        )
+    return lora
 
 
 class OfModel(_Request):
@@ -112,12 +123,57 @@ class OptimStep(OfModel):
         return AdamStep.model_validate(self.adam_params)
 
 
-class SaveForSampler(OfModel):
+class Expiring(_Request):
+    ttl_seconds: Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None = None
+    """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
+
+
+class Saving(Expiring):
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(Saving):
     path: str | None = None
     sampling_session_seq_id: _Count | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeights(Saving):
+    path: str
+    overwrite: bool = False
+    age_encryption_recipients: Annotated[list[str], Field(max_length=10)] | None = None
+
+
+class LoadWeights(_Request):
+    """A request to load a state, into `model_id`, or a new model of a session."""
+
+    model_id: _Id | None = None
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    user_metadata: JsonObject | None = None
+    optimizer_config: _Optimizer = _Optimizer()
+    weights_access_token: str | None = None
+
+    def check(self) -> None:
+        """Raise an `InputError` for what this server cannot do."""
+        self.optimizer_config.check()
+        if self.weights_access_token is not None:
+            raise InputError(
+                "weights_access_token: this server has none; the owner of a checkpoint can publish "
+                "it (publish_checkpoint_from_tinker_path)"
+            )
+
+
+class CopyWeights(Expiring):
+    source_path: str
+    idempotency_key: _Id = ""
+    """The header of this name: a copy is made once for each."""
+
+
+class Page(_Request):
+    limit: Annotated[int, Field(ge=0)] = 100
+    offset: _Count = 0
 
 
 class CreateSamplingSession(OfSession):

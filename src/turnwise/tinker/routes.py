@@ -5,17 +5,20 @@ again after 410, and raises everything else. The result of a request is in its b
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Coroutine
 from typing import Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import FileResponse, JSONResponse
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
-from turnwise.tinker.service import CONSTANT, GET, POST, TinkerService, Verb
+from turnwise.tinker.rest import REST
+from turnwise.tinker.service import TinkerService
+from turnwise.tinker.verbs import CONSTANT, GET, POST, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
@@ -51,6 +54,14 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         router.add_api_route(f"/{path}", _constant(answer), methods=["POST"])
     for path, verb in GET.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=["GET"])
+    for (method, path), verb in REST.items():
+        router.add_api_route(f"/{path}", _answering(service, verb), methods=[method])
+
+    @router.get("/files/{link}")
+    async def file(link: str) -> Response:
+        if (found := service.links.get(link)) is None or not found.is_file():
+            return _refused(Missing("there is no such file, or its link has expired"))
+        return FileResponse(found)
 
     @router.get("/healthz")
     async def health() -> JsonObject:
@@ -100,9 +111,11 @@ def _answering(
     service: TinkerService, verb: Verb
 ) -> Callable[[Request], Coroutine[None, None, Response]]:
     async def answer(request: Request) -> Response:
-        tree = await _values(request) if request.method == "POST" else {}
+        tree = await _values(request) if request.method in ("POST", "PUT") else {}
+        known = {"idempotency_key": request.headers.get("x-idempotency-key", "")}
+        known["base_url"] = str(request.base_url)
         try:
-            given = {**tree, **request.path_params}
+            given = {**request.query_params, **tree, **known, **request.path_params}
             return JSONResponse(await verb(service, owner_of(request), given))
         except TurnwiseError as error:
             return _refused(error)
@@ -114,7 +127,7 @@ async def _values(request: Request) -> JsonObject:
     if len(await request.body()) > _MOST_BYTES and not request.url.path.endswith(_LONG):
         raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
     try:
-        tree = await request.json()
+        tree = json.loads(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):

@@ -1,33 +1,34 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
-Each method in `VERBS` answers one route: it gets the caller's owner and the body's values, and
+Each method in `verbs` answers one route: it gets the caller's owner and the body's values, and
 returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
 random; those of models and sampling sessions are made of them, so that a client can repeat any
-request. Nothing is found with another owner's key.
+request. Nothing is found with another owner's key. Sessions of clients that have vanished end.
 """
 
 import asyncio
+import json
 import logging
-import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Completion, Generator, Request, Route, generate
-from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.core.run_files import RunFiles
+from turnwise.engine.protocol import Generator, Route
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
-from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
+from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, encrypt_files, expiry
 from turnwise.tinker.futures import (
     SMALLEST,
     WAIT_SECONDS,
@@ -39,6 +40,8 @@ from turnwise.tinker.futures import (
     Turns,
     Work,
 )
+from turnwise.tinker.run_log import RunLog, SampleIndex
+from turnwise.tinker.sampling import answer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,7 @@ class Model:
     session: Session
     spec: requests.AdapterSpec
     user_metadata: JsonObject | None
+    log: RunLog
     turns: Turns = field(default_factory=Turns)
     version: int = 0
     """Number of optimizer steps."""
@@ -109,16 +113,26 @@ class TinkerService:
         generator: The engines.
         ask: The trainer.
         vocabulary: Number of ids that the model knows.
-        folder: The run's folder; checkpoints are in `tinker` below it.
+        folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
+            client's training run.
+        decode: The tokenizer's text of ids, for the files of runs.
     """
 
     def __init__(
-        self, config: Config, generator: Generator, ask: Ask, vocabulary: int, folder: Path
+        self,
+        config: Config,
+        generator: Generator,
+        ask: Ask,
+        vocabulary: int,
+        folder: Path,
+        decode: Callable[[list[int]], str] = str,
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
         self.futures = Futures()
         self.checkpoints = Checkpoints(folder / "tinker")
+        self.links: dict[str, Path] = {}
+        """Files that anyone may read who knows their secret."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config = config
@@ -127,6 +141,36 @@ class TinkerService:
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._files = RunFiles(folder / "tinker_sessions")
+        self._sampled = SampleIndex(config.model.max_length, decode)
+
+    def restore(self) -> None:
+        """Go on with the sessions and samplers of a server that was killed, from their files."""
+        held = set[Path]()
+        for path in self._files.path("").glob("*.jsonl"):
+            with suppress(ValueError, TypeError):  # of lines that were never completed
+                first, *others = map(json.loads, path.read_text().splitlines())
+                session = self._sessions[first["id"]] = Session(**first)
+                for name, tree in others:
+                    saved = tree and Checkpoint(**tree)
+                    if saved and not self.checkpoints.folder(saved).exists():
+                        continue
+                    made = Sampler(name, session, saved, bool(saved) and saved.kind == "snapshots")
+                    self._samplers[name] = made
+                    held |= {self.checkpoints.folder(saved)} if made.temporary else set()
+        self.checkpoints.tidy(held)
+
+    async def _note(self, session: Session, line: object) -> None:
+        await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
+
+    def owned(self, owner: str) -> tuple[list[Session], list[Model], list[Sampler]]:
+        """Return what an owner has at the moment, the newest last."""
+        models, samplers = self._models.values(), self._samplers.values()
+        return (
+            [each for each in self._sessions.values() if each.owner == owner],
+            [each for each in models if each.session.owner == owner],
+            [each for each in samplers if each.session.owner == owner],
+        )
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
@@ -134,6 +178,8 @@ class TinkerService:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._end_silent(_SILENT_SECONDS)
             await self._remove_unused()
+            with suppress(OSError):  # a folder that has gone meanwhile
+                await run_in_thread(self.checkpoints.tidy)
 
     async def _end_silent(self, seconds: float, owner: str | None = None) -> None:
         """End sessions that are silent for some time, all or an owner's, all at once: each has its
@@ -148,14 +194,6 @@ class TinkerService:
             logger.info("the Tinker session %s is silent, and ends", session.id)
         await together(self._end(session) for session in silent)
 
-    async def _make_room(self, owner: str) -> None:
-        """Let an owner have one session more; `Busy` if all of too many are alive."""
-        for _ in range(2):
-            if sum(each.owner == owner for each in self._sessions.values()) < _MOST_SESSIONS:
-                return
-            await self._end_silent(_QUIET_SECONDS, owner)
-        raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
-
     async def _remove_unused(self) -> None:
         """Remove weights without a name that nobody samples from, but for each model's newest."""
         oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
@@ -168,8 +206,7 @@ class TinkerService:
     async def _drop(self, sampler: Sampler) -> None:
         self._samplers.pop(sampler.id, None)
         if sampler.temporary and sampler.checkpoint is not None:
-            folder = self.checkpoints.folder(sampler.checkpoint)
-            await run_in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await run_in_thread(self.checkpoints.remove, sampler.checkpoint)
 
     # Sessions
 
@@ -184,10 +221,18 @@ class TinkerService:
 
     async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.CreateSession, tree)
-        await self._make_room(owner)
+        if self._count(owner) >= _MOST_SESSIONS:
+            await self._end_silent(_QUIET_SECONDS, owner)
+        if self._count(owner) >= _MOST_SESSIONS:
+            raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
         session = Session(str(uuid.uuid4()), owner, asked.user_metadata, asked.display_name)
+        known = ("id", "owner", "user_metadata", "display_name")
+        await self._note(session, {name: getattr(session, name) for name in known})
         self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+
+    def _count(self, owner: str) -> int:
+        return sum(each.owner == owner for each in self._sessions.values())
 
     async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
         self._session(parsed(requests.OfSession, tree).session_id, owner)
@@ -208,11 +253,13 @@ class TinkerService:
         """End a session with its models and samplers; what it has saved under a name stays."""
         self._sessions.pop(session.id, None)
         self.futures.forget(session.id)
+        self._files.path(f"{session.id}.jsonl").unlink(missing_ok=True)
         for sampler in [each for each in self._samplers.values() if each.session is session]:
             await self._drop(sampler)
         for model in [each for each in self._models.values() if each.session is session]:
             del self._models[model.id]
             model.turns.close()
+            await model.log.close()
             try:
                 await self._ask("remove", model.id)
             except TurnwiseError as error:  # the trainer's own watch ends the server if it died
@@ -228,15 +275,33 @@ class TinkerService:
         async def create() -> Reply:
             self._check_base(asked.base_model)
             spec = asked.spec(self._config.model.lora.rank)
-            await self._ask("create", name, spec)
-            if session.id not in self._sessions:  # it has ended meanwhile
-                await self._ask("remove", name)
-                raise Gone(f"the session {session.id} has ended")
-            self._models[name] = Model(name, session, spec, asked.user_metadata)
+            await self._add_model(name, session, spec, asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
         self.futures.begin(name, owner, create)
         return {"request_id": name, "model_id": name}
+
+    async def _add_model(
+        self,
+        name: str,
+        session: Session,
+        spec: requests.AdapterSpec,
+        user_metadata: JsonObject | None,
+        *loaded: object,
+    ) -> Model:
+        """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
+        await self._ask("create", name, spec)
+        try:
+            if loaded:
+                await self._ask("read", name, *loaded)
+            if session.id not in self._sessions:  # it has ended meanwhile
+                raise Gone(f"the session {session.id} has ended")
+        except Exception:
+            await self._ask("remove", name)
+            raise
+        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
+        model = self._models[name] = Model(name, session, spec, user_metadata, log)
+        return model
 
     async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
         model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
@@ -265,6 +330,7 @@ class TinkerService:
             found, sums = await self._ask("run", model.id, part)
             outputs += found
             metrics = {key: metrics.get(key, 0.0) + value for key, value in sums.items()}
+        model.log.add(request, outputs, metrics)
         return Reply(message=await run_in_thread(training_reply, outputs, metrics))
 
     async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
@@ -273,7 +339,12 @@ class TinkerService:
 
         async def step() -> Reply:
             taken = parsed(requests.OptimStep, tree).step()
-            metrics = await self._ask("step", model.id, taken)
+            try:
+                metrics = await self._ask("step", model.id, taken)
+            except InputError:  # the gradient is dropped
+                model.log.drop()
+                raise
+            await model.log.step(model.version, taken.learning_rate, metrics)
             model.version += 1
             return Reply({"metrics": metrics})
 
@@ -290,42 +361,104 @@ class TinkerService:
             number = wanted.sampling_session_seq_id
             if wanted.path is None and number is None:
                 raise InputError("save_weights_for_sampler needs a path, or a sampling session")
-            name = f"session-{number}" if wanted.path is None else wanted.path
-            saved = Checkpoint(
-                model.id,
-                "sampler_weights",
-                name,
-                owner,
-                self.model_name,
-                model.version,
-                model.spec.model_dump(),
-                user_metadata=wanted.user_metadata,
-            )
-            await self._write(model, saved, flush=wanted.path is not None)
-            if wanted.path is not None:
+            named = wanted.path is not None
+            name = str(number) if wanted.path is None else wanted.path
+            kind: Kind = "sampler_weights" if named else "snapshots"
+            saved = self._checkpoint(model, kind, wanted, name)
+            await self._write(model, saved, flush=named)
+            if named:
                 return Reply({"type": "save_weights_for_sampler", "path": saved.address})
             sampler = f"{model.session.id}:sample:{number}"
-            self._samplers[sampler] = Sampler(sampler, model.session, saved, temporary=True)
+            await self._add_sampler(Sampler(sampler, model.session, saved, temporary=True))
             return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
 
         return self._in_turn(model, asked.seq_id, save)
 
-    async def refuse_in_turn(self, owner: str, tree: JsonObject) -> JsonObject:
-        """Answer a request of a model that this server does not know, at its position."""
-        why = InputError(f"this server does not answer {str(tree.get('type'))[:40]} yet")
-        if tree.get("model_id") is None:  # it would make a model
-            raise why
+    async def save_weights(
+        self, owner: str, tree: JsonObject, kind: Kind = "weights"
+    ) -> JsonObject:
+        """Save a model, with its optimizer if it is to be trained on."""
         asked = parsed(requests.OfModel, tree)
+        model = self._model(asked.model_id, owner)
 
-        async def refuse() -> Reply:
-            raise why
+        async def save() -> Reply:
+            wanted = parsed(requests.SaveWeights, tree)
+            saved = self._checkpoint(model, kind, wanted, wanted.path)
+            keys, optimizer = wanted.age_encryption_recipients, kind == "weights"
+            await self._write(model, saved, wanted.overwrite, optimizer=optimizer, keys=keys)
+            return Reply({"path": saved.address})
 
-        return self._in_turn(self._model(asked.model_id, owner), asked.seq_id, refuse)
+        return self._in_turn(model, asked.seq_id, save)
 
-    async def _write(self, model: Model, saved: Checkpoint, *, flush: bool) -> None:
-        """Write a model's adapter as a checkpoint."""
-        begun = await run_in_thread(partial(self.checkpoints.begin, saved))
-        await self._ask("write", model.id, begun)
+    async def save_external(self, owner: str, tree: JsonObject) -> JsonObject:
+        return await self.save_weights(owner, tree, "external_weights")
+
+    async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
+        """Load a saved state into a model, or make a model of it."""
+        asked = parsed(requests.LoadWeights, tree)
+
+        async def find() -> tuple[Checkpoint, Path]:
+            asked.check()
+            saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
+            self._check_base(asked.base_model or saved.base_model)
+            return saved, self.checkpoints.folder(saved)
+
+        async def load() -> Reply:
+            saved, folder = await find()
+            await self._ask("read", model.id, folder, asked.optimizer)
+            model.version = saved.version
+            return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
+
+        async def create() -> Reply:
+            saved, folder = await find()
+            lora = requests.AdapterSpec.model_validate(saved.spec)
+            spec = requests.checked_rank(lora, self._config.model.lora.rank)
+            loaded = folder, asked.optimizer
+            made = await self._add_model(name, session, spec, asked.user_metadata, *loaded)
+            made.version = saved.version
+            return Reply({"type": "load_weights", "path": saved.address, "model_id": name})
+
+        if asked.model_id is not None:
+            model = self._model(asked.model_id, owner)
+            return self._in_turn(model, parsed(requests.OfModel, tree).seq_id, load)
+        created = parsed(requests.OfNewModel, tree)
+        session = self._session(created.session_id, owner)
+        name = f"{session.id}:train:{created.model_seq_id}"
+        self.futures.begin(name, owner, create)
+        return {"request_id": name, "model_id": name}
+
+    def _checkpoint(
+        self, model: Model, kind: Kind, asked: requests.Saving, name: str
+    ) -> Checkpoint:
+        return Checkpoint(
+            model.id,
+            kind,
+            name,
+            model.session.owner,
+            self.model_name,
+            model.version,
+            model.spec.model_dump(),
+            expires=expiry(asked.ttl_seconds),
+            user_metadata=asked.user_metadata,
+            run_metadata=model.user_metadata,
+        )
+
+    async def _write(
+        self,
+        model: Model,
+        saved: Checkpoint,
+        overwrite: bool = False,
+        *,
+        flush: bool = True,
+        optimizer: bool = False,
+        keys: list[str] | None = None,
+    ) -> None:
+        """Write a model's adapter as a checkpoint, encrypted if there are `keys`."""
+        begin = partial(self.checkpoints.begin, saved, overwrite=overwrite)
+        begun = await run_in_thread(begin)
+        await self._ask("write", model.id, begun, optimizer)
+        if keys:
+            await run_in_thread(encrypt_files, begun, keys)
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
@@ -376,8 +509,12 @@ class TinkerService:
                 saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
-            self._samplers[name] = Sampler(name, session, saved)
+            await self._add_sampler(Sampler(name, session, saved))
         return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def _add_sampler(self, made: Sampler) -> None:
+        await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._samplers[made.id] = made
 
     async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
         sampler = self._sampler(str(tree["sampler_id"]), owner)
@@ -400,49 +537,16 @@ class TinkerService:
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
         ids = asked.tokens(self._vocabulary)
-        longest, targets = self._config.model.max_length, asked.target_prompt_logprobs
-        route = Route(group=name)
-        if sampler.checkpoint is not None:
-            saved = sampler.checkpoint
+        saved, route = sampler.checkpoint, Route(group=name)
+        if saved is not None:
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
-        made = [
-            Request(
-                ids,
-                asked.sampling(len(ids), longest, number),
-                f"{name}:{number}",
-                asked.seed(number),
-                route,
-            )
-            for number in range(asked.num_samples)
-        ]
-        scores = None if targets is None else await self._score(targets, made[0])
-        done = await together(map(self._completed, made))
+        longest, words = self._config.model.max_length, self._vocabulary
+        done, scores = await answer(self._generator, asked, ids, name, route, longest, words)
+        if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
+            self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
-
-    async def _score(self, targets: requests.TargetIds, request: Request) -> Foreign:
-        """Return the log-probs of given ids at positions of a request's prompt."""
-        values = np.zeros(len(targets.data), np.float32)
-
-        async def score(row: int, places: list[int]) -> None:
-            one = request._replace(
-                prompt=request.prompt[: row + 1],
-                sampling=targets.sampling(places),
-                id=f"{request.id}:row{row}",
-            )
-            ((_, *scores),) = (await self._completed(one)).alternatives
-            values[places] = [logprob for _, logprob, _ in scores]
-
-        rows = targets.places(len(request.prompt), self._vocabulary)
-        await together(score(*each) for each in rows.items())
-        return targets.tensor(values)
-
-    async def _completed(self, request: Request) -> Completion:
-        done = await generate(self._generator, request)
-        if done.finish_reason == "abort":
-            raise EngineError(f"an engine ended {request.id} early")
-        return done
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)
@@ -476,40 +580,3 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
-
-
-CONSTANT: Mapping[str, JsonObject] = {
-    "client/config": {
-        "pjwt_auth_enabled": False,
-        "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
-        "proto_compress_fwdbwd": False,
-        "sample_use_retrieve_futures": True,  # else each sample in progress holds a connection
-        "sample_join_sampling_session": False,
-        "custom_loss_server_side": False,  # the SDK computes them from the log-probs
-    },
-    "client/dynamic_config": {"sample_cancel_enabled": True},
-    "telemetry": {"status": "accepted"},  # and dropped
-}
-"""Answers of routes that are always the same: flags of the SDK, as this server needs them."""
-Verb = Callable[[TinkerService, str, JsonObject], Awaitable[JsonObject]]
-POST: Mapping[str, Verb] = {
-    "create_session": TinkerService.create_session,
-    "session_heartbeat": TinkerService.heartbeat,
-    "sessions/{session_id}/finish": TinkerService.finish,
-    "create_model": TinkerService.create_model,
-    "get_info": TinkerService.get_info,
-    "optim_step": TinkerService.optim_step,
-    "save_weights_for_sampler": TinkerService.save_for_sampler,
-    "save_weights": TinkerService.refuse_in_turn,
-    "save_weights_external": TinkerService.refuse_in_turn,
-    "load_weights": TinkerService.refuse_in_turn,
-    "create_sampling_session": TinkerService.create_sampler,
-    "asample": TinkerService.sample,
-    "retrieve_futures": TinkerService.retrieve_futures,
-    "cancel_future": TinkerService.cancel,
-}
-"""Verbs by their routes below /api/v1, which get the body's values and those of the path."""
-GET: Mapping[str, Verb] = {
-    "get_server_capabilities": TinkerService.capabilities,
-    "samplers/{sampler_id}": TinkerService.get_sampler,
-}

@@ -31,6 +31,7 @@ from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
 ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
+FILES = "/api/v1/files/"  # beginning of the paths of links to files, which end in a secret
 TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
@@ -178,7 +179,7 @@ class Gate:
       `serving.allowed_hosts`. A request without a `Host`, which no browser sends, may have any.
     - 415 and 403: a POST request without JSON, or of a page of another site.
     - 401: no API key. Every route but /health and /ping needs it. Sessions of rollouts need none:
-      their paths are random secrets, known only to their agents.
+      their paths are random secrets, known only to their agents; likewise links to files.
     - 413 and 503: a body that is too large, or all bodies in flight are.
 
     HEAD is answered as GET, without the body. Without a `key` every request passes.
@@ -279,7 +280,7 @@ class Gate:
     def _open(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a request has the key, or needs none."""
         path: str = scope["path"]
-        if self._key is None or path in ("/health", "/ping"):
+        if self._key is None or path in ("/health", "/ping") or path.startswith(FILES):
             return True
         sent = headers.get("authorization", "")
         takes_header = "/v1/messages" in path or path.startswith("/api/v1/")

@@ -1,0 +1,42 @@
+"""The protocol's routes below /api/v1, and the verbs that answer them."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from turnwise.core.json_types import JsonObject
+from turnwise.tinker.service import TinkerService
+
+CONSTANT: Mapping[str, JsonObject] = {
+    "client/config": {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": True,  # else each sample in progress holds a connection
+        "sample_join_sampling_session": False,
+        "custom_loss_server_side": False,  # the SDK computes them from the log-probs
+    },
+    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "telemetry": {"status": "accepted"},  # and dropped
+}
+"""Answers of routes that are always the same: flags of the SDK, as this server needs them."""
+Verb = Callable[[TinkerService, str, JsonObject], Awaitable[JsonObject]]
+POST: Mapping[str, Verb] = {
+    "create_session": TinkerService.create_session,
+    "session_heartbeat": TinkerService.heartbeat,
+    "sessions/{session_id}/finish": TinkerService.finish,
+    "create_model": TinkerService.create_model,
+    "get_info": TinkerService.get_info,
+    "optim_step": TinkerService.optim_step,
+    "save_weights_for_sampler": TinkerService.save_for_sampler,
+    "save_weights": TinkerService.save_weights,
+    "save_weights_external": TinkerService.save_external,
+    "load_weights": TinkerService.load_weights,
+    "create_sampling_session": TinkerService.create_sampler,
+    "asample": TinkerService.sample,
+    "retrieve_futures": TinkerService.retrieve_futures,
+    "cancel_future": TinkerService.cancel,
+}
+"""Verbs by their routes below /api/v1, which get the body's values and those of the path."""
+GET: Mapping[str, Verb] = {
+    "get_server_capabilities": TinkerService.capabilities,
+    "samplers/{sampler_id}": TinkerService.get_sampler,
+}

@@ -1,0 +1,114 @@
+"""Tinker's official SDK, unmodified, while `turnwise tinker` is killed and started again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, own_environment
+from tests.tinker.test_tinker_sdk import sdk as sdk
+from turnwise.viewer.run_files import RunFiles
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def start(model_path: str, folder: Path, port: int, log: Path) -> "subprocess.Popen[bytes]":
+    """Start the command in a process group of its own; return once it serves."""
+    command = [sys.executable, "-m", "turnwise.cli", "tinker", "--model", model_path]
+    changes = ["model.max_length=128", f"output_dir={folder}", "training.threads=1"]
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), *changes],
+            cwd=ROOT,
+            env=own_environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    ends = time.monotonic() + 300
+    while "TINKER_BASE_URL=" not in log.read_text():
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < ends, log.read_text()
+        time.sleep(0.2)
+    return server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tinker_state")
+
+
+@pytest.fixture(scope="module")
+def seen(sdk: dict[str, str], model_path: str, folder: Path) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = start(model_path, folder, port, folder / "first.log")
+    program = ROOT / "tests" / "tinker" / "sdk_state_program.py"
+    url = f"http://127.0.0.1:{port}"
+    with (folder / "program.log").open("w") as errors:
+        running = subprocess.Popen(
+            [sys.executable, str(program), url, model_path, str(folder / "downloads")],
+            env=sdk,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert running.stdout is not None
+    try:
+        line = running.stdout.readline()
+        assert line == "saved\n", (folder / "program.log").read_text()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(60)
+        server = start(model_path, folder, port, folder / "second.log")
+        stdout, _ = running.communicate("\n", timeout=300)
+        assert running.returncode == 0, (folder / "program.log").read_text()
+        found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+        return found
+    finally:
+        running.kill()
+        server.send_signal(signal.SIGINT)
+        server.wait(120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_samplers_go_on_after_a_kill_and_training_from_the_saved_state(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["after"] == seen["before"]
+    assert seen["lost"].startswith("NotFoundError")
+    assert "create_training_client_from_state" in seen["lost"]
+    assert seen["resumed"] == seen["expected"]
+    assert seen["fresh"][0] == seen["expected"][0]
+    assert seen["fresh"][1] != seen["expected"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_states_are_managed_and_downloaded(seen: dict[str, Any]) -> None:
+    states = seen["states"]
+    assert states["run"] == [4, {"renderer_name": "r"}, True]
+    assert states["kinds"] == ["sampler", "training"]
+    assert (states["runs"], states["own"]) == (1, 2)
+    assert states["kept"] == [True, True]
+    assert states["info"] == [True, 4]
+    assert states["deleted"].startswith("NotFoundError")
+    assert states["external"] == FILES
+    assert set(FILES) <= set(states["encrypted"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_viewer_reads_the_run_of_each_model(seen: dict[str, Any], folder: Path) -> None:
+    runs = [path.parent for path in folder.glob("tinker/tinker/*/metrics.jsonl")]
+    steps = [[row["step"] for row in RunFiles(run, "client").rows()["rows"]] for run in runs]
+    assert sorted(steps) == [[1, 2, 3, 4, 5], [4, 5], [4, 5]]
