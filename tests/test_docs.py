@@ -236,7 +236,7 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         continue
                     context = command.make_context(name, options)
                     if name == "tinker":
-                        server_config(context.params["model"], context.params["config"], overrides)
+                        server_config(*(context.params[key] for key in ("model", "config")))
                         continue
                     if name in ("init", "scale", "show", "stuck", "view"):
                         continue  # a folder that a reader makes or has
