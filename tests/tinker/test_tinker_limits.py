@@ -52,52 +52,21 @@ def asked(sampler: str, seq: int, **more: Any) -> dict[str, Any]:
     return body | {"sampling_params": {"max_tokens": 4, "seed": 1}} | more
 
 
-async def polled(client: Client, sampler: str, cursor: int = 0, **more: Any) -> dict[str, Any]:
-    target = {"type": "sampling_session", "sampling_session_id": sampler}
-    return await client.tree("retrieve_futures", {"target": target, "prev_cursor": cursor} | more)
-
-
-async def test_an_owner_with_too_much_in_progress_is_asked_to_wait(
+async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
     running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, _ = running
     sampler = await sampler_of(client)
-    monkeypatch.setattr(futures, "_MOST_OF_OWNER", 20_000)
+    monkeypatch.setattr(futures, "_MOST", 80_000)
     first = [await client.post("asample", asked(sampler, n)) for n in range(6)]
     accepted = [each.json() for each in first if each.status_code == 200]
     assert {each.status_code for each in first} == {200, 429}
     assert "wait for some of them" in first[-1].json()["detail"]
-    other = {"X-API-Key": "tml-two"}
-    assert (await client.post("create_session", {}, **other)).status_code == 200
+    other = await sampler_of(client)
+    assert (await client.post("asample", asked(other, 0))).status_code == 200
     for promise in accepted:
         await client.result(promise)
     assert (await client.post("asample", asked(sampler, 9))).status_code == 200
-
-
-async def test_one_poll_says_which_samples_have_ended(
-    running: tuple[Client, TinkerService],
-) -> None:
-    client, own = running
-    sampler = await sampler_of(client)
-    assert await polled(client, sampler, timeout=0) == {"completions": [], "cursor": 0}
-    promises = [await client.tree("asample", asked(sampler, n)) for n in range(2)]
-    wrong = await client.tree("asample", asked(sampler, 2, prompt={"chunks": []}))
-    ended, cursor = dict[str, str](), 0
-    while len(ended) < 3:
-        answer = await polled(client, sampler, cursor)
-        again = await polled(client, sampler, cursor)  # as after an answer that was lost
-        assert again["completions"][: len(answer["completions"])] == answer["completions"]
-        ended |= {each["request_id"]: each["state"] for each in answer["completions"]}
-        cursor = answer["cursor"]
-    names = [each["request_id"] for each in promises]
-    assert ended == {**dict.fromkeys(names, "finished"), wrong["request_id"]: "failed"}
-    for promise in promises:
-        await client.result(promise)
-    await polled(client, sampler, cursor, timeout=0, retrieved_request_ids=names)
-    assert list(own.futures._entries) == [wrong["request_id"]]
-    body = {"target": {"sampling_session_id": sampler}}
-    refused = await client.post("retrieve_futures", body, **{"X-API-Key": "tml-two"})
-    assert refused.status_code == 404
 
 
 async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerService]) -> None:
@@ -126,7 +95,7 @@ async def test_the_oldest_results_that_were_sent_are_dropped(
     with pytest.raises(Gone):
         await own.retrieve("0", "one", 1)
     assert await own.retrieve("3", "one", 1)
-    assert own._held == {"one": own._entries["unsent"].size}
+    assert own._held == {"unsent": own._entries["unsent"].size}
 
 
 async def test_requests_after_one_that_never_comes_fail_in_words(
@@ -201,7 +170,7 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(
     await own._end_silent(0.0)
     await asyncio.sleep(0)
     held = (own._sessions, own._samplers, own.futures._entries, own.futures._held)
-    assert [len(each) for each in (*held, own.futures._channels)] == [0] * 5
+    assert [len(each) for each in held] == [0] * 4
 
 
 async def test_weights_without_a_name_go_once_there_are_newer_ones(
@@ -225,7 +194,7 @@ async def test_bodies_that_are_no_requests_are_refused(
     running: tuple[Client, TinkerService], body: bytes
 ) -> None:
     client, _ = running
-    for path in ("asample", "retrieve_futures", "retrieve_future", "optim_step", "create_session"):
+    for path in ("asample", "retrieve_future", "optim_step", "create_session"):
         answer = await client.http.post(f"/api/v1/{path}", content=body, headers=KEY)
         assert answer.status_code in (400, 413), (path, answer.text)
 

@@ -3,16 +3,14 @@
 Ids are functions of the request, so a client that sends one again, because its connection broke,
 gets the result of the first and runs nothing twice. A model's requests run in the order of their
 positions, in whatever order they arrive: those after a gap wait until it is filled, or fail once no
-client would still fill it. A result is kept until it was sent or its session ends; an owner with
-too much in progress has to wait, so what all clients together leave here is limited.
+client would still fill it. A result is kept until it was sent, or its session ends; a client with
+too much in progress has to wait, so what all of them leave here is limited.
 """
 
 import asyncio
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,10 +30,9 @@ WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
 GAP_SECONDS = 360.0
 """Time that requests wait for one before them; clients try to send one for 5 minutes."""
-_MOST_OF_OWNER = 512 * 2**20
-"""Bytes of requests in progress, and of results that were not sent, with which an owner waits."""
 _MOST = 2 * 2**30
-"""The same of all owners together."""
+"""Bytes of requests in progress and results that were not sent. A client with more than its part,
+an equal one and at most a quarter, has to wait."""
 _MOST_SENT = 128 * 2**20
 """Bytes of results that were sent but may not have arrived; the oldest are dropped."""
 SMALLEST = 4096
@@ -85,21 +82,11 @@ Work = Callable[[], Awaitable[Reply]]
 
 
 @dataclass(slots=True, eq=False)
-class _Channel:
-    ended: dict[int, str] = field(default_factory=dict)
-    """Requests that ended, by their numbers in the order of their ends."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(slots=True, eq=False)
 class _Entry:
     owner: str
     size: int
     """Bytes of the request, and once it has ended of its result."""
     outcome: asyncio.Future[Outcome]
-    channel: _Channel | None = None
-    number: int = 0
-    """Its number in the channel, once it has ended."""
     task: asyncio.Task[None] | None = None
 
 
@@ -109,36 +96,32 @@ class Futures:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._sent: dict[str, int] = {}
-        """Sizes of the results that were sent, the oldest first; others count for their owners."""
+        """Sizes of the results that were sent, the oldest first; all else counts in `_held`."""
         self._sent_size = 0
         self._held = Counter[str]()
-        self._channels: dict[str, _Channel] = {}
-        self._numbers = itertools.count(1)
+        """Bytes by sessions, with whose ids those of requests begin."""
 
-    def begin(
-        self, request_id: str, owner: str, work: Work, size: int = 0, channel: str = ""
-    ) -> None:
-        """Run a request, unless it runs or has run already; a `channel` notes when it ends."""
+    def begin(self, request_id: str, owner: str, work: Work, size: int = 0) -> None:
+        """Run a request of some bytes, unless it runs or has run already."""
         if request_id not in self._entries:
             entry = self.promise(request_id, owner, size)
-            if channel:
-                entry.channel = self._channels.setdefault(channel, _Channel())
             entry.task = asyncio.create_task(self.run(request_id, work))
 
     def promise(self, request_id: str, owner: str, size: int = 0) -> _Entry:
         """Add a request of some bytes that `Turns` run later.
 
         Raises:
-            Busy: when its owner, or all together, have too much in progress.
+            Busy: when its client has too much in progress.
         """
-        if self._held[owner] > _MOST_OF_OWNER or self._held.total() > _MOST:
+        held = self._held[session_of(request_id)]
+        if held > _MOST // max(4, len(self._held)):
             raise Busy(
-                f"{self._held[owner] >> 20:,} MB of your requests are in progress or wait to be "
-                f"fetched, {self._held.total() >> 20:,} MB of all: wait for some of them"
+                f"{held >> 20:,} MB of this session's requests are in progress, or have results "
+                "that were not fetched: wait for some of them"
             )
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         entry = self._entries[request_id] = _Entry(owner, SMALLEST + size, outcome)
-        self._held[owner] += entry.size
+        self._held[session_of(request_id)] += entry.size
         return entry
 
     def __contains__(self, request_id: str) -> bool:
@@ -158,12 +141,8 @@ class Futures:
         entry.outcome.set_result(outcome)
         message = outcome.message if isinstance(outcome, Reply) else None
         size = SMALLEST + len(message or b"")
-        self._held[entry.owner] += size - entry.size
+        self._held[session_of(request_id)] += size - entry.size
         entry.size = size
-        if entry.channel is not None:
-            entry.number = next(self._numbers)
-            entry.channel.ended[entry.number] = request_id
-            entry.channel.changed.set()
 
     async def retrieve(self, request_id: str, owner: str, seconds: float) -> Outcome | None:
         """Return a request's outcome; None if it has none within `seconds`.
@@ -181,40 +160,12 @@ class Futures:
         if entry.outcome.cancelled():
             raise gone
         if request_id in self._entries and request_id not in self._sent:
-            self._release(entry)
+            self._release(request_id, entry)
             self._sent[request_id] = entry.size
             self._sent_size += entry.size
             while self._sent_size > _MOST_SENT and len(self._sent) > 1:
                 self._drop(next(iter(self._sent)))
         return entry.outcome.result()
-
-    async def ended(
-        self, channel: str, after: int, arrived: Sequence[str], seconds: float
-    ) -> JsonObject:
-        """Return the requests of a channel that ended later than number `after`, as soon as there
-        are some; forget those whose results have `arrived`."""
-        if (own := self._channels.get(channel)) is None:  # no request was made there yet
-            await asyncio.sleep(min(seconds, 1.0))
-            return {"completions": [], "cursor": after}
-        for name in arrived:
-            if (entry := self._entries.get(name)) is not None and entry.channel is own:
-                self._drop(name)
-        for number in [each for each in own.ended if each <= after]:
-            del own.ended[number]
-        if not own.ended and seconds > 0:
-            own.changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await own.changed.wait()
-        found = [self._completion(name) for name in own.ended.values()]
-        return {"completions": found, "cursor": max(own.ended, default=after)}
-
-    def _completion(self, name: str) -> JsonObject:
-        entry = self._entries[name]
-        if isinstance(entry.outcome.result(), Failure):
-            return {"request_id": name, "state": "failed"}
-        size = {"response_payload_uncompressed_size": entry.size}
-        return {"request_id": name, "state": "finished", **size}
 
     def cancel(self, request_id: str, owner: str) -> None:
         """End and drop a request for which nobody waits, such as a sample."""
@@ -226,25 +177,27 @@ class Futures:
         """End and drop the requests whose ids begin in this way, those of a session."""
         for name in [each for each in self._entries if each.startswith(beginning)]:
             self._drop(name)
-        for name in [each for each in self._channels if each.startswith(beginning)]:
-            self._channels.pop(name).changed.set()
 
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         if (size := self._sent.pop(request_id, None)) is None:
-            self._release(entry)
+            self._release(request_id, entry)
         else:
             self._sent_size -= size
-        if entry.channel is not None:
-            entry.channel.ended.pop(entry.number, None)
         entry.outcome.cancel()  # no effect on one that has ended
         if entry.task is not None:
             entry.task.cancel()
 
-    def _release(self, entry: _Entry) -> None:
-        self._held[entry.owner] -= entry.size
-        if self._held[entry.owner] <= 0:
-            del self._held[entry.owner]
+    def _release(self, request_id: str, entry: _Entry) -> None:
+        session = session_of(request_id)
+        self._held[session] -= entry.size
+        if self._held[session] <= 0:
+            del self._held[session]
+
+
+def session_of(request_id: str) -> str:
+    """Return the id of the session with which that of a request begins."""
+    return request_id.partition(":")[0]
 
 
 class Turns:

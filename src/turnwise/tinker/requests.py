@@ -182,18 +182,6 @@ class CreateSamplingSession(OfSession):
     model_path: str | None = None
 
 
-class _Target(_Request):
-    sampling_session_id: _Id
-    cloned_sampler_id: _Count = 0
-
-
-class RetrieveFutures(_Request):
-    target: _Target
-    prev_cursor: _Count = 0
-    timeout: Annotated[_Finite, Field(ge=0)] | None = None
-    retrieved_request_ids: list[str] = []
-
-
 class _Chunk(_Request):
     type: str = "encoded_text"
     tokens: _Tokens = []

@@ -22,10 +22,8 @@ from turnwise.tinker.verbs import CONSTANT, GET, POST, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
-_LONG = ("/asample", "/retrieve_futures")
-"""Ends of the paths whose bodies may be long, as requests with a message may."""
 _MOST_BYTES = 2**18
-"""Largest body of the others, whose metadata are kept."""
+"""Largest body, but for samples and passes: its metadata are kept."""
 
 
 def status_of(error: TurnwiseError) -> int:
@@ -124,7 +122,7 @@ def _answering(
 
 
 async def _values(request: Request) -> JsonObject:
-    if len(await request.body()) > _MOST_BYTES and not request.url.path.endswith(_LONG):
+    if len(await request.body()) > _MOST_BYTES and not request.url.path.endswith("/asample"):
         raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
     try:
         tree = json.loads(await request.body() or b"{}")

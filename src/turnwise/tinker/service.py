@@ -29,17 +29,7 @@ from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, encrypt_files, expiry
-from turnwise.tinker.futures import (
-    SMALLEST,
-    WAIT_SECONDS,
-    Busy,
-    Futures,
-    Gone,
-    Missing,
-    Reply,
-    Turns,
-    Work,
-)
+from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.sampling import answer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
@@ -56,7 +46,6 @@ _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
 """Time without a sample after which weights that have no name are removed, if there are newer ones
 of their model: a loop saves some at every step."""
-_CLONE = 10**9  # the SDK's: copies of a sampler count their requests from multiples of it
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -206,7 +195,8 @@ class TinkerService:
     async def _drop(self, sampler: Sampler) -> None:
         self._samplers.pop(sampler.id, None)
         if sampler.temporary and sampler.checkpoint is not None:
-            await run_in_thread(self.checkpoints.remove, sampler.checkpoint)
+            with suppress(OSError):  # one that has gone already
+                await run_in_thread(self.checkpoints.remove, sampler.checkpoint)
 
     # Sessions
 
@@ -253,7 +243,8 @@ class TinkerService:
         """End a session with its models and samplers; what it has saved under a name stays."""
         self._sessions.pop(session.id, None)
         self.futures.forget(session.id)
-        self._files.path(f"{session.id}.jsonl").unlink(missing_ok=True)
+        with suppress(OSError):
+            self._files.path(f"{session.id}.jsonl").unlink()
         for sampler in [each for each in self._samplers.values() if each.session is session]:
             await self._drop(sampler)
         for model in [each for each in self._models.values() if each.session is session]:
@@ -530,8 +521,7 @@ class TinkerService:
         name = f"{sampler.id}:{asked.seq_id}"
         tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
         work = partial(self._sample, sampler, asked, name)
-        channel = f"{sampler.id}/{asked.seq_id // _CLONE}"
-        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples, channel)
+        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -557,15 +547,6 @@ class TinkerService:
             )
         sampler.seen = sampler.session.seen = time.monotonic()
         return sampler
-
-    async def retrieve_futures(self, owner: str, tree: JsonObject) -> JsonObject:
-        """Answer a sampler's question which of all its requests have ended."""
-        asked = parsed(requests.RetrieveFutures, tree)
-        sampler = self._sampler(asked.target.sampling_session_id, owner)
-        seconds = WAIT_SECONDS if asked.timeout is None else min(asked.timeout, WAIT_SECONDS)
-        channel = f"{sampler.id}/{asked.target.cloned_sampler_id}"
-        arrived = asked.retrieved_request_ids
-        return await self.futures.ended(channel, asked.prev_cursor, arrived, seconds)
 
     async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
         self.futures.cancel(str(tree.get("request_id", "")), owner)

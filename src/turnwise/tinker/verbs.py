@@ -10,7 +10,9 @@ CONSTANT: Mapping[str, JsonObject] = {
         "pjwt_auth_enabled": False,
         "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
         "proto_compress_fwdbwd": False,
-        "sample_use_retrieve_futures": True,  # else each sample in progress holds a connection
+        # Its polls could not tell a client which samples a server that was killed has lost.
+        "sample_use_retrieve_futures": False,
+        "sample_max_concurrent_requests": 400,  # of a client: each holds a connection
         "sample_join_sampling_session": False,
         "custom_loss_server_side": False,  # the SDK computes them from the log-probs
     },
@@ -32,7 +34,6 @@ POST: Mapping[str, Verb] = {
     "load_weights": TinkerService.load_weights,
     "create_sampling_session": TinkerService.create_sampler,
     "asample": TinkerService.sample,
-    "retrieve_futures": TinkerService.retrieve_futures,
     "cancel_future": TinkerService.cancel,
 }
 """Verbs by their routes below /api/v1, which get the body's values and those of the path."""
