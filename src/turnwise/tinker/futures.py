@@ -131,16 +131,16 @@ class Futures:
         """Run a promised request to its end; raises nothing."""
         if (entry := self._entries.get(request_id)) is None:
             return
-        outcome: Outcome
+        found: Reply | BaseException
         try:
-            outcome = await work()
+            found = await work()
         except (Exception, asyncio.CancelledError) as error:
-            outcome = Failure.of(ordinary_error(error))
+            found = error
         if entry.outcome.done():  # it was dropped meanwhile
             return
+        outcome = found if isinstance(found, Reply) else Failure.of(ordinary_error(found))
         entry.outcome.set_result(outcome)
-        message = outcome.message if isinstance(outcome, Reply) else None
-        size = SMALLEST + len(message or b"")
+        size = SMALLEST + len(outcome.message or b"") if isinstance(outcome, Reply) else SMALLEST
         self._held[session_of(request_id)] += size - entry.size
         entry.size = size
 
