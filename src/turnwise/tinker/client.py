@@ -32,7 +32,7 @@ class ServiceClient:
     def __init__(
         self,
         model: str | None = None,
-        config: Path | None = None,
+        config: str | Path | None = None,
         overrides: Sequence[str] = (),
         **project: Foreign,
     ) -> None:
@@ -40,7 +40,7 @@ class ServiceClient:
         from turnwise.tinker.backend import KEY_PREFIX, open_tinker, server_config  # seconds
 
         sdk = required("tinker", "tinker", "turnwise.tinker.ServiceClient")
-        resolved = server_config(model, config, ["serving.port=0", *overrides])
+        resolved = server_config(model, config and Path(config), ["serving.port=0", *overrides])
         self._thread = EventLoopThread(lambda: open_tinker(resolved), "the Tinker server")
         self.api_key = api_key(resolved) or f"{KEY_PREFIX}local"
         try:
