@@ -5,6 +5,7 @@
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
+# make tinker set up .venv-tinker, with Tinker's SDK and cookbook
 # make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
@@ -40,7 +41,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo real guess gsm8k retool algorithms agents envs quick test test-all bench soak \
+.PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test test-all bench soak \
   gpu-check gpu-pack docs lint lock clean
 
 setup: $(STAMP)
@@ -74,6 +75,8 @@ $(ENVS) $(TINKER): .venv-%/.installed: requirements/%.txt $(STAMP)
 envs: $(ENVS)
 
 agents: $(AGENTS)
+
+tinker: $(TINKER)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)

@@ -2,7 +2,7 @@
 
     python -m examples.tinker.loop [--url URL] [--steps N] [--model FOLDER]
 
-It needs Tinker's SDK (`pip install tinker`; in the repository `make .venv-tinker/.installed`, and
+It needs Tinker's SDK (`pip install tinker`; in the repository `make tinker`, and
 PYTHONPATH=.venv-tinker). Without --url it starts engines and a trainer in this program; with it, it
 is a client of `turnwise tinker` or of any other server that speaks the protocol. The model learns
 to answer with few tokens.

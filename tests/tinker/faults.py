@@ -1,6 +1,6 @@
 """Clients that send nonsense or vanish, against a real server: what each saw, and its memory.
 
-    make .venv-tinker/.installed
+    make tinker
     python -m tests.tinker.faults [--clients 1000] [--wait 1000]
 
 Starts `turnwise tinker` with the calculator's model. Clients of the SDK send what is wrong, and the
@@ -51,7 +51,7 @@ def mistakes(url: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "a weight that is NaN", lambda: passed([5, 6, 7], float("nan"))
     yield "an id that the model has not", lambda: passed([5, 6, 10**6], 1.0)
     yield "a datum that is too long", lambda: passed([5] * 5000, 1.0)
-    yield "a loss without a formula", lambda: passed([5, 6], 1.0, "stable_reinforce")
+    yield "a loss that the server has not", lambda: passed([5, 6], 1.0, "stable_reinforce")
     yield "another's path", lambda: other.create_sampling_client(model_path=path).result()
     yield "a path that is none", lambda: first.create_sampling_client("/etc/passwd").result()
     yield "another model", lambda: first.create_lora_training_client("Qwen/Qwen3-8B").result()

@@ -1,6 +1,6 @@
 """Runs the recipes of Tinker's cookbook, unmodified, and prints a table of what each one did.
 
-    make .venv-tinker/.installed
+    make tinker
     python -m tests.tinker.recipes [--url URL] [--only NAME ...] [--folder DIR] [--seconds S]
 
 Without --url it starts `turnwise tinker` with the calculator's model, which first learns to give

@@ -43,7 +43,7 @@ class _Sampled(NamedTuple):
 
 
 class SampleIndex:
-    """What engines have sampled lately for all clients, by owner and ids.
+    """Samples of the engines of late, of all clients, by owner and ids.
 
     Args:
         longest: Maximum number of ids of a prompt and its completion.
