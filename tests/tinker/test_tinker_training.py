@@ -127,7 +127,7 @@ async def test_thresholds_may_differ_between_tokens(client: Client, loss: str) -
         "tokens": IDS[:-1],
         "target_tokens": IDS[1:],
         "logprobs": [-1.0, -9.0, -0.5, -3.0, -1.5],
-        "advantages": [1.0, -1.0, 0.5, 2.0, 0.0],
+        "advantages": [1.0, -1.0, 0.5, -2.0, 0.0],
         "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0, 1.0],
     }
     plain = loss_of(await client.trained(1, [datum, datum], loss))
