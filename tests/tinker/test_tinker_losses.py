@@ -27,7 +27,7 @@ def computed(name: str, settings: Mapping[str, float] | None = None) -> tuple[fl
     total = loss.compute(logprobs, inputs | {"datum": torch.tensor(DATUM)}).sum()
     total.backward()
     assert logprobs.grad is not None
-    return float(total), logprobs.grad.numpy()
+    return total.item(), logprobs.grad.numpy()
 
 
 def test_ppo_clips_the_ratio_where_it_would_go_further() -> None:

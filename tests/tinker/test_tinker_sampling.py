@@ -140,7 +140,7 @@ async def test_a_whole_sample_can_be_scored_afterwards(client: Client) -> None:
     read = await sampled(client, 1, longest, prompt_logprobs=True)
     assert len(np.frombuffer(read.prompt_logprobs, np.float32)) == LONGEST - 1
     failed = await sampled(client, 2, [5] * LONGEST)
-    assert failed["error"] == "prompt: its 64 tokens leave no room for another in 64"
+    assert failed["error"] == "prompt: 64 tokens leave no room for another in 64"
 
 
 async def test_what_cannot_be_sampled_has_a_sentence(client: Client) -> None:

@@ -79,6 +79,22 @@ async def test_several_targets_for_a_token_are_scored_at_once(client: Client) ->
     np.testing.assert_allclose(scored.reshape(5, 2), np.stack(alone[:2], 1), atol=1e-5)
 
 
+async def test_tokens_without_weight_are_scored_and_teach_nothing(client: Client) -> None:
+    await client.open()
+    prompt = [[0.0, 0.0, 1.0, 1.0, 1.0], [1e-30, 1e-30, 1.0, 1.0, 1.0]]  # the same in float32
+    found = []
+    for seq, weights in enumerate(prompt, 1):
+        datum = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": weights}
+        scored = logprobs_of(await client.trained(seq, [datum, datum], "cross_entropy"))
+        found.append((np.concatenate(scored), gradient_of(client)))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-6)
+    for own, wanted in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-4)
+    silent = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": [0.0] * 5}
+    assert loss_of(await client.trained(3, [silent], "cross_entropy")) == 0
+    assert not any(each.any() for each in gradient_of(client))
+
+
 async def test_sparse_targets_are_those_that_are_listed(client: Client) -> None:
     await client.open()
     targets = [[6, 0], [7, 3], [0, 0]]
@@ -127,7 +143,7 @@ async def test_thresholds_may_differ_between_tokens(client: Client, loss: str) -
         "tokens": IDS[:-1],
         "target_tokens": IDS[1:],
         "logprobs": [-1.0, -9.0, -0.5, -3.0, -1.5],
-        "advantages": [1.0, -1.0, 0.5, 2.0, 0.0],
+        "advantages": [1.0, -1.0, 0.5, -2.0, 0.0],
         "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0, 1.0],
     }
     plain = loss_of(await client.trained(1, [datum, datum], loss))

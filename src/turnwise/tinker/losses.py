@@ -30,6 +30,8 @@ class TinkerLoss(NamedTuple):
     """Returns the loss of each token, [N], of log-probs [N] and of all inputs."""
     defaults: Mapping[str, float] = {}
     """Values of inputs that a datum may leave out; `loss_fn_config` replaces them."""
+    factor: str = "advantages"
+    """Name of the input that is 0 where a token has no gradient; "" if there is none."""
     several: bool = False
     """Whether each token may have `K` targets: then all tensors are [N, K]."""
 
@@ -89,11 +91,11 @@ def _range(low: float, high: float) -> Mapping[str, float]:
 
 _RL = ("logprobs", "advantages")
 LOSSES: Mapping[str, TinkerLoss] = {
-    "cross_entropy": TinkerLoss((), _cross_entropy, {"weights": 1.0}, several=True),
+    "cross_entropy": TinkerLoss((), _cross_entropy, {"weights": 1.0}, "weights", several=True),
     "importance_sampling": TinkerLoss(_RL, _importance_sampling),
     "ppo": TinkerLoss(_RL, _ppo, _range(0.8, 1.2)),
     "cispo": TinkerLoss(_RL, _cispo, _range(0.0, 4.0)),
-    "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}),
+    "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}, factor=""),
     # The range is that of Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071).
     "gspo": TinkerLoss((*_RL, "sequence_ratio_mask"), _gspo, _range(1 - 3e-4, 1 + 4e-4)),
 }

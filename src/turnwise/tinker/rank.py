@@ -8,7 +8,7 @@ owners or engines. Methods raise `InputError` where the client is wrong.
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -39,7 +39,7 @@ from turnwise.training.lora import (
     write_adapter,
 )
 from turnwise.training.memory import GIB, check_room
-from turnwise.training.model import score_columns
+from turnwise.training.model import backbone_of, hidden_before, score_hidden
 from turnwise.training.offload import Offload
 from turnwise.training.rank import begin_process, layout_of
 from turnwise.training.sample import Sample
@@ -230,10 +230,22 @@ class AdapterRank:
         inputs = {name: joined(name).float() for name in loss.needs}
         inputs |= {name: joined(name, value).float() for name, value in loss.defaults.items()}
         inputs["datum"] = torch.repeat_interleave(lengths)
-        columns = Columns.of(samples, self.layout, self.device)
-        columns = replace(columns, targets_N=joined("target_tokens").long())
+        targets_N = joined("target_tokens").long()
+        learns_N = torch.ones_like(inputs["datum"], dtype=torch.bool)
+        if loss.factor and torch.is_grad_enabled():
+            learns_N = (inputs[loss.factor].reshape(len(learns_N), -1) != 0).any(dim=1)
         with self._models.computing(self._models.policy):
-            logprobs_N, _ = score_columns(self._model, columns, _PLAIN)
+            columns = Columns.of(samples, self.layout, self.device)
+            hidden_NH = hidden_before(backbone_of(self._model), columns)
+            logprobs_N, _ = score_hidden(
+                self._model, hidden_NH[learns_N], targets_N[learns_N], _PLAIN
+            )
+            if not learns_N.all():  # a head's backward pass is much of the work
+                with torch.no_grad():
+                    others = hidden_NH[~learns_N], targets_N[~learns_N]
+                    given_N, _ = score_hidden(self._model, *others, _PLAIN)
+                order_N = torch.cat([learns_N.nonzero(), (~learns_N).nonzero()])[:, 0]
+                logprobs_N = torch.cat([logprobs_N, given_N])[order_N.argsort()]
         return logprobs_N.float(), inputs
 
     def step(self, name: str, step: AdamStep) -> dict[str, float]:

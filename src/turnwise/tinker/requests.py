@@ -225,7 +225,7 @@ class TargetIds(_Request):
         """Return the indices in `data` of the ids of each row, for a prompt of `length` tokens."""
         what = "target_prompt_logprobs"
         shape = read_tensor(self.tensor(np.asarray(self.data, np.int64)), what).shape
-        if len(shape) != 2 or shape[0] != length - 1:
+        if len(shape) != 2 or shape[0] != length - 1 or not shape[1]:
             raise InputError(f"{what}: it is {list(shape)}, not [{length - 1}, K]")
         if any(not -1 <= token < vocabulary for token in self.data):
             raise InputError(f"{what}: ids must be from -1 to {vocabulary - 1:,}")
@@ -249,8 +249,6 @@ class Sample(_Request):
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     prompt: _ModelInput
     sampling_params: _Sampling
-    base_model: str | None = None
-    model_path: str | None = None
     sampling_session_id: _Id | None = None
     seq_id: _Count | None = None
     prompt_logprobs: bool | None = None
