@@ -40,7 +40,8 @@ class ServiceClient:
         from turnwise.tinker.backend import KEY_PREFIX, open_tinker, server_config  # seconds
 
         sdk = required("tinker", "tinker", "turnwise.tinker.ServiceClient")
-        resolved = server_config(model, config and Path(config), ["serving.port=0", *overrides])
+        file = None if config is None else Path(config)
+        resolved = server_config(model, file, ["serving.port=0", *overrides])
         self._thread = EventLoopThread(lambda: open_tinker(resolved), "the Tinker server")
         self.api_key = api_key(resolved) or f"{KEY_PREFIX}local"
         try:
