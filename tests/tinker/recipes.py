@@ -241,7 +241,7 @@ def server(model: Path, folder: Path) -> Iterator[str]:
     changes = [
         "serving.port=0",
         "model.max_length=4096",
-        "model.lora.rank=8",
+        "model.lora.rank=32",
         f"serving.served_model_name={NAME}",
         f"output_dir={folder / 'runs'}",
         "training.threads=1",

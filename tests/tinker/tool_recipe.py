@@ -50,7 +50,6 @@ class Question(EnvGroupBuilder):
                 initial_messages=[*opening, question],
                 reward_fn=reward,
                 max_turns=2,
-                terminate_on_parse_error=False,
             )
             for _ in range(self.group_size)
         ]
