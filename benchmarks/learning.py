@@ -48,8 +48,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     **{
         name: (f"algorithm.correction.name={name}",)
         for name in (
-            *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop"),
-            *("sequence_mask", "seq_mask_tis"),
+            *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop", "sequence_mask"),
         )
     },
     # The geometric mean of stale tokens leaves the bounds that are meant for the engine's rounding.
@@ -230,8 +229,10 @@ def run_corrected(
         for (ahead, name), accuracy in found.items()
     ]  # fmt: skip
     for ahead in compared:
-        best = max((c for c in claims if f" {ahead} ahead" in c.name), key=lambda c: c.judged)
-        best.at_least = KEPT
+        of_this = [claim for claim in claims if f" {ahead} ahead" in claim.name]
+        corrected = (claim for claim in of_this if not claim.name.endswith("none"))
+        if best := max(corrected, key=lambda claim: claim.judged, default=None):
+            best.at_least = KEPT
     return claims
 
 

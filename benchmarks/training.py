@@ -290,7 +290,7 @@ def main() -> None:
         models = [(size, make_model(size, Path(folder)), SEQUENCES[size]) for size in sizes]
         claims = [measure(*model, rounds, group) for model in models for group in (1, GROUP)]
         claims += [measure_trl(*model, rounds, layout) for model in models for layout in LAYOUTS]
-    claims += [measure_sft(*model, rounds) for model in models]
+        claims += [measure_sft(*model, rounds) for model in models]
     report([*claims, measure_loss(options.quick)], options)
 
 

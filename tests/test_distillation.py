@@ -53,5 +53,6 @@ def test_a_trained_model_teaches_the_initial_one_in_half_of_the_tokens(tmp_path:
         taught = rows[1:]
         assert all(row["trained_tokens"] for row in taught)
         assert not any(row["groups_without_signal"] for row in taught)
-        assert taught[-1]["teacher_kl"] < taught[0]["teacher_kl"]
-        assert taught[0]["phase_seconds"]["teacher"] > 0
+        assert 0 < min(row["teacher_kl"] for row in taught) < 0.01
+        if name == "engines":  # in the ranks it is part of the training
+            assert taught[0]["phase_seconds"]["teacher"] > 0

@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_as_many_engines_as_it_is_asked_for(
         asked = turnwise("scale", run, "--workers", 2)
         assert asked.returncode == 0, asked.stderr
         assert asked.stdout.startswith("engines: 1 now, 2 wanted; ")
-        assert workers_of(steps_with(2)) == {"worker-0", "worker-1"}
+        assert workers_of(steps_with(2, count=6)) == {"worker-0", "worker-1"}
         asked = turnwise("scale", run, "--workers", 1)
         assert asked.stdout.startswith("engines: 2 now, 1 wanted; ")
         last = steps_with(1, count=6)
@@ -86,4 +86,4 @@ def test_a_run_goes_on_with_as_many_engines_as_it_is_asked_for(
     assert set(played.values()) == {4}
     refused = turnwise("scale", run, "--workers", 2)
     assert refused.returncode == 2
-    assert f"no process of {run} is running here" in refused.stderr
+    assert f"no process of a run in {run} is running here" in refused.stderr

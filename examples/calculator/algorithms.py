@@ -71,8 +71,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     ),
     "dppo": ("algorithm.loss.name=dppo", "training.max_staleness=2"),
     "icepop": ("algorithm.correction.name=icepop", "training.max_staleness=2"),
-    "seq_mask_tis": (
-        "algorithm.correction={name: seq_mask_tis, low: 0.9, high: 1.1}",
+    "geometric_mask": (
+        "algorithm.correction={name: geometric_mask, low: 0.9, high: 1.1}",
         "training.max_staleness=2",
     ),
     "muon": ("training.optimizer=muon", "training.lr_schedule=cosine", "training.warmup_steps=4"),

@@ -102,10 +102,11 @@ def test_an_evaluation_that_comes_late_is_the_last_one() -> None:
     rows = [step(1, accuracy_heldout=0.25, dropped={"stalled": 1}), step(2, heldout={}), step(3)]
     steps = step_families(rows)
     assert exported(steps)["turnwise_accuracy_heldout"] == 0.25
-    rows[1] = {**rows[1], "accuracy_heldout": 0.5}
+    rows[1] = {**rows[1], "accuracy_heldout": 0.5, "judges": {"requests": 7}}
     again = exported(steps)
     assert again["turnwise_accuracy_heldout"] == 0.5
     assert again["turnwise_step"] == 3
+    assert again["turnwise_judges_total requests"] == 7
     assert again["turnwise_dropped_total stalled"] == 1, "nothing is counted twice"
 
 

@@ -19,7 +19,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError
 from turnwise.observe.conversations import Overview, show
 from turnwise.observe.metrics import StepMetrics
-from turnwise.rollouts import ContextWindow, Group, Problem, RolloutContext, Runner
+from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.context_window import COMPACTED, LEFT_OUT, REQUEST, SUMMARY
 from turnwise.rollouts.environment import SUMMARISED
 from turnwise.training.samples import make_samples
@@ -287,33 +287,6 @@ async def test_results_without_room_for_a_summary_follow_it(run: Any) -> None:
     assert reasons == [None, None, "branched", COMPACTED]
 
 
-class Repeating:
-    """The example of `ContextWindow`: a loop of one's own."""
-
-    async def run(self, environment: Drawer, context: RolloutContext) -> None:
-        context.trajectory.messages = [dict(message) for message in context.problem]
-        window = ContextWindow(context, context.toolbox.schemas)
-        prompt: list[int] | None = await window.first_prompt()
-        while prompt is not None and window.turns < context.rollout.max_turns:
-            if (completion := await window.sample(prompt)) is None:
-                return
-            answer = {"role": "assistant", "content": context.template.decode(completion.token_ids)}
-            context.trajectory.messages.append(answer)
-            more = {"role": "user", "content": "Go on."}
-            prompt = await window.next_prompt(prompt, completion.token_ids, answer, [more])
-
-
-async def test_a_loop_of_ones_own_compacts_by_the_same_window(run: Any) -> None:
-    say = turns_of(["word" + " and so on" * 11] * 9, summary="All said.")
-    loop = f"{__name__}:Repeating"
-    group, engine = await run(say, loop=loop, max_turns=6, limit=250, max_tokens=128)
-    (trajectory,) = group.trajectories
-    assert audit(trajectory).violations == 0
-    assert trajectory.events[COMPACTED] > 0
-    assert len(trajectory.turns) == 6, "summaries included"
-    assert any("Go on.\n\n" + REQUEST in prompt for prompt in engine.prompts), "one user's message"
-
-
 async def test_a_summary_that_is_cut_off_ends_the_trajectory(run: Any) -> None:
     say = turns_of([call("note", number=1)], summary="I " * 200)
     group, _ = await run(say)
@@ -384,6 +357,7 @@ async def test_a_function_that_fails_costs_its_trajectory(
         ({"limit": 100}, {}, "limit does nothing without compact"),
         ({"compact": "summarise", "limit": 4096}, {}, "must be below model.max_length 4096"),
         ({"compact": "summarise"}, {"loop": "interleaved"}, "applies to loop tool_calling"),
+        ({"compact": "summarise"}, {"loop": "mine:Loop"}, "applies to loop tool_calling"),
     ],
 )
 def test_a_mistake_names_the_key(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from examples.judge.rule import Rule, verdict
+from tests.conftest import ROOT, own_environment
 from tests.rollouts.test_judges import ROW, answered, compared, episode, judged
 from tests.test_cli import metrics_of
 from turnwise.config import Config, RewardConfig, RolloutConfig
@@ -111,10 +114,12 @@ async def test_a_published_model_judges_by_a_json_schema(
 
 
 @pytest.mark.slow
-def test_the_example_learns_from_its_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from examples.judge import train
-
-    train.main(output_dir=str(tmp_path), steps=2, sampling={"n": 4, "max_tokens": 64})
+def test_the_example_learns_from_its_judge(tmp_path: Path) -> None:
+    keys = {"output_dir": str(tmp_path), "steps": 2, "sampling": {"n": 4, "max_tokens": 64}}
+    program = f"from examples.judge import train\ntrain.main(**{keys})"
+    subprocess.run(  # with a Ray of its own
+        [sys.executable, "-c", program], cwd=ROOT, env=own_environment(), check=True, timeout=600
+    )
     run = tmp_path / "judge"
     rows = metrics_of(run)
     assert [row["step"] for row in rows][-2:] == [1, 2]

@@ -20,7 +20,7 @@ from turnwise.observe.alarms import alarms_of_run
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.problems import Problem, Problems
 from turnwise.run import commands, supervised
-from turnwise.run.display import SILENT, Display
+from turnwise.run.display import SILENT
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.run.supervised import SupervisedLoop
 from turnwise.run.token_values import read_columns
@@ -197,10 +197,15 @@ async def test_the_command_goes_on_after_the_trainer_died(
             return await super().call(method, *arguments, **more)
 
     @asynccontextmanager
-    async def opened(config: Config, folder: Path, _: Display) -> AsyncIterator[TrainerGroup]:
-        yield local_group(config, folder)
+    async def opened(*_: object) -> AsyncIterator[float]:
+        yield 0.0
 
-    monkeypatch.setattr(supervised, "open_trainer", opened)
+    async def started(config: Config, folder: Path, *_: object) -> TrainerGroup:
+        return local_group(config, folder)
+
+    monkeypatch.setattr(supervised, "ray_running", opened)
+    monkeypatch.setattr(supervised, "watching_ray", opened)
+    monkeypatch.setattr(supervised, "start_policy", started)
     monkeypatch.setitem(globals(), "LocalRank", Mortal)
     console, rows = Console(quiet=True), solutions(12)
     inputs = commands.ProgramInputs(rows=rows[:8], eval_rows=rows[8:])

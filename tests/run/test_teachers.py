@@ -18,7 +18,7 @@ from turnwise.engine import Request, generate
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group, Problem
 from turnwise.run import teachers as teachers_module
-from turnwise.run.runtime import TrainingStep
+from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
 
 Answer = Callable[[dict[str, Any]], Any]
@@ -184,7 +184,9 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
     async def run_group(problem: Problem, tag: str) -> Group:
         return group(0.0, 1.0)
 
-    made = await teachers.scoring(run_group)(Problem("p", {}), "tag")
+    runtime: Any = SimpleNamespace(teachers=teachers, group_runner=lambda sampling: run_group)
+    scored = Runtime.training_runner(runtime, SamplingConfig())
+    made = await scored(Problem("p", {}), "tag")
     await teachers.score(made)
     await teachers.stop()
     for trajectory in made.trajectories:  # 1, 2 are the prompt's, 6 a tool's

@@ -135,3 +135,24 @@ def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
 def test_the_first_token_is_never_trained() -> None:
     made = Sample.of([1, 2], [1, 1], [-1.0, -1.0], [0, 0], 1.0, 0)
     assert made.response_mask_T.tolist() == [False, True]
+
+
+@given(lengths, st.integers(60, 2000))
+def test_padded_sequences_of_like_length_are_computed_together(
+    lengths: list[int], budget: int
+) -> None:
+    samples = [sample(length, number) for number, length in enumerate(lengths)]
+    ((share,),) = plan_micro_batches(samples, 1, 1, budget, "padded")
+    computed = sum(cost(batch, "padded") for batch in share.micro_batches)
+    full, rows = 0, 0  # as many as fit, in the order of their lengths
+    for number, length in enumerate(sorted(lengths)):
+        rows += 1
+        if number + 1 == len(lengths) or (rows + 1) * sorted(lengths)[number + 1] > budget:
+            full, rows = full + rows * length, 0
+    assert computed <= full
+
+
+def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
+    samples = [sample(length, number) for number, length in enumerate([30] * 40 + [900] * 2)]
+    ((share,),) = plan_micro_batches(samples, 1, 1, 100_000, "padded")
+    assert sorted(len(batch) for batch in share.micro_batches) == [2, 40]

@@ -88,10 +88,11 @@ async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
         for name, tensor in one.items():
             # AdamW's first steps divide a gradient by itself: near-zero ones can differ.
             assert (two[name] - tensor).abs().mean() < 1e-4, name
+    known = [key for key in EXACT if key in metrics[2][2]]
     for ranks in (1, 2):
         async with make_policy(ranks, min(ranks, shared)) as policy:
             assert await policy.load(saved[2]) == 4
             again = await policy.train(batch)
-        for key in EXACT:
+        for key in known:
             close = pytest.approx(metrics[2][2][key], abs=1e-5, rel=1e-5)
             assert again[key] == (metrics[2][2][key] if ranks == 2 else close), key

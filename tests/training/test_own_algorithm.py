@@ -182,7 +182,8 @@ def test_an_algorithm_that_cannot_be_used_is_one_sentence(
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     known = (
-        "grpo, dr_grpo, rloo, reinforce_pp, gdpo, turn_returns, mt_grpo, gae, package.module:Class"
+        "grpo, dr_grpo, rloo, reinforce_pp, gdpo, turn_returns, mt_grpo, gae, none, "
+        "package.module:Class"
     )
     with pytest.raises(
         InputError, match=rf"algorithm\.advantage\.name must be one of {known}, not 'g'"

@@ -22,6 +22,7 @@ from turnwise.training.rank import TrainerRank
 from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
 from turnwise.trajectory import ChatTemplate, Trajectory
 from turnwise.trajectory.training_trace import to_training_trace
+from turnwise.weights import shm
 
 
 @pytest.fixture
@@ -152,3 +153,18 @@ def test_the_loss_is_transformers_mean_cross_entropy(
         assert metrics["trained_tokens"] == tokens
         assert metrics["staleness"] == {"0": tokens}
         assert train(policy, batch.samples)["loss"] < metrics["loss"]
+
+
+def test_nothing_is_held_for_engines_that_are_not_there(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two copies of the weights in shared memory, which is small in a container."""
+
+    def full(nbytes: int) -> int:
+        raise InputError("/dev/shm is full")
+
+    monkeypatch.setattr(shm, "open_nameless", full)
+    with pytest.raises(InputError, match="full"):
+        TrainerRank(make_config(output_dir=str(tmp_path)))
+    TrainerRank(supervised_config(make_config(output_dir=str(tmp_path))))
+    assert not [*tmp_path.glob("*/weights")]

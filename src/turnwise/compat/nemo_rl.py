@@ -197,8 +197,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
             return self._config
         from ray.util import get_node_ip_address  # reads the environment when it is imported
 
-        serving = self._config.serving.model_copy(update={"host": get_node_ip_address()})
-        return self._config.model_copy(update={"serving": serving})
+        return self._config.changed({"serving": {"host": get_node_ip_address()}})
 
     @cached_property
     def _template(self) -> "ChatTemplate":

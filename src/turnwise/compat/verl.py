@@ -72,8 +72,7 @@ class LLMServerManager:
             if not ray.is_initialized():
                 raise InputError("the workers' Ray is not connected: pass handles of live actors")
             hosts = {f"workers[{index}]": worker for index, worker in enumerate(workers)}
-            serving = config.serving.model_copy(update={"workers": count, "spread": False})
-            config = config.model_copy(update={"serving": serving})
+            config = config.changed({"serving": {"workers": count, "spread": False}})
         self.config = config
         self._thread = EventLoopThread(partial(open_manager, config, hosts=hosts), "the manager")
         self._asleep = False

@@ -284,16 +284,15 @@ class TeacherConfig(Section):
 class CorrectionConfig(Section):
     name: Literal[
         "none", "token_tis", "sequence_tis", "geometric_tis", "mask", "token_mask", "icepop",
-        "sequence_mask", "geometric_mask", "seq_mask_tis",
+        "sequence_mask", "geometric_mask",
     ] = "none"  # fmt: skip
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
     step, and weight each token by trainer / engine: truncated at `high` (token_tis), or 1 between
     `low` and `high` and 0 outside (mask), or 0 outside and the weight kept inside (token_mask;
     icepop with its paper's bounds). sequence_tis and sequence_mask do the same with the product
-    over a sequence, geometric_tis with its geometric mean; geometric_mask and seq_mask_tis leave
-    out sequences whose geometric mean is outside, and weight the other tokens with 1, or by their
-    own trainer / engine."""
+    over a sequence, geometric_tis with its geometric mean; geometric_mask does what mask does, by
+    the geometric mean."""
     low: PositiveFloat | None = None
     """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for a geometric
     mean."""
@@ -380,8 +379,8 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     teacher: TeacherConfig | None = None
     """Teacher of on-policy distillation: {model: PATH} or {url: http://host:8000/v1}, with its
-    weight, where (advantage or loss), engines, dtype and headers; null for none. Entries of
-    environments may each have their own."""
+    weight, where (advantage or loss) and engines; null for none. Entries of environments may each
+    have their own."""
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = CorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None

@@ -1,6 +1,6 @@
 """Base class of all sections, and number and deadline types."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
@@ -46,6 +46,12 @@ def must(holds: Callable[[str], object], message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> AfterValidator:
+    """Return the check of a name that is built in, or of the user's own, which has a colon."""
+    message = f"{key} must be {', '.join(names)}, or {own}, not {{!r}}"
+    return must(lambda name: name in names or ":" in name, message)
+
+
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, docstrings are the help text."""
 
@@ -67,6 +73,16 @@ class Section(BaseModel):
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}
+
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        """Return a copy with other values, which are not checked; those of a section are a mapping
+        of what changes there."""
+
+        def value(key: str, new: object) -> object:
+            old = getattr(self, key)
+            return old.changed(new) if isinstance(old, Section) and isinstance(new, dict) else new
+
+        return self.model_copy(update={key: value(key, new) for key, new in changes.items()})
 
     def mistakes(self) -> Iterator[str]:
         """Yield a sentence for each contradiction between keys; the first one is shown."""

@@ -15,7 +15,7 @@ from turnwise.config.base import (
     Seconds,
     Section,
     Tree,
-    must,
+    named,
 )
 from turnwise.config.data import RowsConfig
 
@@ -31,22 +31,7 @@ _LOOP_KEYS = {
     "sampler": "package.module:name, a RolloutSampler",
 }
 """Loops with a key of their own name, and what it names."""
-Loop = Annotated[
-    str,
-    must(
-        lambda loop: loop in LOOP_NAMES or ":" in loop,
-        f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {{!r}}",
-    ),
-]
-Compaction = Annotated[
-    str,
-    must(
-        lambda name: name in COMPACTIONS or ":" in name,
-        f"compact must be {', '.join(COMPACTIONS)}, or package.module:function, not {{!r}}",
-    ),
-]
-
-
+Loop = Annotated[str, named("loop", LOOP_NAMES)]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
 """Names of the built-in sandboxes for code."""
 
@@ -59,13 +44,7 @@ def _with_colon(path: str) -> str:
 class CodeToolConfig(Section):
     """A tool that runs the model's code in a sandbox of its trajectory."""
 
-    sandbox: Annotated[
-        str,
-        must(
-            lambda name: name in SANDBOXES or ":" in name,
-            f"sandbox must be {', '.join(SANDBOXES)}, a URL or package.module:Class, not {{!r}}",
-        ),
-    ] = "auto"
+    sandbox: Annotated[str, named("sandbox", SANDBOXES, "a URL, or package.module:Class")] = "auto"
     """Confinement of the code: sandlock, bubblewrap, auto for the first of the two that works;
     docker or podman; the URL of a server of sandboxes; package.module:Class; or none, which gives
     the code all rights of the run's user."""
@@ -229,7 +208,7 @@ class RewardConfig(Section):
 class ContextConfig(Section):
     """Compaction: how a conversation is shortened when its context nears the limit."""
 
-    compact: Compaction | None = None
+    compact: Annotated[str, named("compact", COMPACTIONS, "package.module:function")] | None = None
     """For loop tool_calling: drop_results leaves out all tool results but those of the latest turn;
     summarise asks the model for a summary, which is trained, and goes on with the problem and the
     summary alone; package.module:function(messages, row) -> messages, sync or async, does it its
@@ -354,7 +333,7 @@ class RolloutConfig(Section):
             yield "call_tool receives the text between the tags: set call_start"
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             yield f"call_start applies only to loop interleaved, not to {self.loop}"
-        if self.context.compact and self.loop in set(LOOP_NAMES) - {"tool_calling"}:
+        if self.context.compact and self.loop != "tool_calling":
             yield (
                 f"context.compact applies to loop tool_calling, not to {self.loop}; an agent that "
                 "shortens its own messages begins a branch without it"

@@ -103,17 +103,14 @@ class Config(Section):
         for name, entry in self.environments.items():
             rollout = {"loop": entry.loop, "tools": entry.tools}
             changed = {key: value for key, value in rollout.items() if value is not None}
-            rows = {key: getattr(entry.data, key) for key in RowsConfig.model_fields}
-            parts[name] = self.model_copy(
-                update={
+            parts[name] = self.changed(
+                {
                     "environment": entry.environment,
                     "environment_args": entry.environment_args,
                     "environments": {},
-                    "data": self.data.model_copy(update=rows),
-                    "rollout": self.rollout.model_copy(update=changed),
-                    "algorithm": self.algorithm.model_copy(
-                        update={"teacher": entry.teacher or self.algorithm.teacher}
-                    ),
+                    "data": {key: getattr(entry.data, key) for key in RowsConfig.model_fields},
+                    "rollout": changed,
+                    "algorithm": {"teacher": entry.teacher or self.algorithm.teacher},
                 }
             )
         return parts
@@ -156,15 +153,15 @@ class Config(Section):
         sequence."""
         kept = self.model.model_dump(include={"dtype", "trust_remote_code"})
         length = self.model.max_length + 1
-        changes: dict[str, dict[str, object]] = {
-            "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
-            "engine": {"routing_replay": False, "logits_processors": []},
-            "training": {"colocated": False},
-        }
-        parts = {key: getattr(self, key).model_copy(update=new) for key, new in changes.items()}
-        parts |= {"algorithm": AlgorithmConfig(), "weights": WeightsConfig(), "environments": {}}
-        parts["model"] = ModelConfig(path=teacher.model or "", max_length=length, **kept)
-        return self.model_copy(update=parts)
+        return self.changed(
+            {
+                "model": ModelConfig(path=teacher.model or "", max_length=length, **kept),
+                "serving": {"workers": teacher.engines, "adapters": {}, "worker_servers": False},
+                "engine": {"routing_replay": False, "logits_processors": []},
+                "training": {"colocated": False},
+                **{"algorithm": AlgorithmConfig(), "weights": WeightsConfig(), "environments": {}},
+            }
+        )
 
     def other_models(self) -> dict[str, str]:
         """Return the paths that are set for models other than the policy, by key."""

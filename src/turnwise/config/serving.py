@@ -14,6 +14,7 @@ from turnwise.config.base import (
     Section,
     Tree,
     must,
+    named,
 )
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")  # as `weights.transport` has them
@@ -189,13 +190,7 @@ class WeightsConfig(Section):
 
     update_timeout: Seconds = 120.0
     """Deadline in seconds for one update and its check, including the wait for in_flight drain."""
-    transport: Annotated[
-        str,
-        must(
-            lambda transport: transport in TRANSPORT_NAMES or ":" in transport,
-            f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, not {{!r}}",
-        ),
-    ] = "shm"
+    transport: Annotated[str, named("transport", TRANSPORT_NAMES)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
     folder that all hosts can read (disk); or package.module:Class, your own Transport."""
@@ -217,4 +212,4 @@ class WeightsConfig(Section):
     all but abort let them go on with the adapter that they began with."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
-    in float32 and 0.2 in bfloat16."""
+    in float32 and 0.5 in bfloat16."""

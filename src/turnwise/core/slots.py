@@ -38,7 +38,6 @@ class Slots:
                 self._grant()
 
     def _grant(self) -> None:
-        """Give free slots to those that wait."""
         for waiting, most in zip(self._waiting, (math.inf, self._last_below), strict=True):
             while waiting and self._taken < min(self._count, most):
                 if not (turn := waiting.popleft()).done():

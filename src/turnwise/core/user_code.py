@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -33,6 +34,8 @@ from turnwise.core.aio import (
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.optional import Foreign
 from turnwise.errors import (
+    InputError,
+    TrajectoryError,
     TurnwiseError,
     describe_error,
     in_user_code,
@@ -134,6 +137,22 @@ async def describe_user_error(error: Exception) -> str:
         return str(await call_user_code(describe_error, error, name=name, seconds=STR_SECONDS))
     except (TurnwiseError, OSError):
         return kind
+
+
+@asynccontextmanager
+async def user_errors(
+    reason: str | None, said: str, passing: tuple[type[Exception], ...] = (TurnwiseError,)
+) -> AsyncIterator[None]:
+    """Raise what user code raises in an `async with` block as the failure of a trajectory, or
+    without a reason as an `InputError`, whose message begins with `said`; errors that are `passing`
+    stay what they are."""
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        why = said + await describe_user_error(error)
+        raise (TrajectoryError(reason, why) if reason else InputError(why)) from error
 
 
 # The register of calls

@@ -36,28 +36,33 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
     """Return a function that yields the metrics of the steps that a run has completed, `rows`; the
     first ones are not counted. Those that no step has had yet have no value."""
     values: dict[str, dict[str, float]] = {}
-    seen, lock = skipped, threading.Lock()
+    counted, lock = list(rows[:skipped]), threading.Lock()
 
-    def add(row: JsonObject) -> None:
+    def add(row: JsonObject, *, sign: int = 1, newest: bool = True) -> None:
         for metric, each in series():
             value = row.get(metric) if each.value is None else each.value(row)
             if not each.sums:
-                if isinstance(value, int | float):
+                if newest and isinstance(value, int | float):
                     values[each.name] = {"": value}
             elif row.get("step"):  # not the model before training: its trajectories are held-out
                 sums = values.setdefault(each.name, {})
                 labelled = value if isinstance(value, dict) else {}
                 parts: JsonObject = labelled if each.label else {"": value}
                 for part, number in parts.items():
-                    sums[part] = sums.get(part, 0.0) + (number or 0.0)
+                    sums[part] = sums.get(part, 0.0) + sign * (number or 0.0)
 
     def families() -> Iterator[Metric]:
-        nonlocal seen
         with lock:  # two requests at once
-            for row in rows[seen:]:
-                add(row)
-                seen += 1
-            for row in reversed(rows[skipped:]):  # an evaluation may come late
+            for place, row in enumerate(rows):
+                if place == len(counted):
+                    counted.append(row)
+                elif counted[place] is row:
+                    continue
+                else:  # an evaluation came late
+                    add(counted[place], sign=-1, newest=False)
+                    counted[place] = row
+                add(row, newest=place == len(rows) - 1)
+            for row in reversed(rows[skipped:]):
                 if row.get("accuracy_heldout") is not None:
                     add({"accuracy_heldout": row["accuracy_heldout"]})
                     break

@@ -1,7 +1,6 @@
 """Rollouts: agent loops, tools, environments and rewards, run in groups of trajectories."""
 
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
-from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.data import load_rows
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.group import Group, check_failures
@@ -13,7 +12,6 @@ from turnwise.rollouts.sampler import TrajectorySampler
 __all__ = [
     "AgentLoop",
     "Batch",
-    "ContextWindow",
     "Environment",
     "Group",
     "GroupProducer",

@@ -38,9 +38,9 @@ from turnwise.core.untrusted import (
     read_body,
     read_line,
 )
-from turnwise.core.user_code import call_user_code, describe_user_error, import_user_code
+from turnwise.core.user_code import call_user_code, import_user_code, user_errors
 from turnwise.core.watchdog import waiting
-from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
+from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
@@ -457,19 +457,14 @@ class ChatSchedulerLoop:
             )
         if made is None:
             return
-        try:
+        name = "the chat scheduler's batch"
+        async with user_errors("inexact_rows", f"{name} cannot be read: "):
             await call_user_code(
                 *(take_rows, context.trajectory, made, row),
-                name="the chat scheduler's batch",
+                name=name,
                 seconds=context.rollout.environment_timeout,
                 key="rollout.environment_timeout",
             )
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            why = await describe_user_error(error)
-            message = f"the chat scheduler's batch cannot be read: {why}"
-            raise TrajectoryError("inexact_rows", message) from error
 
 
 async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:

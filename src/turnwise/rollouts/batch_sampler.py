@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import FORCED
-from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
+from turnwise.errors import InputError, TrajectoryError, describe_error
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
 from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
@@ -197,15 +197,11 @@ class SamplerLoop:
         llm = LLM(contexts, params.clone())  # the user may change the other
         prompts = [[dict(message) for message in context.problem] for context in contexts]
         try:
-            if path not in self._samplers:
-                self._samplers[path] = await call(load_sampler, path)
-            returned = await call(self._samplers[path], llm, prompts, params)
-            answers: list[_Answer] = await call(_read, returned, len(prompts), path)
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            why = f"the sampler {path} failed: {await describe_user_error(error)}"
-            raise TrajectoryError("sampler_error", why) from error
+            async with user_errors("sampler_error", f"the sampler {path} failed: "):
+                if path not in self._samplers:
+                    self._samplers[path] = await call(load_sampler, path)
+                returned = await call(self._samplers[path], llm, prompts, params)
+                answers: list[_Answer] = await call(_read, returned, len(prompts), path)
         finally:
             llm.close()
         for answer, context in zip(answers, contexts, strict=True):

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from turnwise.core.optional import load_object
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -42,22 +42,8 @@ class _Step(NamedTuple):
 
 
 class ContextWindow:
-    """The conversation of one trajectory. It makes the prompts and samples the turns.
-
-    Args:
-        tools: Descriptions of the tools that the model may call.
-
-    Example:
-        window = ContextWindow(context, context.toolbox.schemas)
-        prompt = await window.first_prompt()
-        while prompt is not None and window.turns < context.rollout.max_turns:
-            if (completion := await window.sample(prompt)) is None:
-                return
-            answer = {"role": "assistant", "content": context.template.decode(completion.token_ids)}
-            context.trajectory.messages.append(answer)
-            more = {"role": "user", "content": "Go on."}
-            prompt = await window.next_prompt(prompt, completion.token_ids, answer, [more])
-    """
+    """The conversation of one trajectory of `ToolCallingLoop`. It makes the prompts and samples the
+    turns; `tools` are described to the model."""
 
     def __init__(self, context: RolloutContext, tools: Tools) -> None:
         self._context, self._tools = context, tools
@@ -177,7 +163,6 @@ class ContextWindow:
         return prompt
 
     async def _call(self, path: str, conversation: list[Message]) -> list[Message]:
-        """Return the messages of the user's function."""
         context, name = self._context, f"{_KEY} {path}"
         seconds, key = context.rollout.environment_timeout, "rollout.environment_timeout"
         given = deepcopy(conversation), dict(context.row)
@@ -185,13 +170,11 @@ class ContextWindow:
         def shorten() -> object:
             return load_object(path, _KEY)(*given)
 
-        try:
+        async with user_errors("compaction_error", f"{name}: ", ()):
             with context.timed("environment"):
                 value = await call_user_code(shorten, name=name, seconds=seconds, key=key)
-            return read_messages(value, f"what {name} returns")
-        except Exception as error:
-            message = f"{name}: {await describe_user_error(error)}"
-            raise TrajectoryError("compaction_error", message) from error
+            messages = read_messages(value, f"what {name} returns")
+        return messages
 
 
 def _messages(opening: Sequence[Message], steps: Sequence[_Step]) -> list[Message]:

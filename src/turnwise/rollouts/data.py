@@ -112,14 +112,6 @@ def _first(
     return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
-def load_heldout(
-    config: Config, environment: EnvironmentType | None = None
-) -> Problems | JoinedProblems:
-    """Return the problems of data.eval_path, joined if there are several data.eval_sets, or of
-    data.path if neither is set."""
-    return load_training(config, environment, "eval")
-
-
 def load_training(
     config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
@@ -129,8 +121,7 @@ def load_training(
     for name, part in config.parts().items():
         sets = part.data.eval_sets if split == "eval" else {}
         for of, path in sets.items() or [("", part.data.eval_path)]:
-            own = part.data.model_copy(update={"eval_path": path, "eval_sets": {}})
-            one = part.model_copy(update={"data": own})
+            one = part.changed({"data": {"eval_path": path, "eval_sets": {}}})
             try:
                 rows = _rows_of(one, environment, split)
             except InputError as error:
@@ -139,6 +130,11 @@ def load_training(
                 raise InputError(f"environments.{name}: {error}") from error
             parts["/".join(filter(None, (name, of)))] = Problems(*rows, name, of)
     return parts[""] if "" in parts else JoinedProblems(parts)
+
+
+load_heldout = partial(load_training, split="eval")
+"""The problems of data.eval_path, joined if there are several data.eval_sets, or of data.path if
+neither is set."""
 
 
 def _rows_of(

@@ -18,7 +18,7 @@ from turnwise.config import RolloutConfig
 from turnwise.core.aio import is_cancelled, together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.environment import (
@@ -191,18 +191,14 @@ class Episode:
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
         seconds, name = self._rollout.stall_timeout, "the environment's reward"
-        try:
+        said = "the environment gave no reward: "
+        async with user_errors("reward_error", said, (TrajectoryError,)):
             value = await call_user_code(
                 lambda: self.environment.reward(trajectory),
                 name=name,
                 seconds=seconds,
                 key=STALL_KEY,
             )
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            message = f"the environment gave no reward: {await describe_user_error(error)}"
-            raise TrajectoryError("reward_error", message) from error
         return await rewards_of(value, "the environment", trajectory, seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
@@ -211,10 +207,12 @@ class Episode:
         values = await self._call("metrics", self.environment.metrics, trajectory)
         return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
-    def plain_text(self, trajectory: Trajectory) -> str | None:
-        """Return the whole text of a trajectory that is no chat; None if it is one."""
+    def read(self, trajectory: Trajectory) -> Sequence[Message] | str:
+        """Return what reward models and judges read of a trajectory: its messages, or the whole
+        text of one that is no chat."""
         environment = self.environment
-        return environment._plain_text(trajectory) if isinstance(environment, Environment) else None
+        own = isinstance(environment, Environment) and environment._plain_text(trajectory)
+        return own or trajectory.messages
 
     def release(self) -> None:
         """Let others have what the environment shares: its whole group has been rewarded."""

@@ -47,9 +47,6 @@ _CANDIDATES = (
     "beginning."
 )
 
-Conversation = Sequence[Message] | str
-"""Messages, or the text of a trajectory that is no chat."""
-
 
 class _Scored(TypedDict):
     why: str
@@ -86,7 +83,7 @@ class Judge:
 
     async def judge(
         self,
-        reads: Sequence[Conversation],
+        reads: Sequence[Sequence[Message] | str],
         row: Row,
         trajectories: Sequence[Trajectory],
         counts: Counter[str],
@@ -125,14 +122,19 @@ class Judge:
 
 
 def prompt(
-    config: JudgeConfig, reads: Sequence[Conversation], row: JsonObject
+    config: JudgeConfig, reads: Sequence[Sequence[Message] | str], row: JsonObject
 ) -> tuple[list[Message], JsonObject]:
     """Return the prompt that asks for the score of a trajectory, or for those of several with the
     same problem, which are compared with one another; and the JSON schema of its answer."""
     low, high = config.scale
     scale = f"a number from {low:g}, the worst, to {high:g}"
     fields = f'"why", one or two sentences, then "score", {scale}'
-    spoken = [_spoken(read) for read in reads]
+    spoken = [
+        [{"text": read}]
+        if isinstance(read, str)
+        else [{"role": str(message.get("role")), "content": said(message)} for message in read]
+        for read in reads
+    ]
     score = {"type": "number", "minimum": low, "maximum": high}
     schema = _object({"why": {"type": "string", "description": "Short."}, "score": score})
     if len(reads) == 1:
@@ -183,13 +185,6 @@ def quoted(document: JsonObject) -> str:
     text = json.dumps(document, ensure_ascii=False, default=str)
     text = _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return text.encode("utf-8", "replace").decode()  # without lone surrogates
-
-
-def _spoken(read: Conversation) -> list[JsonObject]:
-    """Return what a judge reads of a conversation: roles, texts and calls."""
-    if isinstance(read, str):
-        return [{"text": read}]
-    return [{"role": str(message.get("role")), "content": said(message)} for message in read]
 
 
 def _object(properties: JsonObject) -> JsonObject:

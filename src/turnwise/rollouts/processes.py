@@ -60,9 +60,8 @@ class RolloutProcesses(FrontProcesses):
                 ) from error
         count = config.rollout.processes
         share = -(-config.rollout.concurrency // count)
-        rollout = config.rollout.model_copy(update={"concurrency": share})
         super().__init__(
-            config.model_copy(update={"rollout": rollout}),
+            config.changed({"rollout": {"concurrency": share}}),
             scheduler,
             process_class,
             names=[f"rollout-{index}" for index in range(count)],

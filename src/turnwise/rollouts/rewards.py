@@ -17,7 +17,7 @@ from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.run_files import RunFiles
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import (
@@ -30,7 +30,7 @@ from turnwise.rollouts.environment import (
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollouts.judge import Judge
 from turnwise.rollouts.problems import Row
-from turnwise.trajectory import MAX_REWARD, Message, Trajectory
+from turnwise.trajectory import MAX_REWARD, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.rollouts.reward_model import RemoteRewardModel
@@ -74,14 +74,10 @@ class _Part(NamedTuple):
     @asynccontextmanager
     async def judging(self, problem_id: str) -> AsyncIterator[None]:
         """Wait for this part under its name; its error is the trajectory's `reward_error`."""
-        try:
+        passing = InputError, TrajectoryError
+        async with user_errors("reward_error", f"{self} gave no reward: ", passing):
             with waiting(f"{self.name} of {problem_id}", "reward"):
                 yield
-        except (InputError, TrajectoryError):
-            raise
-        except Exception as error:
-            message = f"{self} gave no reward: {await describe_user_error(error)}"
-            raise TrajectoryError("reward_error", message) from error
 
 
 class RewardManager:
@@ -147,9 +143,9 @@ class RewardManager:
                     if part.function is not None:
                         value = await self._call(part, part.function, trajectory, row)
                     elif part.model:
-                        value = await self.models[part.model].score(_read(episode, trajectory))
+                        value = await self.models[part.model].score(episode.read(trajectory))
                     elif part.judge is not None:
-                        read = [_read(episode, trajectory)]
+                        read = [episode.read(trajectory)]
                         (value,) = await part.judge.judge(read, row, [trajectory], counts)
                     elif trajectory.reward is not None:
                         value = trajectory.reward
@@ -201,7 +197,7 @@ class RewardManager:
         async def judged(part: _Part) -> Sequence[float | None]:
             async with part.judging(trajectories[0].problem_id):
                 if part.judge is not None:
-                    reads = [_read(episodes[t.sample_index], t) for t in trajectories]
+                    reads = [episodes[t.sample_index].read(t) for t in trajectories]
                     return await part.judge.judge(reads, row, trajectories, counts)
                 assert part.function is not None
                 call = partial(self._call, part)
@@ -249,11 +245,6 @@ class RewardManager:
             )
         async with part.judging(trajectory.problem_id):
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
-
-
-def _read(episode: Episode, trajectory: Trajectory) -> Sequence[Message] | str:
-    """Return what a reward model or a judge reads of a trajectory."""
-    return episode.plain_text(trajectory) or trajectory.messages
 
 
 async def _judge_group(

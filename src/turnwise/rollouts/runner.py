@@ -36,6 +36,7 @@ from turnwise.core.user_code import (
     call_user_code,
     describe_user_error,
     run_abandonable,
+    user_errors,
 )
 from turnwise.engine.beam_search import BeamSearch
 from turnwise.engine.protocol import Generator, Route, TurnTimes
@@ -525,18 +526,14 @@ class Runner:
                 clock=clock,
             )
             await stage.admit(problem, episode)
-            loop = stage.loop
-            try:
+            loop, passing = stage.loop, (InputError, TrajectoryError, DeadlineError, EngineError)
+            async with user_errors("loop_error", "", passing):
                 await run_abandonable(  # it may be user code
                     lambda: loop.run(episode.environment, context),
                     name=f"the loop {stage.rollout.loop}",
                     seconds=self._config.rollout.trajectory_timeout,
                     key="rollout.trajectory_timeout",
                 )
-            except (InputError, TrajectoryError, DeadlineError, EngineError):
-                raise
-            except Exception as error:
-                raise TrajectoryError("loop_error", await describe_user_error(error)) from error
             with context.timed("reward"):
                 counts = run.group.judging
                 await self.rewards.judge(episode, trajectory, problem.row, clock, counts)

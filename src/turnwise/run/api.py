@@ -137,15 +137,12 @@ def evaluate(
     progress: bool = True,
     **keys: object,
 ) -> "Evaluation":
-    """Evaluate a model on held-out rows, under `eval.sampling`.
+    """Evaluate a model on held-out rows, under `eval.sampling`; the other arguments are those of
+    `train`.
 
     Args:
         model: Folder or Hugging Face name, such as a checkpoint (model.path).
-        environment: A class of environments, or `package.module:Class`.
         data: Rows: dictionaries, or a path or name (data.eval_path).
-        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
-        progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration, over `config`.
 
     Returns:
         Accuracy, pass@k and the trajectories, which are read from eval.jsonl in the run folder
@@ -176,16 +173,11 @@ def rollout(
     progress: bool = True,
     **keys: object,
 ) -> Sequence[Trajectory]:
-    """Sample `sampling.n` trajectories of each row, as training would, and reward them.
+    """Sample `sampling.n` trajectories of each row, as training would, and reward them; the other
+    arguments are those of `train`.
 
     Args:
-        model: Folder or Hugging Face name (model.path).
-        environment: A class of environments, or `package.module:Class`.
-        data: Rows: dictionaries, or a path or name (data.path).
         output: A JSON Lines file to which finished groups are appended; None writes none.
-        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
-        progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration, over `config`.
 
     Returns:
         The trajectories, in the rows' order: a list, or with `output` a sequence that reads each
@@ -213,13 +205,8 @@ def serve(
     progress: bool = True,
     **keys: object,
 ) -> "Iterator[OpenAIServer]":
-    """Serve a model to OpenAI and Anthropic clients for the length of a `with` block.
-
-    Args:
-        model: Folder or Hugging Face name (model.path).
-        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
-        progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration, over `config`.
+    """Serve a model to OpenAI and Anthropic clients for the length of a `with` block; the
+    arguments are those of `train`.
 
     Yields:
         The server; its `base_url` ends with /v1.

@@ -152,13 +152,13 @@ def load_problems(
             "environments has its own environments and rows, and the program gives one too: leave "
             "out environment, data and eval_data, or environments"
         )
-    from turnwise.rollouts.data import checked_rows, load_heldout, load_training
+    from turnwise.rollouts.data import checked_rows, load_training
     from turnwise.rollouts.problems import JoinedProblems, Problems
 
     data, rows = config.data, inputs.eval_rows if heldout else inputs.rows
     if rows is None:
-        load = load_heldout if heldout else load_training
-        return load(config, inputs.environment_for(config))
+        split = "eval" if heldout else "train"
+        return load_training(config, inputs.environment_for(config), split)
     name, limit = ("eval_data", data.eval_limit) if heldout else ("data", data.limit)
     if isinstance(rows, Mapping):
         checked = {of: checked_rows(each, f"{name}[{of!r}]", limit) for of, each in rows.items()}
@@ -230,15 +230,9 @@ async def _play(
     next one.)"""
     async with AsyncExitStack() as opened:
         if supervised:
-            from turnwise.run.supervised import SupervisedLoop, open_trainer
+            from turnwise.run.supervised import train_on_rows
 
-            opening = open_trainer(config, folder.path, display)
-            policy = await opened.enter_async_context(opening)
-            rows = await run_in_thread(
-                SupervisedLoop, config, policy, *data, folder, display, start
-            )
-            await rows.run()
-            return rows.exactness
+            return await train_on_rows(config, *data, folder, display, start)
         from turnwise.observe.prometheus import serving_metrics
         from turnwise.run.trainer import TrainingLoop
 

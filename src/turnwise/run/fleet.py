@@ -43,8 +43,7 @@ _Imported = TypeVar("_Imported")
 async def open_server(config: Config, progress: Display = SILENT) -> AsyncIterator["OpenAIServer"]:
     """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit."""
     if config.engine.metrics is None:
-        engine = config.engine.model_copy(update={"metrics": True})
-        config = config.model_copy(update={"engine": engine})
+        config = config.changed({"engine": {"metrics": True}})
 
     def front(server: "type[OpenAIServer]", manager: AsyncLLMServerManager) -> "OpenAIServer":
         scheduler, processes = manager.scheduler, None

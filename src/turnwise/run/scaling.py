@@ -44,9 +44,6 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
     Raises:
         InputError: when no process of the run is running here, or the run refuses.
         DeadlineError: when it does not answer within `seconds`.
-
-    Example:
-        print(ask(Path("runs/run"), 4))  # engines: 1 now, 4 wanted; they join once ...
     """
     from turnwise.core import stacks  # for Linux; other systems read runs
 

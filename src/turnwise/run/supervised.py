@@ -7,9 +7,9 @@ cannot be exact are left out for the rest of the run, counted by reason, and nam
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 
 from turnwise.chat.template import load_template, load_tokenizer, missing_stop
 from turnwise.config import Config
@@ -27,11 +27,13 @@ from turnwise.rollouts.problems import make_stream
 from turnwise.run.display import Display
 from turnwise.run.fleet import ray_running
 from turnwise.run.run_dir import Resume, RunDir
+from turnwise.run.runtime import start_policy
 from turnwise.run.trainer import Loop
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch
 from turnwise.training.supervised import RowReader, supervised_samples
 from turnwise.training.trainer_group import TrainerGroup
+from turnwise.trajectory import ExactnessReport
 
 _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "staleness")
 """Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
@@ -41,19 +43,22 @@ _SCORED = 64
 _FEW = 20  # rows of which so many may be refused by chance that it says nothing of the others
 
 
-@asynccontextmanager
-async def open_trainer(
-    config: Config, folder: Path, progress: Display
-) -> AsyncIterator[TrainerGroup]:
-    """Start Ray and the trainer, without engines; stop both on exit."""
-    async with ray_running(config, progress) as gpus:
-        with progress.part("starting the trainer"):
-            policy = await TrainerGroup.start(config, folder, num_gpus=min(1.0, gpus))
-        try:
-            async with watching_ray(config.ray_address):
-                yield policy
-        finally:
-            await policy.close()
+async def train_on_rows(
+    config: Config,
+    problems: Sequence[Problem],
+    heldout: Sequence[Problem],
+    folder: RunDir,
+    progress: Display,
+    resume: Resume | None,
+) -> ExactnessReport:
+    """Start Ray and the trainer, without engines, and train; return the audit."""
+    async with ray_running(config, progress) as gpus, AsyncExitStack() as stack:
+        policy = await start_policy(config, folder.path, min(1.0, gpus), stack, progress)
+        async with watching_ray(config.ray_address):
+            made = partial(SupervisedLoop, config, policy, problems, heldout, folder, progress)
+            loop = await run_in_thread(made, resume)
+            await loop.run()
+    return loop.exactness
 
 
 class SupervisedLoop(Loop):

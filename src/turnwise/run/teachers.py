@@ -26,8 +26,7 @@ from turnwise.core.untrusted import Number, read_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Request, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_line
-from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.producer import RunGroup
+from turnwise.rollouts import Group
 from turnwise.run.display import SILENT, Display
 from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
@@ -181,16 +180,6 @@ class Teachers:
 
     async def stop(self) -> None:
         await together(t.stop() for t in self._started if isinstance(t, TeacherEngines))
-
-    def scoring(self, run_group: RunGroup) -> RunGroup:
-        """Return a function that runs a group, and lets a teacher outside the ranks score it."""
-
-        async def run(problem: Problem, tag: str) -> Group:
-            group = await run_group(problem, tag)
-            await self.score(group)
-            return group
-
-        return run
 
     async def score(self, group: Group) -> None:
         """Score the trajectories of a group that none has scored yet, if its teacher is here."""

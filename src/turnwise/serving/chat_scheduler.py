@@ -28,7 +28,7 @@ from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.slots import Slots
-from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
 from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
     DeadlineError,
@@ -240,11 +240,8 @@ class ChatBackend:
             return scheduler(config=config, model_path=model, server_addresses=[])
 
         seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
-        try:
+        async with user_errors(None, f"rollout.chat_scheduler: {name} cannot be made: ", ()):
             self.conductor = await call_user_code(make, name=name, seconds=seconds, key=key)
-        except Exception as error:
-            why = await describe_user_error(error)
-            raise InputError(f"rollout.chat_scheduler: {name} cannot be made: {why}") from error
         self._who = name
 
     async def stop(self) -> None:
@@ -462,12 +459,8 @@ class ChatBackend:
 
         seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
         name = f"the batch of {self._who}"
-        try:
+        async with user_errors(None, f"{name} is wrong: "):
             batch: DataProto = await call_user_code(joined, name=name, seconds=seconds, key=key)
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            raise InputError(f"{name} is wrong: {await describe_user_error(error)}") from error
         return batch
 
     async def _answer(

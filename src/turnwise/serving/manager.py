@@ -303,9 +303,6 @@ class AsyncLLMServerManager:
         One that joins is started once there is room for it, and gets the current weights before its
         first turn. One that leaves (first those that are not up, then the last ones) gets no more
         turns; those on it end or, after a while, continue on others.
-
-        Example:
-            await manager.scale(4)
         """
         async with self._control:  # no update is in progress
             known = self._supervisors

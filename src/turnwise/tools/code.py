@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import IO, Literal
+from typing import IO, Literal, cast
 
 from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.aio import run_in_thread
@@ -149,12 +149,12 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
     if wanted == "none":
         return "none"
     tried = []
-    names: tuple[Backend, ...] = ("sandlock", "bubblewrap", *ENGINES)
+    names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+    if wanted != "auto":
+        names = (cast("Backend", wanted),)
     limits = {"interpreter": interpreter} | ({"image": image} if image else {})
     with _choosing:
         for name in names:
-            if wanted != name and (wanted != "auto" or name in ENGINES):
-                continue
             sandlock = name == "sandlock" and importlib.util.find_spec(name)
             if name not in ENGINES and platform.machine() not in ARCHITECTURES:
                 reason = "not available on this architecture"

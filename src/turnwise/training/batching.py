@@ -27,6 +27,9 @@ samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 
 
+_BEGINS = 512  # tokens in whose time a micro-batch begins and ends
+
+
 class _Unit(NamedTuple):
     """A pair or a sequence, and the tokens that are computed for it."""
 
@@ -129,18 +132,35 @@ def _buckets(
             size = sum(sample.length for sample in samples)
             units.append(_Unit(samples, size, size))
     while True:
-        buckets: list[list[_Unit]] = []
-        for unit in units:
-            if buckets and _cost([*buckets[-1], unit], layout) <= max_tokens:
-                buckets[-1].append(unit)
-            else:
-                buckets.append([unit])
+        buckets = _divided(units, max_tokens, layout)
         missing = -len(buckets) % ranks
         if not missing or len(units) < len(buckets) + missing:
             return buckets
         # Shrink the buckets until they can be distributed evenly.
         largest = max(_cost(bucket, layout) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
+
+
+def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[list[_Unit]]:
+    """Divide units into buckets of neighbours, so that the fewest tokens are computed."""
+    best = [(0, 0)]  # for each number of units: the least cost, and where the last bucket begins
+    for end in range(1, len(units) + 1):
+        longest = max(sample.length for sample in units[end - 1].samples)  # if sorted by length
+        found = list[tuple[int, int]]()
+        rows = others = 0
+        for start in reversed(range(end)):
+            unit = units[start]
+            rows += len(unit.samples)
+            cost = rows * longest if layout == "padded" else unit.tokens_first + others
+            if found and cost > max_tokens:
+                break
+            others += unit.tokens_after
+            found.append((best[start][0] + cost + _BEGINS, start))
+        best.append(min(found))
+    ends = [len(units)]
+    while ends[-1]:
+        ends.append(best[ends[-1]][1])
+    return [list(units[start:end]) for start, end in pairwise(reversed(ends))]
 
 
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:

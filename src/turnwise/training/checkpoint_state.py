@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.training.checkpoint import causes, translate_disk_full
-from turnwise.training.optimizer import TrainableModule, plain_tensors
+from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
 _REFERENCE = "reference"
@@ -51,15 +52,12 @@ def save_state(
     `extra`; called on all ranks."""
     state = folder / "state"
     states: dict[str, object] = {
-        name: _state(
-            learner.module,
-            {} if learner.in_8_bits else _moments_of(learner),
-        )
+        name: _state(learner.module, {} if learner.in_8_bits else _moments_of(learner))
         for name, learner in learners.items()
     }
     in_8_bits = {
         name: {
-            own: {key: [*plain_tensors(value)] for key, value in state.items()}
+            own: {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
             for own, state in _moments_of(learner).items()
         }
         for name, learner in learners.items()
@@ -121,7 +119,8 @@ def load_state(
             states[_REFERENCE] = _state(reference)
         _load(states, reader)  # into the parameters themselves, and into these moments
         own = state / f"rank-{rank}.pt"
-        extra: JsonObject = torch.load(own if own.exists() else state / "rank-0.pt")
+        own = own if own.exists() else state / "rank-0.pt"
+        extra: JsonObject = torch.load(own, map_location="cpu")
         if "schedules" in extra:  # written by Turnwise 0.1.0
             positions = {name: kept["last_epoch"] for name, kept in extra["schedules"].items()}
             extra = {**extra, "updates": positions, "skipped_in_row": {}}
@@ -143,22 +142,26 @@ def _moments_of(learner: TrainableModule) -> _Moments:
 
 
 def _from_8_bits(
-    learner: TrainableModule, saved: Mapping[str, Mapping[str, list[torch.Tensor]]], ranks: int
+    learner: TrainableModule, saved: Mapping[str, Mapping[str, torch.Tensor]], ranks: int
 ) -> _Moments:
     if ranks != _ranks():
         raise ValueError(
             f"its moments of 8 bits are those of {ranks} ranks: set training.ranks to {ranks}"
         )
-    from turnwise.internals.torchao import new_moments  # torchao is not installed everywhere
 
-    moments: _Moments = {}
-    for own, parameter in learner.module.named_parameters():
-        if own in saved:
-            moments[own] = new_moments(learner.optimizer, parameter)
-            for key, value in moments[own].items():
-                for into, values in zip(plain_tensors(value), saved[own][key], strict=True):
-                    into.copy_(values)
-    return moments
+    def placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        if not value.ndim:  # the step, which stays on the CPU
+            return value
+        value = value.to(parameter.device)
+        if not isinstance(parameter, DTensor):
+            return value
+        return DTensor.from_local(value, parameter.device_mesh, parameter.placements)
+
+    return {
+        own: {key: placed(value, parameter) for key, value in saved[own].items()}
+        for own, parameter in learner.module.named_parameters()
+        if own in saved
+    }
 
 
 def _ranks() -> int:

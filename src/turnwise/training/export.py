@@ -106,8 +106,7 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
     settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = settings["r"]
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)
-    training = config.training.model_copy(update={"attention": "auto"})  # needs no GPU
-    config = config.model_copy(update={"training": training})
+    config = config.changed({"training": {"attention": "auto"}})  # needs no GPU
     model = load_model(config, dtype=dtype_of(config))
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)

@@ -9,6 +9,7 @@ values, at least 1/512 of a weight, and steps of RL are mostly smaller.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class TrainableModule:
         self.module = module
         self.updates = 0
         """Optimizer steps taken so far; the position in the schedule."""
+        self.in_8_bits = training.optimizer == "adamw_8bit"
+        """Whether moments are torchao's."""
         self._training = training
         self._rate = rate
         self._total = total_updates
@@ -53,11 +56,6 @@ class TrainableModule:
     @property
     def rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
-    def in_8_bits(self) -> bool:
-        """Whether moments are torchao's, of 8 bits."""
-        return self._training.optimizer == "adamw_8bit"
 
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
         """Continue after some updates; rates and decay stay those of the configuration."""
@@ -107,14 +105,10 @@ def make_optimizer(
     groups = decay_groups(module, training.weight_decay)
     if training.optimizer == "muon":
         chosen = matrices_of(module)
-        matrices, others = (
-            [
-                {**group, "params": own}
-                for group in groups
-                if (own := [p for p in group["params"] if (id(p) in chosen) is by_muon])
-            ]
-            for by_muon in (True, False)
-        )
+        matrices, others = list[dict[str, Foreign]](), list[dict[str, Foreign]]()
+        for group, (parts, by_muon) in product(groups, ((matrices, True), (others, False))):
+            if own := [p for p in group["params"] if (id(p) in chosen) is by_muon]:
+                parts.append({**group, "params": own})
         return MuonAndAdamW(matrices, others, rate, _ADAM_BETAS)
     kind: Foreign = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
     if training.optimizer == "adamw_8bit":

@@ -41,24 +41,19 @@ def supervised_config(config: Config) -> Config:
     own, sampling = config.algorithm.loss, config.sampling
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
     ahead = int(not config.deterministic)  # deterministic runs are synchronous
-    parts: dict[str, JsonObject] = {
-        "data": {"curriculum": False},
-        "rollout": {"oversample": 0.0},
-        "eval": {"background": False, "target": None},
-        "training": {"colocated": False, "offload": [], "max_staleness": ahead},
-        "weights": {"transport": "shm", "delta": False},
-    }
-    return config.model_copy(
-        update={
-            "environments": {
-                name: entry.model_copy(update={"teacher": None})
-                for name, entry in config.environments.items()
-            },
+    stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
+    each = config.environments.items()
+    return config.changed(
+        {
+            "data": {"curriculum": False},
+            "environments": {name: entry.changed({"teacher": None}) for name, entry in each},
+            "rollout": {"oversample": 0.0},
+            "sampling": SamplingConfig(n=1).changed(stops),
+            "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "sampling": SamplingConfig(
-                n=1, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids
-            ),
-            **{key: getattr(config, key).model_copy(update=new) for key, new in parts.items()},
+            "training": {"colocated": False, "offload": [], "max_staleness": ahead},
+            # There is no engine; others take memory or files before they send.
+            "weights": {"transport": "collective", "delta": False},
         }
     )
 
@@ -222,9 +217,9 @@ def _turn(
             f"the template writes {where} otherwise than behind its generation prompt; if that "
             "opens reasoning, the message needs some, or model.template_args turns it off",
         )
-    shown = _squeezed(text)
+    shown = "".join(text.split())
     for spellings in _parts(turn):
-        if not any(_squeezed(spelling) in shown for spelling in spellings):
+        if not any("".join(spelling.split()) in shown for spelling in spellings):
             lost = f"{spellings[0]!r} of {where}"
             raise TrajectoryError("content_changed", f"the template leaves out, or changes, {lost}")
     prompt, whole = template.encode(opening), template.encode(opening + text)
@@ -263,10 +258,6 @@ def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
                 yield value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
             elif type(value) is int:
                 yield (str(value),)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def tools_of(row: JsonObject) -> list[JsonObject] | None:

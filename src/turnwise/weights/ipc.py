@@ -39,6 +39,7 @@ from turnwise.weights.process_group import device_name
 from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
 from turnwise.weights.transport import (
     Manifest,
+    NamedTensors,
     ReceiverOptions,
     SenderOptions,
     Source,
@@ -289,7 +290,7 @@ class IpcReceiver(StreamReceiver):
                 self._first = self._open(message, 0)
         return self._version
 
-    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def chunks(self) -> Iterator[NamedTensors]:
         assert self._first is not None
         buffer = self._first
         for index, chunk in enumerate(self._chunks):

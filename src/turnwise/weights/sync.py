@@ -322,8 +322,8 @@ async def check_canary(
     if not largest <= tolerance:
         raise WeightUpdateError(
             f"after the update to version {version} the engine's log-probs differ from the "
-            f"trainer's by up to {largest:.3g} (allowed: {tolerance:g}); its weights are not the "
-            "trainer's"
+            f"trainer's by up to {largest:.3g} (weights.canary_tolerance is {tolerance:g}): its "
+            "weights are not the trainer's, or it rounds much more than it does"
         )
     return sum(differences) / len(differences), largest
 

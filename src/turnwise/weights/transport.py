@@ -473,9 +473,7 @@ class StreamReceiver(Receiver):
     def _chunk_name(self, index: int) -> str:
         return f"chunk {index + 1} of {len(self._chunks)} of version {self._version}"
 
-    def _unpacked(
-        self, chunk: Chunk, buffer: torch.Tensor
-    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _unpacked(self, chunk: Chunk, buffer: torch.Tensor) -> Iterator[NamedTensors]:
         """Yield a chunk's tensors as views of a buffer; end once the device has read them."""
         yield [(entry.name, entry.in_bytes(buffer)) for entry in chunk]
         if self._device.type == "cuda":

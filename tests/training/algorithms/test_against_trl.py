@@ -76,7 +76,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "stale_tis": {"name": "token_tis", "high": 1.5, "stale_only": True},
     "token_mask": {"name": "token_mask", "low": 0.7, "high": 1.4},
     "sequence_mask": {"name": "sequence_mask", "low": 0.5, "high": 1.6},
-    "seq_mask_tis": {"name": "seq_mask_tis", "low": 0.95, "high": 1.05},
+    "geometric_mask": {"name": "geometric_mask", "low": 0.95, "high": 1.05},
 }
 ADVANTAGES: list[dict[str, Any]] = [
     {"name": "grpo"},
@@ -330,10 +330,10 @@ def papers_weights(tables: Tables, algorithm: AlgorithmConfig) -> Table:
             return torch.where((tables.stale == 0) & correction.stale_only, 1.0, weight)
         case "sequence_tis":
             return log_weight.sum(1, keepdim=True).exp().clamp(max=high)
-        case "seq_mask_tis":
+        case "geometric_mask":
             lengths = tables.mask.sum(1, keepdim=True)
             mean = (log_weight.sum(1, keepdim=True) / lengths).exp()
-            return ((mean >= low) & (mean <= high)) * log_weight.exp()
+            return ((mean >= low) & (mean <= high)).double()
         case "mask" | "token_mask" | "sequence_mask":
             if correction.name == "sequence_mask":
                 log_weight = log_weight.sum(1, keepdim=True)
@@ -395,7 +395,7 @@ def trl_losses(
         # One ratio's gradient is spread over its sequence, whatever tokens were weighed by.
         kl.importance_weight
         or kl.where == "reward"
-        or algorithm.correction.name in ("token_tis", "mask", "token_mask", "seq_mask_tis")
+        or algorithm.correction.name in ("token_tis", "mask", "token_mask")
     ):
         return
     types = TRL_LOSS_TYPES[algorithm.reduction]
@@ -567,7 +567,7 @@ def test_trl_has_most_of_it(tables: Tables, trl_compute_loss: Callable[..., torc
             loss=LOSSES[loss], reduction=reduction, kl=KLS[kl], correction=CORRECTIONS[correction]
         )
         compared[loss] += any(True for _ in trl_losses(trl_compute_loss, tables, config))
-    assert compared == {"ppo_clip": 96, "dual_clip": 96, "gspo": 18, "cispo": 32}
+    assert compared == {"ppo_clip": 96, "dual_clip": 96, "gspo": 24, "cispo": 32}
 
 
 def test_generalised_advantages(tables: Tables) -> None:

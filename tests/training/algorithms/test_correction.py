@@ -40,7 +40,6 @@ def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
             "icepop": (own, own),
             "sequence_mask": (product, product),
             "geometric_mask": (mean, 1.0),
-            "seq_mask_tis": (mean, own),
         }[config.name]
         if config.name in ("token_tis", "sequence_tis", "geometric_tis"):
             weights.append(min(kept, high))
@@ -50,14 +49,13 @@ def reference(tokens: Tokens, config: CorrectionConfig) -> list[float]:
 
 
 TIS = ["token_tis", "sequence_tis", "geometric_tis"]
-MASKS = ["mask", "token_mask", "icepop", "sequence_mask", "geometric_mask", "seq_mask_tis"]
+MASKS = ["mask", "token_mask", "icepop", "sequence_mask", "geometric_mask"]
 NAMES = ["none", *TIS, *MASKS]
 
 
 def test_all_corrections_of_the_configuration_are_here() -> None:
     assert list(get_args(CorrectionConfig.model_fields["name"].annotation)) == [
-        *("none", *TIS, "mask", "token_mask", "icepop"),
-        *("sequence_mask", "geometric_mask", "seq_mask_tis"),
+        *("none", *TIS, *MASKS),
     ]
 
 
@@ -102,7 +100,6 @@ def test_engines_that_agree_with_the_trainer_need_no_correction(name: str) -> No
         *(("token_tis", [2.0, 0.0]), ("sequence_tis", [2.0, 0.0]), ("mask", [0.0, 0.0])),
         *(("token_mask", [0.0, 0.0]), ("sequence_mask", [0.0, 0.0]), ("icepop", [0.0, 0.0])),
         *(("geometric_tis", [2.0, 0.0]), ("geometric_mask", [0.0, 0.0])),
-        ("seq_mask_tis", [0.0, 0.0]),
     ],
 )
 def test_any_distance_gives_a_finite_weight(name: str, expected: list[float]) -> None:
@@ -133,7 +130,7 @@ def test_newest_tokens_are_left_alone_and_out_of_their_sequences_product() -> No
         ({"name": "token_mask"}, (0.5, 2.0)),
         ({"name": "icepop"}, (0.5, 5.0)),
         ({"name": "geometric_mask"}, (0.99, 1.01)),
-        ({"name": "seq_mask_tis", "high": 1.001}, (0.99, 1.001)),
+        ({"name": "geometric_mask", "high": 1.001}, (0.99, 1.001)),
     ],
 )
 def test_each_correction_has_bounds_of_its_own(

@@ -59,5 +59,4 @@ def api_key(config: Config) -> str | None:
 
 def with_api_key(config: Config) -> Config:
     """Return the configuration for servers on any node, where the environment is not known."""
-    serving = config.serving.model_copy(update={"api_key": api_key(config)})
-    return config.model_copy(update={"serving": serving})
+    return config.changed({"serving": {"api_key": api_key(config)}})

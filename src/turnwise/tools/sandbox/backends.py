@@ -165,11 +165,11 @@ def _container(
         "cap-drop": "ALL",
         "security-opt": "no-new-privileges",
         "user": "65534:65534",
-        "workdir": _INSIDE,
         "entrypoint": limits.interpreter or "python3",
     }
     command = [program, "run", "-i", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
+    # With --workdir, docker would make that folder first, for root alone: inner.py changes to it.
     for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]

@@ -16,7 +16,7 @@ from turnwise.training.algorithms.interface import MAX_LOG_RATIO, Tokens
 
 Outside = Literal["correction_below", "correction_above"]
 """Metrics of the shares of trained tokens whose ratio is outside of a correction's bounds."""
-_BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01), "seq_mask_tis": (0.99, 1.01)}
+_BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01)}
 """Default bounds of corrections other than 0.5 and 2."""
 
 
@@ -44,15 +44,13 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
         icepop          token_mask, with the bounds of its paper
         sequence_mask   the product where it is within the bounds, else 0
         geometric_mask  1 where the geometric mean is within the bounds, else 0
-        seq_mask_tis    w_t where the geometric mean is within the bounds, else 0
 
     Sources: truncated importance sampling (TIS), Yao et al., "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training" (2025), after Ionides (2008). Products of sequences, masked
     importance sampling (MIS: token_mask, sequence_mask) and the mask by the geometric mean
     (Geo-RS), whose bounds do not depend on a sequence's length: Liu et al., "When Speed Kills
     Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025). IcePop: Ling
-    team, "Every Step Evolves" (arXiv 2510.18855). seq_mask_tis is OpenRLHF's and NeMo-RL's name.
-    Differences:
+    team, "Every Step Evolves" (arXiv 2510.18855). Differences:
 
     - With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all
       of its updates and are excluded from their sequence's product and mean.
@@ -65,20 +63,20 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
     if config.name == "none":
         return Correction(torch.ones_like(log_weight_N))
     exempt_N = (tokens.staleness_N == 0) & config.stale_only
-    log_weight_N = log_weight_N.masked_fill(exempt_N, 0.0)
-    log_ratio_N = _compared(tokens, log_weight_N, exempt_N, config.name)
+    log_ratio_N = log_weight_N.masked_fill(exempt_N, 0.0)
+    if config.name.startswith(("sequence", "geometric")):
+        log_ratio_S = tokens.sums_S(log_ratio_N)
+        if config.name.startswith("geometric"):
+            log_ratio_S = log_ratio_S / tokens.sums_S((~exempt_N).to(log_ratio_N)).clamp(min=1)
+        log_ratio_N = log_ratio_S[tokens.sequence_N]
     low, high = bounds_of(config)
     ratio_N = log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
     above_N = (ratio_N > high) & ~exempt_N
-    if config.name.endswith("_tis") and config.name != "seq_mask_tis":
+    if config.name.endswith("_tis"):
         weights_N = ratio_N.clamp(max=high).masked_fill(exempt_N, 1.0)
         return Correction(weights_N, {"correction_above": above_N})
     below_N = (ratio_N < low) & ~exempt_N
-    kept_N = ratio_N
-    if config.name in ("mask", "geometric_mask"):
-        kept_N = torch.ones_like(ratio_N)
-    elif config.name == "seq_mask_tis":
-        kept_N = log_weight_N.clamp(max=MAX_LOG_RATIO).exp()
+    kept_N = torch.ones_like(ratio_N) if config.name in ("mask", "geometric_mask") else ratio_N
     weights_N = kept_N.masked_fill(exempt_N, 1.0).masked_fill(below_N | above_N, 0.0)
     return Correction(weights_N, {"correction_below": below_N, "correction_above": above_N})
 
@@ -87,16 +85,3 @@ def bounds_of(config: CorrectionConfig) -> tuple[float, float]:
     """Return the smallest and the largest ratio of a correction."""
     low, high = _BOUNDS.get(config.name, (0.5, 2.0))
     return config.low or low, config.high or high
-
-
-def _compared(
-    tokens: Tokens, log_weight_N: torch.Tensor, exempt_N: torch.Tensor, name: str
-) -> torch.Tensor:
-    """Return the logarithm of the ratio that is compared with the bounds: [N]."""
-    product, mean = name.startswith("sequence"), name.startswith(("geometric", "seq_mask"))
-    if not (product or mean):
-        return log_weight_N
-    log_ratio_S = tokens.sums_S(log_weight_N)
-    if mean:
-        log_ratio_S = log_ratio_S / tokens.sums_S((~exempt_N).to(log_weight_N)).clamp(min=1)
-    return log_ratio_S[tokens.sequence_N]

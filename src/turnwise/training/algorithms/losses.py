@@ -150,27 +150,20 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
     policy before the step, and the correction's weight makes up for the rest.
     """
     logprobs_N = tokens.logprobs_N.detach()
-    divergence_N = _binary_divergence(config.divergence, tokens.engine_logprobs_N, logprobs_N)
-    moved_N = (logprobs_N - tokens.engine_logprobs_N) * tokens.advantages_N > 0
+    engine_N = tokens.engine_logprobs_N
+    if config.divergence == "tv":
+        divergence_N = (engine_N.exp() - logprobs_N.exp()).abs()
+    else:
+        rest_N, other_N = (-torch.expm1(x_N) for x_N in (engine_N, logprobs_N))
+        least = torch.finfo(rest_N.dtype).eps
+        logs_N = rest_N.clamp(min=least).log() - other_N.clamp(min=least).log()
+        divergence_N = engine_N.exp() * (engine_N - logprobs_N) + rest_N * logs_N
+    moved_N = (logprobs_N - engine_N) * tokens.advantages_N > 0
     masked_N = moved_N & (divergence_N > (config.delta or _DELTAS[config.divergence]))
     ratio_N = importance_ratio(logprobs_N - tokens.old_logprobs_N)
     weight_N = ratio_N.clamp(max=_DPPO_MAX_RATIO).masked_fill(masked_N, 0.0)
     loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
     return TokenLoss(loss_N, ratio_N, masked_N, {"divergence": divergence_N})
-
-
-def _binary_divergence(
-    kind: Literal["tv", "kl"], first_N: torch.Tensor, second_N: torch.Tensor
-) -> torch.Tensor:
-    """Return the divergence of the second policy from the first one at the sampled tokens, given by
-    their log-probs, with all other tokens taken together: [N]."""
-    first_prob_N = first_N.exp()
-    if kind == "tv":
-        return (first_prob_N - second_N.exp()).abs()
-    rest_N, other_N = (-torch.expm1(x_N) for x_N in (first_N, second_N))
-    least = torch.finfo(rest_N.dtype).eps
-    logs_N = rest_N.clamp(min=least).log() - other_N.clamp(min=least).log()
-    return first_prob_N * (first_N - second_N) + rest_N * logs_N
 
 
 class VespoLoss(Loss):
