@@ -16,23 +16,24 @@ def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
         table.bring(name, adapter(number))
     assert table.touch("a")
     assert not table.touch("d")
-    idle = table.take_idle()
-    assert idle is not None
-    assert idle.number == 1
+    taken = table.take()
+    assert taken is not None
+    assert (taken[0], taken[1].number) == ("b", 1)
     assert not table.touch("b")
     assert len(table) == 2
 
 
-def test_one_that_a_request_uses_stays() -> None:
+def test_one_that_a_request_uses_makes_room_if_all_are_in_use() -> None:
     table = AdapterTable()
-    table.bring("a", adapter(0))
-    with table.using("a", "request"):
-        assert table.take_idle() is None
-    assert table.take_idle() is not None
+    for number, name in enumerate("abc"):
+        table.bring(name, adapter(number))
+    with table.using("a", "first"), table.using("b", "second"):
+        assert [name for name, _ in (table.take(), table.take())] == ["c", "a"]  # type: ignore[misc]
+        assert not table.touch("a")  # a new request waits until it is loaded again
 
 
 def test_those_of_the_configuration_never_make_room() -> None:
     table = AdapterTable()
     table.add("served", adapter(0))
     assert table.touch("served")
-    assert table.take_idle() is None
+    assert table.take() is None
