@@ -237,7 +237,7 @@ class VllmEngine:
             raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
         name, leaving = taken
         try:
-            while leaving.users:
+            while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)
                 await asyncio.sleep(_POLL_SECONDS)
         except BaseException:
             self._adapters.bring(name, leaving)

@@ -191,7 +191,8 @@ class AdapterRank:
                         own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
                         outputs[sample.sequence]["logprobs"] = own.reshape(shape).numpy()
         except BaseException:
-            adapter.optimizer.zero_grad()  # half of a gradient is worse than none
+            if not run.forward_only:
+                adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise
         return outputs, {"loss:sum": total}
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
@@ -68,7 +69,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:
         try:
-            asked = read_training_request(await request.body())
+            asked = await run_in_thread(read_training_request, await request.body())
             return JSONResponse(await service.train(owner_of(request), asked))
         except TurnwiseError as error:
             return _refused(error)

@@ -153,7 +153,7 @@ class RunLog:
         differences, exact, row.trained_tokens = [np.zeros(0)], 0, 0
         for datum, logprobs_T in data:
             given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
-            value_T = given["advantages" if "advantages" in given else "weights"]
+            value_T = given.get("advantages", given.get("weights", np.ones(len(logprobs_T))))
             row.trained_tokens += int((value_T != 0).sum())
             ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
             sample = None

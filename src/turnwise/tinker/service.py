@@ -25,13 +25,12 @@ from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
-from turnwise.engine.protocol import Generator, Route
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.engine.protocol import Generator, Route, generate
+from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, encrypt_files, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.run_log import RunLog, SampleIndex
-from turnwise.tinker.sampling import answer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
@@ -241,15 +240,21 @@ class TinkerService:
 
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
-        self._sessions.pop(session.id, None)
+        if self._sessions.pop(session.id, None) is None:
+            return
+        models = [each for each in self._models.values() if each.session is session]
+        samplers = [each for each in self._samplers.values() if each.session is session]
+        for model in models:  # before anything waits: none gets another request
+            del self._models[model.id]
+            model.turns.close()
+        for sampler in samplers:
+            del self._samplers[sampler.id]
         self.futures.forget(session.id)
         with suppress(OSError):
             self._files.path(f"{session.id}.jsonl").unlink()
-        for sampler in [each for each in self._samplers.values() if each.session is session]:
+        for sampler in samplers:
             await self._drop(sampler)
-        for model in [each for each in self._models.values() if each.session is session]:
-            del self._models[model.id]
-            model.turns.close()
+        for model in models:
             await model.log.close()
             try:
                 await self._ask("remove", model.id)
@@ -281,14 +286,16 @@ class TinkerService:
         *loaded: object,
     ) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
-        await self._ask("create", name, spec)
+        if name in self._models:
+            raise Gone(f"the result of the request {name} is not kept any more")
         try:
+            await self._ask("create", name, spec)
             if loaded:
                 await self._ask("read", name, *loaded)
-            if session.id not in self._sessions:  # it has ended meanwhile
-                raise Gone(f"the session {session.id} has ended")
-        except Exception:
-            await self._ask("remove", name)
+            self._check_open(session)
+        except BaseException:  # its session may have ended, which cancels its requests
+            with suppress(TurnwiseError):
+                await self._ask("remove", name)
             raise
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
         model = self._models[name] = Model(name, session, spec, user_metadata, log)
@@ -453,9 +460,15 @@ class TinkerService:
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
-        """Call a method of `AdapterRank`; models take turns, in the order of their requests."""
+        """Call a method of `AdapterRank`; models take turns, in the order of their requests. The
+        trainer ends what it has begun, so a call that is cancelled keeps its turn until then."""
         async with self._trainer_turn:
-            return await self._trainer(method, name, *arguments)
+            call = asyncio.ensure_future(self._trainer(method, name, *arguments))
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:
+                await asyncio.wait([call])
+                raise
 
     def _in_turn(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
         """Run a request, of some bytes, of a model once those before it have ended."""
@@ -504,8 +517,14 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
+        self._check_open(made.session)
         await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._check_open(made.session)
         self._samplers[made.id] = made
+
+    def _check_open(self, session: Session) -> None:
+        """Raise `Gone` if a session has ended meanwhile."""
+        self._session(session.id, session.owner)
 
     async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
         sampler = self._sampler(str(tree["sampler_id"]), owner)
@@ -531,12 +550,15 @@ class TinkerService:
         if saved is not None:
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
-        longest, words = self._config.model.max_length, self._vocabulary
-        done, scores = await answer(self._generator, asked, ids, name, route, longest, words)
+        made = asked.requests(ids, name, route, self._config.model.max_length)
+        done = await together(generate(self._generator, each) for each in made)
+        if any(each.finish_reason == "abort" for each in done):
+            raise EngineError(f"an engine ended {name} early")
         if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
-        return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
+        reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
+        return Reply(message=await run_in_thread(reply))
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)
