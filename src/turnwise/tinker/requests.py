@@ -37,12 +37,6 @@ class _Request(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
-class CreateSession(_Request):
-    user_metadata: JsonObject | None = None
-    display_name: str | None = None
-    project_id: str | None = None
-
-
 class OfSession(_Request):
     session_id: _Id
 
@@ -141,7 +135,15 @@ class SaveForSampler(Saving):
 class SaveWeights(Saving):
     path: str
     overwrite: bool = False
-    age_encryption_recipients: Annotated[list[str], Field(max_length=10)] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    def check(self) -> None:
+        """Raise an `InputError` for what this server cannot do."""
+        if self.age_encryption_recipients:
+            raise InputError(
+                "age_encryption_recipients: this server encrypts no files; download those that "
+                "save_weights_external saved without it"
+            )
 
 
 class LoadWeights(_Request):
@@ -160,8 +162,8 @@ class LoadWeights(_Request):
         self.optimizer_config.check()
         if self.weights_access_token is not None:
             raise InputError(
-                "weights_access_token: this server has none; the owner of a checkpoint can publish "
-                "it (publish_checkpoint_from_tinker_path)"
+                "weights_access_token: this server has none, and its checkpoints belong to the key "
+                "that saved them"
             )
 
 
