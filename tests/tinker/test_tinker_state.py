@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -375,7 +376,12 @@ def test_an_overwrite_that_a_kill_interrupts_leaves_one_of_both(tmp_path: Path) 
     kept.commit(new)
     kept.begin(_with(new, version=2), overwrite=True)
     kept.folder(new).rename(tmp_path / "run" / "weights" / "state.old")
+    newer = tmp_path / "run" / "weights" / "newer"
+    newer.mkdir()
+    (newer / "meta.json").write_text('{"key of a later version": 1}')
     kept.tidy(())
+    assert (newer / "meta.json").exists()
+    shutil.rmtree(newer)
     assert kept.find(new.address, "me").version == 1
     assert [each.name for each in (tmp_path / "run" / "weights").iterdir()] == ["state"]
 
@@ -429,6 +435,29 @@ async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
     assert run.alarms() == {"alarms": [], "error": None}
     assert run.config()["name"] == client.model
     assert run.search("step-0002", "[11, 12]")["found"] == [2]  # `str` decodes here
+
+
+async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
+    served: tuple[Client, TinkerService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    await client.open()
+    plain = {name: SUPERVISED[name] for name in ("tokens", "target_tokens")}
+    odd = plain | {"advantages": [1.0, 2.0]}  # an input that this loss does not read
+    two = {"tokens": IDS[:-1], "target_tokens": [[each, 1] for each in IDS[1:]]}
+    two["weights"] = [[0.5, 0.5]] * 4 + [[0.0, 0.0]]
+    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 12)
+    losses = [
+        loss_of(await client.trained(seq, data, "cross_entropy"))
+        for seq, data in enumerate([[plain], [odd, two], [plain]], 1)
+    ]
+    assert service._sampled.trained == 10
+    await client.step(4, learning_rate=1e-3)
+    assert service._sampled.trained == 0
+    await client.tree(f"sessions/{client.session}/finish", {})
+    (row,) = RunFiles(tmp_path / "tinker" / client.model, "client").rows()["rows"]
+    assert row["trained_tokens"] == 19
+    assert row["loss"] == pytest.approx(sum(losses) / 19)
 
 
 async def test_a_client_that_takes_no_step_leaves_nothing(

@@ -160,7 +160,9 @@ class Checkpoints:
                     continue
                 if place.suffix == ".old":
                     recover(place.with_suffix(""), lambda new: self._read(new) is not None)
-                if half or found is None or (kind == "snapshots" and place not in snapshots):
+                # One that is there, but cannot be read, may be another version's.
+                half = half or not (place / _META).exists()
+                if half or (kind == "snapshots" and place not in snapshots):
                     shutil.rmtree(place, ignore_errors=True)
 
     def describe(self, checkpoint: Checkpoint) -> JsonObject:
@@ -187,6 +189,6 @@ class Checkpoints:
     def _read(self, place: Path) -> Checkpoint | None:
         try:
             found = Checkpoint(**json.loads((place / _META).read_text()))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):  # also keys that this version does not know
             return None
         return replace(found, run=place.parent.parent.name, name=place.name)

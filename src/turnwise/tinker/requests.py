@@ -98,6 +98,7 @@ class GetInfo(_Request):
 class AdamStep(_Request):
     """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
 
+    type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -107,14 +108,9 @@ class AdamStep(_Request):
 
 
 class OptimStep(OfModel):
-    adam_params: JsonObject = Field(
+    adam_params: AdamStep = Field(
         validation_alias=AliasChoices("adam_params", "optim_params", "optimizer_params")
     )
-
-    def step(self) -> AdamStep:
-        if (kind := self.adam_params.get("type", "adamw")) != "adamw":
-            raise InputError(f"optim_step: this model has AdamW, not {kind!r}")
-        return AdamStep.model_validate(self.adam_params)
 
 
 class Expiring(_Request):

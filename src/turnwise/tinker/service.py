@@ -320,7 +320,7 @@ class TinkerService:
         model = self._model(asked.model_id, owner)
 
         async def step() -> Reply:
-            taken = parsed(requests.OptimStep, tree).step()
+            taken = parsed(requests.OptimStep, tree).adam_params
             try:
                 metrics = await self._ask("step", model.id, taken)
             except InputError:  # the gradient is dropped
