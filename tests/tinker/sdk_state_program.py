@@ -57,22 +57,21 @@ def states(service: tinker.ServiceClient, client: tinker.TrainingClient, path: s
     seen["kinds"] = sorted(each.checkpoint_type for each in listed.checkpoints)
     seen["own"] = len(rest.list_checkpoints(run.training_run_id).result().checkpoints)
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
-    rest.publish_checkpoint_from_tinker_path(path).result()
     listed = rest.list_user_checkpoints().result()
     (kept,) = (each for each in listed.checkpoints if each.tinker_path == path)
-    seen["kept"] = [kept.public, kept.expires_at is not None]
-    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    seen["kept"] = kept.expires_at is not None
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
     info = rest.get_weights_info_by_tinker_path(path).result()
     seen["info"] = [info.is_lora, info.lora_rank]
     copied = rest.copy_weights(path, "project").result()
     rest.delete_checkpoint_from_tinker_path(copied).result()
     seen["deleted"] = failing(lambda: rest.get_weights_info_by_tinker_path(copied).result())
-    seen["sessions"] = len(rest.list_sessions().result().sessions)
     external = client.save_weights_external("out").result().path
-    for name, each in (("external", external), ("encrypted", path)):
-        folder = weights.download(tinker_path=each, output_dir=f"{FOLDER}/{name}", base_url=URL)
-        seen[name] = sorted(file.name for file in Path(folder).iterdir())
+    folder = weights.download(tinker_path=external, output_dir=FOLDER, base_url=URL)
+    seen["external"] = sorted(file.name for file in Path(folder).iterdir())
+    seen["encrypted"] = failing(
+        lambda: weights.download(tinker_path=path, output_dir=f"{FOLDER}2", base_url=URL)
+    )
     return seen
 
 

@@ -119,13 +119,27 @@ async def test_turns_wait_for_a_gap_as_long_as_others_come(monkeypatch: pytest.M
     turns, ran = Turns(), list[int]()
 
     async def note(number: int) -> None:
-        ran.append(number)
+        async with turns.turn(number):
+            ran.append(number)
 
-    for number in (2, 4, 1, 3):
-        turns.add(number, lambda number=number: note(number))
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await asyncio.gather(*map(note, (2, 4, 1, 3)))
     assert ran == [1, 2, 3, 4]
+
+
+async def test_turns_go_on_when_those_who_run_or_wait_are_cancelled() -> None:
+    turns, ran = Turns(), list[int]()
+
+    async def note(number: int, seconds: float = 0) -> None:
+        async with turns.turn(number):
+            await asyncio.sleep(seconds)
+            ran.append(number)
+
+    tasks = [asyncio.create_task(note(1, 60)), *(asyncio.create_task(note(n)) for n in (2, 3))]
+    await asyncio.sleep(0)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=5)
+    assert ran == [3]
 
 
 async def test_a_session_that_ends_answers_those_who_wait(
@@ -187,6 +201,26 @@ async def test_weights_without_a_name_go_once_there_are_newer_ones(
     assert list(own._samplers.values()) == samplers[1:]
     kept = tmp_path / "tinker" / client.model / "snapshots"
     assert sorted(each.name for each in kept.iterdir()) == ["1", "2"]
+
+
+async def test_numbers_that_are_none_are_refused_and_answers_are_json(
+    running: tuple[Client, TinkerService],
+) -> None:
+    client, _ = running
+    await client.open()
+
+    async def send(path: str, text: str) -> Any:
+        body = text.replace("MODEL", client.model).replace("SESSION", client.session)
+        return await client.http.post(f"/api/v1/{path}", content=body, headers=KEY)
+
+    step = '{"model_id": "MODEL", "seq_id": 1, "adam_params": {"learning_rate": NaN}}'
+    failed = await client.result((await send("optim_step", step)).json())
+    assert (failed["category"], "finite" in failed["error"]) == ("user", True)
+    lora = '"base_model": "model", "lora_config": {"rank": 2}'
+    made = f'{{"session_id": "SESSION", "model_seq_id": 9, {lora}, "user_metadata": {{"a": NaN}}}}'
+    await client.result((await send("create_model", made)).json())
+    runs = (await client.http.get("/api/v1/training_runs", headers=KEY)).json()["training_runs"]
+    assert runs[0]["user_metadata"] == {"a": "NaN"}
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1"])

@@ -261,14 +261,20 @@ async def test_positions_wait_for_those_before_them() -> None:
     turns, ran = Turns(), list[int]()
 
     async def note(number: int) -> None:
-        await asyncio.sleep(0)
-        ran.append(number)
+        async with turns.turn(number):
+            await asyncio.sleep(0)
+            ran.append(number)
 
-    for number in (3, 2, 2, 5, 1, 1):
-        turns.add(number, lambda number=number: note(number))
+    tasks = [asyncio.create_task(note(number)) for number in (3, 2, 6, 5, 1)]
     await asyncio.sleep(0.01)
     assert ran == [1, 2, 3]
     assert turns.next == 4
+    tasks[3].cancel()
+    await note(4)
+    last = asyncio.create_task(note(5))
+    await tasks[2]
+    assert ran == [1, 2, 3, 4, 5, 6]
+    assert last.done()
 
 
 async def test_outcomes_belong_to_their_owner_and_have_categories() -> None:

@@ -17,7 +17,6 @@ from typing import Literal
 
 from turnwise.core.files import put_in_place, recover, temporary, write_file
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import required
 from turnwise.errors import InputError, translate_unwritable, visible
 from turnwise.tinker.futures import Missing
 
@@ -53,8 +52,6 @@ class Checkpoint:
     created: str = field(default_factory=lambda: str(expiry(0)))
     expires: str | None = None
     """Time from which it does not exist any more; None keeps it."""
-    public: bool = False
-    """Whether every owner may read it."""
     user_metadata: dict[str, str] | None = None
     run_metadata: JsonObject | None = None
     """The `user_metadata` of the model."""
@@ -100,8 +97,8 @@ class Checkpoints:
             (temporary(place) / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
             put_in_place(place, flush=flush)
 
-    def find(self, address: str, owner: str, *, own: bool = False) -> Checkpoint:
-        """Return the checkpoint of an address, one that the owner may read, or that is its `own`.
+    def find(self, address: str, owner: str) -> Checkpoint:
+        """Return an owner's checkpoint by its address.
 
         Raises:
             InputError: when the address is none.
@@ -110,10 +107,16 @@ class Checkpoints:
         if (parts := _ADDRESS.fullmatch(address)) is None:
             raise InputError(f"{visible(address)[:200]!r} is no address tinker://RUN/KIND/NAME")
         found = self._read(self.root / parts[1] / parts[2] / parts[3])
-        readable = found is not None and (found.owner == owner or (found.public and not own))
-        if found is None or not readable or found.expired:
+        if found is None or found.owner != owner or found.expired:
             raise Missing(f"there is no checkpoint {address} of yours")
         return found
+
+    def check_unchanged(self, checkpoint: Checkpoint) -> None:
+        """Raise an `InputError` when a checkpoint is gone, or another has taken its name."""
+        if self.find(checkpoint.address, checkpoint.owner).created != checkpoint.created:
+            raise InputError(
+                f"{checkpoint.address} was overwritten: make a new sampling client for it"
+            )
 
     def of(self, owner: str, run: str = "*") -> list[Checkpoint]:
         """Return an owner's checkpoints, of all runs or of one, the newest first."""
@@ -131,7 +134,9 @@ class Checkpoints:
     def copy(self, source: Checkpoint, copied: Checkpoint) -> None:
         """Make a checkpoint of another's files, unless it is made already."""
         if self._read(self.folder(copied)) is None:
-            shutil.copytree(self.folder(source), self.begin(copied), dirs_exist_ok=True)
+            begun = self.begin(copied)
+            with translate_unwritable(begun):
+                shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
             self.commit(copied)
 
     def remove(self, checkpoint: Checkpoint) -> None:
@@ -155,7 +160,9 @@ class Checkpoints:
                     continue
                 if place.suffix == ".old":
                     recover(place.with_suffix(""), lambda new: self._read(new) is not None)
-                if half or found is None or (kind == "snapshots" and place not in snapshots):
+                # One that is there, but cannot be read, may be another version's.
+                half = half or not (place / _META).exists()
+                if half or (kind == "snapshots" and place not in snapshots):
                     shutil.rmtree(place, ignore_errors=True)
 
     def describe(self, checkpoint: Checkpoint) -> JsonObject:
@@ -167,7 +174,7 @@ class Checkpoints:
             "time": checkpoint.created,
             "tinker_path": checkpoint.address,
             "size_bytes": sum(sizes),
-            "public": checkpoint.public,
+            "public": False,
             "user_metadata": checkpoint.user_metadata,
             "expires_at": checkpoint.expires,
         }
@@ -182,19 +189,6 @@ class Checkpoints:
     def _read(self, place: Path) -> Checkpoint | None:
         try:
             found = Checkpoint(**json.loads((place / _META).read_text()))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):  # also keys that this version does not know
             return None
         return replace(found, run=place.parent.parent.name, name=place.name)
-
-
-def encrypt_files(folder: Path, recipients: list[str]) -> None:
-    """Encrypt each file of a folder with age (age-encryption.org), in its place with `.age`."""
-    age = required("pyrage", "pyrage", "age_encryption_recipients")
-    kinds = {True: age.x25519.Recipient, False: age.ssh.Recipient}
-    try:
-        keys = [kinds[each.startswith("age1")].from_str(each) for each in recipients]
-    except age.RecipientError as error:
-        raise InputError(f"age_encryption_recipients: {error}") from error
-    for file in list(folder.iterdir()):
-        age.encrypt_file(str(file), f"{file}.age", keys)
-        file.unlink()

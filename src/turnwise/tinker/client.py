@@ -1,11 +1,14 @@
 """Tinker's own client beside a server in the same process."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign, required
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 300.0  # beside the engines' own deadline
 _CLOSE_SECONDS = 60.0
@@ -60,11 +63,16 @@ class ServiceClient:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close("success" if error is None else "errored")
+        self._close("success" if error is None else "errored", error)
 
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
         """End the session, then the server."""
+        self._close(status, None)
+
+    def _close(self, status: str, error: BaseException | None) -> None:
         try:
             self._client.close(status).result(_CLOSE_SECONDS)
+        except Exception as failure:  # the server ends it, too
+            logger.warning("the session was not closed: %s", failure)
         finally:
-            self._thread.leave(_CLOSE_SECONDS, None)
+            self._thread.leave(_CLOSE_SECONDS, error)

@@ -10,7 +10,8 @@ too much in progress has to wait, so what all of them leave here is limited.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -86,8 +87,7 @@ class _Entry:
     owner: str
     size: int
     """Bytes of the request, and once it has ended of its result."""
-    outcome: asyncio.Future[Outcome]
-    task: asyncio.Task[None] | None = None
+    task: "asyncio.Task[Outcome]" = field(init=False)
 
 
 class Futures:
@@ -102,47 +102,39 @@ class Futures:
         """Bytes by sessions, with whose ids those of requests begin."""
 
     def begin(self, request_id: str, owner: str, work: Work, size: int = 0) -> None:
-        """Run a request of some bytes, unless it runs or has run already."""
-        if request_id not in self._entries:
-            entry = self.promise(request_id, owner, size)
-            entry.task = asyncio.create_task(self.run(request_id, work))
-
-    def promise(self, request_id: str, owner: str, size: int = 0) -> _Entry:
-        """Add a request of some bytes that `Turns` run later.
+        """Run a request of some bytes, unless it runs or has run already.
 
         Raises:
             Busy: when its client has too much in progress.
         """
+        if request_id in self._entries:
+            return
         held = self._held[session_of(request_id)]
         if held > _MOST // max(4, len(self._held)):
             raise Busy(
                 f"{held >> 20:,} MB of this session's requests are in progress, or have results "
                 "that were not fetched: wait for some of them"
             )
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        entry = self._entries[request_id] = _Entry(owner, SMALLEST + size, outcome)
+        entry = self._entries[request_id] = _Entry(owner, SMALLEST + size)
         self._held[session_of(request_id)] += entry.size
-        return entry
+        entry.task = asyncio.create_task(self._run(request_id, entry, work))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    async def run(self, request_id: str, work: Work) -> None:
-        """Run a promised request to its end; raises nothing."""
-        if (entry := self._entries.get(request_id)) is None:
-            return
+    async def _run(self, request_id: str, entry: _Entry, work: Work) -> Outcome:
         found: Reply | BaseException
         try:
             found = await work()
         except (Exception, asyncio.CancelledError) as error:
             found = error
-        if entry.outcome.done():  # it was dropped meanwhile
-            return
+        if self._entries.get(request_id) is not entry:  # it was dropped meanwhile
+            return Failure("the request was dropped", "unknown")
         outcome = found if isinstance(found, Reply) else Failure.of(ordinary_error(found))
-        entry.outcome.set_result(outcome)
         size = SMALLEST + len(outcome.message or b"") if isinstance(outcome, Reply) else SMALLEST
         self._held[session_of(request_id)] += size - entry.size
         entry.size = size
+        return outcome
 
     async def retrieve(self, request_id: str, owner: str, seconds: float) -> Outcome | None:
         """Return a request's outcome; None if it has none within `seconds`.
@@ -150,27 +142,25 @@ class Futures:
         Raises:
             Gone: when there is no such request of this owner, or its result is not kept any more.
         """
-        gone = Gone(f"there is no result of a request {visible(request_id)[:100]}")
-        entry = self._entries.get(request_id)
-        if entry is None or entry.owner != owner:
-            raise gone
-        done, _ = await asyncio.wait([entry.outcome], timeout=seconds)
+        entry, done = self._entries.get(request_id), set[object]()
+        if entry is not None and entry.owner == owner:
+            done |= (await asyncio.wait([entry.task], timeout=seconds))[0]
+        if entry is None or entry.owner != owner or self._entries.get(request_id) is not entry:
+            raise Gone(f"there is no result of a request {visible(request_id)[:100]}")
         if not done:
             return None
-        if entry.outcome.cancelled():
-            raise gone
-        if request_id in self._entries and request_id not in self._sent:
+        if request_id not in self._sent:
             self._release(request_id, entry)
             self._sent[request_id] = entry.size
             self._sent_size += entry.size
             while self._sent_size > _MOST_SENT and len(self._sent) > 1:
                 self._drop(next(iter(self._sent)))
-        return entry.outcome.result()
+        return entry.task.result()
 
     def cancel(self, request_id: str, owner: str) -> None:
-        """End and drop a request for which nobody waits, such as a sample."""
+        """End and drop a sample for which nobody waits; others of a model wait for its passes."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.owner == owner and entry.task is not None:
+        if entry is not None and entry.owner == owner and ":sample:" in request_id:
             self._drop(request_id)
 
     def forget(self, beginning: str) -> None:
@@ -184,9 +174,7 @@ class Futures:
             self._release(request_id, entry)
         else:
             self._sent_size -= size
-        entry.outcome.cancel()  # no effect on one that has ended
-        if entry.task is not None:
-            entry.task.cancel()
+        entry.task.cancel()  # no effect on one that has ended
 
     def _release(self, request_id: str, entry: _Entry) -> None:
         session = session_of(request_id)
@@ -206,53 +194,49 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         """Position of the request that runs, or that is waited for."""
-        self.lost = 0
-        """Position of a request that never came, while those that waited for it fail; else 0."""
-        self._waiting: dict[int, Callable[[], Awaitable[None]]] = {}
-        self._come = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._runs = False
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._gap: asyncio.TimerHandle | None = None
 
-    def add(self, position: int, run: Callable[[], Awaitable[None]]) -> None:
-        """Add a request, whose `run` raises nothing. One of a position that was taken is dropped:
-        the client sent it twice."""
-        if position < self.next or position in self._waiting:
+    @asynccontextmanager
+    async def turn(self, position: int) -> AsyncIterator[None]:
+        """Run a block once those of all positions before have ended.
+
+        Raises:
+            InputError: when a request before this one did not come in time.
+        """
+        turn = self._waiting[position] = asyncio.get_running_loop().create_future()
+        try:
+            self._begin_next()
+            await turn
+            yield
+        finally:
+            self._waiting.pop(position, None)
+            if position == self.next:
+                self.next, self._runs = position + 1, False
+                self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._runs or not self._waiting:
             return
-        self._waiting[position] = run
-        self._come.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
+        if (turn := self._waiting.pop(self.next, None)) is None:
+            loop = asyncio.get_running_loop()
+            self._gap = self._gap or loop.call_later(GAP_SECONDS, self._fail_waiting)
+            return
+        self._runs, gap, self._gap = True, self._gap, None
+        if gap is not None:
+            gap.cancel()
+        if not turn.done():  # else it was cancelled, and ends now
+            turn.set_result(None)
 
-    async def _run(self) -> None:
-        while self._waiting:
-            try:
-                async with asyncio.timeout(GAP_SECONDS):
-                    while self.next not in self._waiting:
-                        self._come.clear()
-                        await self._come.wait()
-            except TimeoutError:
-                await self._fail_waiting()
-                continue
-            await self._waiting[self.next]()
-            self._waiting.pop(self.next, None)
-            self.next += 1
-
-    async def _fail_waiting(self) -> None:
+    def _fail_waiting(self) -> None:
         """Let the requests after a gap fail, and go on behind them."""
-        waiting, self._waiting = sorted(self._waiting.items()), {}
-        self.lost, self.next = self.next, waiting[-1][0] + 1
-        for _, run in waiting:
-            await run()
-        self.lost = 0
-
-    def check(self) -> None:
-        """Raise an `InputError` while requests fail because one before them never came."""
-        if self.lost:
-            raise InputError(
-                f"the request {self.lost} of this model, before this one, did not arrive within "
-                f"{GAP_SECONDS:.0f} s: go on from a saved state"
-            )
-
-    def close(self) -> None:
-        self._waiting.clear()
-        if self._task is not None:
-            self._task.cancel()
+        lost = InputError(
+            f"the request {self.next} of this model, before this one, did not arrive within "
+            f"{GAP_SECONDS:.0f} s: go on from a saved state"
+        )
+        waiting, self._waiting, self._gap = self._waiting, {}, None
+        self.next = max(self.next - 1, *waiting) + 1 if waiting else self.next
+        for turn in waiting.values():
+            if not turn.done():
+                turn.set_exception(lost)

@@ -6,7 +6,7 @@ words of the protocol.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -32,11 +32,6 @@ TURN_TOKENS = 32_768
 
 class _Request(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
-
-
-class CreateSession(_Request):
-    user_metadata: JsonObject | None = None
-    display_name: str | None = None
 
 
 class OfSession(_Request):
@@ -98,6 +93,7 @@ class GetInfo(_Request):
 class AdamStep(_Request):
     """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
 
+    type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -107,13 +103,7 @@ class AdamStep(_Request):
 
 
 class OptimStep(OfModel):
-    adam_params: JsonObject = Field(
-        validation_alias=AliasChoices("adam_params", "optimizer_params")
-    )
-
-    def step(self) -> AdamStep:
-        check_optimizer(self.adam_params)
-        return AdamStep.model_validate(self.adam_params)
+    adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
 
 
 class Expiring(_Request):
@@ -133,7 +123,15 @@ class SaveForSampler(Saving):
 class SaveWeights(Saving):
     path: str
     overwrite: bool = False
-    age_encryption_recipients: Annotated[list[str], Field(max_length=10)] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    def check(self) -> None:
+        """Raise an `InputError` for what this server cannot do."""
+        if self.age_encryption_recipients:
+            raise InputError(
+                "age_encryption_recipients: this server encrypts no files; download those that "
+                "save_weights_external saved without it"
+            )
 
 
 class LoadWeights(_Request):
@@ -152,8 +150,8 @@ class LoadWeights(_Request):
         check_optimizer(self.optimizer_config)
         if self.weights_access_token is not None:
             raise InputError(
-                "weights_access_token: this server has none; the owner of a checkpoint can publish "
-                "it (publish_checkpoint_from_tinker_path)"
+                "weights_access_token: this server has none, and its checkpoints belong to the key "
+                "that saved them"
             )
 
 

@@ -1,10 +1,10 @@
-"""The verbs of `RestClient`: lists of runs, checkpoints and sessions, and what is done with saved
+"""The verbs of `RestClient`: lists of runs and checkpoints, and what is done with saved
 states by their addresses."""
 
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from turnwise.core.aio import run_in_thread
@@ -13,7 +13,7 @@ from turnwise.serving.openai.protection import FILES
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Missing
-from turnwise.tinker.service import TinkerService, parsed
+from turnwise.tinker.service import Model, TinkerService, parsed
 from turnwise.tinker.verbs import Verb
 
 _LINK_SECONDS = 3600
@@ -29,58 +29,42 @@ async def list_checkpoints(service: TinkerService, owner: str, tree: JsonObject)
 
 
 async def list_runs(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    runs, cursor = _page(await _runs(service, owner), tree)
-    return {"training_runs": runs, "cursor": cursor}
+    """Return the runs of an owner's models, and those that have checkpoints, the newest first."""
+    models = service.models_of(owner)
+    runs = {name: list[Checkpoint]() for name in models}
+    for each in await run_in_thread(service.checkpoints.of, owner):
+        runs.setdefault(each.run, []).append(each)
+    shown, cursor = _page(list(runs.items()), tree)
+    described = await run_in_thread(
+        lambda: [_run(service, run, models.get(run), saved) for run, saved in shown]
+    )
+    return {"training_runs": described, "cursor": cursor}
 
 
 async def get_run(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    for run in await _runs(service, owner, tree["run"]):
-        if run["training_run_id"] == tree["run"]:
-            return run
-    raise Missing(f"there is no training run {tree['run'][:100]} of yours")
+    run, model = tree["run"], service.models_of(owner).get(tree["run"])
+    saved = await run_in_thread(service.checkpoints.of, owner, run)
+    if run == "*" or (model is None and not saved):
+        raise Missing(f"there is no training run {run[:100]} of yours")
+    return await run_in_thread(_run, service, run, model, saved)
 
 
-async def _runs(service: TinkerService, owner: str, only: str = "*") -> list[JsonObject]:
-    """Return the runs of an owner's models, and those that have checkpoints, the newest first."""
-    kept, now = service.checkpoints, expiry(0)
-    saved = await run_in_thread(kept.of, owner, only)
-    known = {m.id: (m.spec.rank, m.user_metadata, now) for m in reversed(service.owned(owner)[1])}
-    for each in saved:
-        known.setdefault(each.run, (each.spec["rank"], each.run_metadata, each.created))
-    made = list[JsonObject]()
-    for run, (rank, metadata, at) in known.items():
-        own = {each.kind: each for each in reversed(saved) if each.run == run}
-        last = {kind: kept.describe(each) for kind, each in own.items()}
-        made.append(
-            {
-                "training_run_id": run,
-                "base_model": next((c.base_model for c in own.values()), service.model_name),
-                "model_owner": owner,
-                "is_lora": True,
-                "lora_rank": rank,
-                "last_request_time": at,
-                "last_checkpoint": last.get("weights"),
-                "last_sampler_checkpoint": last.get("sampler_weights"),
-                "user_metadata": metadata,
-            }
-        )
-    return made
-
-
-async def list_sessions(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    return {"sessions": _page([each.id for each in service.owned(owner)[0]][::-1], tree)[0]}
-
-
-async def get_session(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    sessions, models, samplers = service.owned(owner)
-    for session in (each for each in sessions if each.id == tree["session_id"]):
-        return {
-            "training_run_ids": [each.id for each in models if each.session is session],
-            "sampler_ids": [each.id for each in samplers if each.session is session],
-            "user_metadata": session.user_metadata,
-            "display_name": session.display_name,
-        }
-    raise Missing(f"there is no session {tree['session_id'][:100]} of yours, or it has ended")
+def _run(
+    service: TinkerService, run: str, model: Model | None, saved: Sequence[Checkpoint]
+) -> JsonObject:
+    """Describe a run, which has a model or checkpoints, the newest first."""
+    last = {each.kind: service.checkpoints.describe(each) for each in reversed(saved)}
+    return {
+        "training_run_id": run,
+        "base_model": saved[0].base_model if saved else service.model_name,
+        "model_owner": saved[0].owner if model is None else model.session.owner,
+        "is_lora": True,
+        "lora_rank": saved[0].spec["rank"] if model is None else model.spec.rank,
+        "last_request_time": saved[0].created if model is None else expiry(0),
+        "last_checkpoint": last.get("weights"),
+        "last_sampler_checkpoint": last.get("sampler_weights"),
+        "user_metadata": saved[0].run_metadata if model is None else model.user_metadata,
+    }
 
 
 async def weights_info(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
@@ -97,7 +81,7 @@ async def copy_weights(service: TinkerService, owner: str, tree: JsonObject) -> 
     key = f"{owner} {asked.idempotency_key or uuid.uuid4()}"
     run = f"{uuid.uuid5(uuid.NAMESPACE_URL, key)}:train:0"
     times = {"created": expiry(0), "expires": expiry(asked.ttl_seconds)}
-    copied = replace(source, run=run, owner=owner, public=False, **times)
+    copied = replace(source, run=run, owner=owner, **times)
     await run_in_thread(kept.copy, source, copied)
     return {"tinker_path": copied.address}
 
@@ -116,20 +100,17 @@ async def weights_urls(service: TinkerService, owner: str, tree: JsonObject) -> 
 
 def _own(service: TinkerService, owner: str, tree: JsonObject) -> Checkpoint:
     address = f"tinker://{tree['run']}/{tree['kind']}/{tree['name']}"
-    return service.checkpoints.find(address, owner, own=True)
+    return service.checkpoints.find(address, owner)
 
 
-def _changing(change: Callable[[JsonObject], JsonObject]) -> Verb:
-    async def answer(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-        changed = change(tree)
+async def set_ttl(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
+    expires = expiry(parsed(requests.Expiring, tree).ttl_seconds)
 
-        def update() -> None:
-            service.checkpoints.update(replace(_own(service, owner, tree), **changed))
+    def update() -> None:
+        service.checkpoints.update(replace(_own(service, owner, tree), expires=expires))
 
-        await run_in_thread(update)
-        return {}
-
-    return answer
+    await run_in_thread(update)
+    return {}
 
 
 async def delete(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
@@ -150,16 +131,10 @@ REST: Mapping[tuple[str, str], Verb] = {
     ("GET", "training_runs"): list_runs,
     ("GET", "training_runs/{run}"): get_run,
     ("GET", "training_runs/{run}/checkpoints"): list_checkpoints,
-    ("GET", "sessions"): list_sessions,
-    ("GET", "sessions/{session_id}"): get_session,
     ("POST", "weights_info"): weights_info,
     ("POST", "copy_weights"): copy_weights,
     ("GET", f"{_CHECKPOINT}/external_weights_urls"): weights_urls,
     ("DELETE", _CHECKPOINT): delete,
-    ("POST", f"{_CHECKPOINT}/publish"): _changing(lambda _: {"public": True}),
-    ("DELETE", f"{_CHECKPOINT}/publish"): _changing(lambda _: {"public": False}),
-    ("PUT", f"{_CHECKPOINT}/ttl"): _changing(
-        lambda tree: {"expires": expiry(parsed(requests.Expiring, tree).ttl_seconds)}
-    ),
+    ("PUT", f"{_CHECKPOINT}/ttl"): set_ttl,
 }
 """Verbs by method and route below /api/v1."""

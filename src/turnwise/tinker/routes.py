@@ -7,6 +7,7 @@ again after 410, and raises everything else. The result of a request is in its b
 import hashlib
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -47,13 +48,11 @@ def owner_of(request: Request) -> str:
 def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     """Add the protocol's routes to an application, and return it."""
     router = APIRouter(prefix=ROOT)
-    for path, verb in POST.items():
-        router.add_api_route(f"/{path}", _answering(service, verb), methods=["POST"])
     for path, answer in CONSTANT.items():
         router.add_api_route(f"/{path}", _constant(answer), methods=["POST"])
-    for path, verb in GET.items():
-        router.add_api_route(f"/{path}", _answering(service, verb), methods=["GET"])
-    for (method, path), verb in REST.items():
+    posts = {("POST", path): verb for path, verb in POST.items()}
+    gets = {("GET", path): verb for path, verb in GET.items()}
+    for (method, path), verb in (posts | gets | REST).items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=[method])
 
     @router.get("/files/{link}")
@@ -61,10 +60,6 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         if (found := service.links.get(link)) is None or not found.is_file():
             return _refused(Missing("there is no such file, or its link has expired"))
         return FileResponse(found)
-
-    @router.get("/healthz")
-    async def health() -> JsonObject:
-        return {"status": "ok"}
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:
@@ -123,10 +118,12 @@ def _answering(
 
 
 async def _values(request: Request) -> JsonObject:
-    if len(await request.body()) > _MOST_BYTES and not request.url.path.endswith("/asample"):
+    body, read = await request.body() or b"{}", partial(json.loads, parse_constant=str)
+    is_long = len(body) > _MOST_BYTES
+    if is_long and not request.url.path.endswith("/asample"):
         raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
-    try:
-        tree = json.loads(await request.body() or b"{}")
+    try:  # NaN is read as text: numbers must be finite, and no answer could repeat it
+        tree = await run_in_thread(read, body) if is_long else read(body)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):

@@ -22,7 +22,8 @@ from turnwise.engine.protocol import Completion
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir
 from turnwise.run.token_values import columns_of
-from turnwise.tinker.wire import Array, Datum, TrainingRequest
+from turnwise.tinker.losses import LOSSES
+from turnwise.tinker.wire import Array, TrainingRequest
 from turnwise.training.reports import TrainedSample
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Trajectory
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _FACTOR = 0x9E3779B97F4A7C15  # of the hashes; odd, so that none of its powers is 0
 _MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
-_MOST_TRAINED = 2**22  # tokens of a step that are kept until it is taken
+_MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
 
 
 class _Sampled(NamedTuple):
@@ -40,6 +41,11 @@ class _Sampled(NamedTuple):
     logprobs: Array
     finish_reason: str
     version: int
+
+
+_Trained = tuple[dict[str, Array], Array]
+"""A datum's inputs, with all of its `ids` and the `value` by which each target counts, and the
+trainer's log-probs."""
 
 
 class SampleIndex:
@@ -52,6 +58,8 @@ class SampleIndex:
 
     def __init__(self, longest: int, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
+        self.trained = 0
+        """Tokens of passes that models keep until their steps are taken."""
         self._powers = np.cumprod(np.full(longest + 1, _FACTOR, np.uint64))
         self._kept: dict[tuple[str, int, int], _Sampled] = {}
         self._size = 0
@@ -60,9 +68,11 @@ class SampleIndex:
         self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
     ) -> None:
         first = np.asarray(prompt, np.int32)
+        start = int(self._terms(first).sum())
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
-            key = owner, len(first) + len(ids), self._hashes(np.concatenate([first, ids]))[-1]
+            end = int(self._terms(ids, len(first)).sum())
+            key = owner, len(first) + len(ids), (start + end) % 2**64
             self._size += key[1] if self._kept.pop(key, None) is None else 0
             self._kept[key] = _Sampled(first, ids, logprobs, each.finish_reason, version)
         while self._size > _MOST_SAMPLED:
@@ -72,7 +82,8 @@ class SampleIndex:
     def turns(self, owner: str, ids: Array) -> list[_Sampled]:
         """Return the samples that make up a sequence, in their order: the longest that it begins
         with, then the longest that the prompt of this one begins with ..."""
-        hashes, found, length = self._hashes(ids), list[_Sampled](), len(ids)
+        hashes = np.cumsum(self._terms(ids)).tolist()  # of each beginning
+        found, length = list[_Sampled](), len(ids)
         while length:
             kept = self._kept.get((owner, length, hashes[length - 1]))
             if kept and np.array_equal(np.concatenate([kept.prompt, kept.ids]), ids[:length]):
@@ -82,11 +93,11 @@ class SampleIndex:
                 length -= 1
         return found
 
-    def _hashes(self, ids: Array) -> list[int]:
-        """Return a hash of each beginning of some ids."""
-        terms = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[: len(ids)]
-        hashes: list[int] = np.cumsum(terms).tolist()
-        return hashes
+    def _terms(self, ids: Array, start: int = 0) -> Array:
+        """Return the terms whose sum, modulo 2**64, is the hash of a sequence that has these ids
+        from a position on."""
+        terms: Array = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[start:][: len(ids)]
+        return terms
 
 
 class RunLog:
@@ -98,13 +109,16 @@ class RunLog:
         self._config = config.model_copy(update={"output_dir": str(folder), "name": name})
         self._owner, self._index = owner, index
         self._step, self._since = 0, time.monotonic()
+        self._held = 0
         self.drop()
         self._run: RunDir | None = None
         self._writing: asyncio.Future[None] | None = None
 
     def drop(self) -> None:
         """Forget the passes since the last step."""
-        self._trained, self._held, self._loss = list[tuple[Datum, Array]](), 0, 0.0
+        self._index.trained -= self._held
+        self._trained, self._held = list[_Trained](), 0
+        self._loss, self._tokens, self._left_out = 0.0, 0, 0
 
     def add(
         self,
@@ -116,18 +130,34 @@ class RunLog:
         if request.forward_only:
             return
         self._loss += metrics["loss:sum"]
+        factor = LOSSES[request.loss].factor or "advantages"
         for datum, output in zip(request.data, outputs, strict=True):
-            self._held += len(datum.token_ids_T)
-            if self._held <= _MOST_TRAINED and output["logprobs"].ndim == 1:
-                self._trained.append((datum, output["logprobs"]))
+            length, logprobs_T = len(datum.token_ids_T), output["logprobs"]
+            value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
+            self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
+            if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:
+                self._left_out += 1
+                continue
+            given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
+            ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
+            self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
+            self._index.trained += length
+            self._held += length
 
     async def step(self, version: int, learning_rate: float, metrics: Mapping[str, float]) -> None:
         """Write a step that began with the weights of a version, beside what comes next."""
         await self._written()
         self._step, now = max(self._step, version) + 1, time.monotonic()
-        row = StepMetrics(step=self._step, loss=self._loss, learning_rate=learning_rate)
+        row = StepMetrics(step=self._step, learning_rate=learning_rate)
         row.grad_norm, row.step_seconds = metrics.get("grad_norm"), now - self._since
-        row.weight_version = version + 1
+        row.weight_version, row.trained_tokens = version + 1, self._tokens
+        row.loss = self._loss / max(1, self._tokens)
+        if self._left_out:
+            logger.info(
+                "%s: step %d has no values of the tokens of %d data, with several targets a token "
+                "or too many in all",
+                *(self._config.name, self._step, self._left_out),
+            )
         self._writing = asyncio.ensure_future(
             run_in_thread(self._write, row, self._trained, version)
         )
@@ -135,6 +165,7 @@ class RunLog:
         self.drop()
 
     async def close(self) -> None:
+        self.drop()
         await self._written()
         if self._run is not None:
             await run_in_thread(self._run.metrics.close)
@@ -147,17 +178,13 @@ class RunLog:
         except Exception as error:
             logger.warning("the run folder of %s lacks a step: %s", self._config.name, error)
 
-    def _write(self, row: StepMetrics, data: Sequence[tuple[Datum, Array]], version: int) -> None:
+    def _write(self, row: StepMetrics, data: Sequence[_Trained], version: int) -> None:
         self._run = self._run or RunDir(self._config)
         origins, samples, groups = dict[int, Trajectory](), list[TrainedSample](), Counter[str]()
-        differences, exact, row.trained_tokens = [np.zeros(0)], 0, 0
-        for datum, logprobs_T in data:
-            given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
-            value_T = given.get("advantages", given.get("weights", np.ones(len(logprobs_T))))
-            row.trained_tokens += int((value_T != 0).sum())
-            ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
-            sample = None
-            if made := self._trajectory(ids, groups):
+        differences, exact = [np.zeros(0)], 0
+        for given, logprobs_T in data:
+            sample, value_T = None, given["value"]
+            if made := self._trajectory(given["ids"], groups):
                 sample, values_KN = _values(made, value_T, logprobs_T)
                 samples.append((sample, values_KN))
                 origins[id(sample)] = made
@@ -167,7 +194,6 @@ class RunLog:
         trajectories, joined = list(origins.values()), np.concatenate(differences)
         row.add_trajectories(trajectories)
         row.reward_mean = row.reward_std = None  # which only the client knows
-        row.loss = (row.loss or 0.0) / max(1, row.trained_tokens)
         if len(joined):
             row.logprob_diff_mean = float(np.abs(joined).mean())
             row.logprob_diff_max = float(np.abs(joined).max())

@@ -28,7 +28,7 @@ from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
-from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, encrypt_files, expiry
+from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
@@ -57,8 +57,6 @@ class Session:
 
     id: str
     owner: str
-    user_metadata: JsonObject | None = None
-    display_name: str | None = None
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request or heartbeat."""
 
@@ -151,14 +149,10 @@ class TinkerService:
     async def _note(self, session: Session, line: object) -> None:
         await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
 
-    def owned(self, owner: str) -> tuple[list[Session], list[Model], list[Sampler]]:
-        """Return what an owner has at the moment, the newest last."""
-        models, samplers = self._models.values(), self._samplers.values()
-        return (
-            [each for each in self._sessions.values() if each.owner == owner],
-            [each for each in models if each.session.owner == owner],
-            [each for each in samplers if each.session.owner == owner],
-        )
+    def models_of(self, owner: str) -> dict[str, Model]:
+        """Return an owner's models by their ids, the newest first."""
+        models = reversed(self._models.values())
+        return {each.id: each for each in models if each.session.owner == owner}
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
@@ -209,14 +203,12 @@ class TinkerService:
         return {"supported_models": [known]}
 
     async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.CreateSession, tree)
         if self._count(owner) >= _MOST_SESSIONS:
             await self._end_silent(_QUIET_SECONDS, owner)
         if self._count(owner) >= _MOST_SESSIONS:
             raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
-        session = Session(str(uuid.uuid4()), owner, asked.user_metadata, asked.display_name)
-        known = ("id", "owner", "user_metadata", "display_name")
-        await self._note(session, {name: getattr(session, name) for name in known})
+        session = Session(str(uuid.uuid4()), owner)
+        await self._note(session, {"id": session.id, "owner": owner})
         self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
 
@@ -246,7 +238,6 @@ class TinkerService:
         samplers = [each for each in self._samplers.values() if each.session is session]
         for model in models:  # before anything waits: none gets another request
             del self._models[model.id]
-            model.turns.close()
         for sampler in samplers:
             del self._samplers[sampler.id]
         self.futures.forget(session.id)
@@ -336,7 +327,7 @@ class TinkerService:
         model = self._model(asked.model_id, owner)
 
         async def step() -> Reply:
-            taken = parsed(requests.OptimStep, tree).step()
+            taken = parsed(requests.OptimStep, tree).adam_params
             try:
                 metrics = await self._ask("step", model.id, taken)
             except InputError:  # the gradient is dropped
@@ -381,9 +372,9 @@ class TinkerService:
 
         async def save() -> Reply:
             wanted = parsed(requests.SaveWeights, tree)
+            wanted.check()
             saved = self._checkpoint(model, kind, wanted, wanted.path)
-            keys, optimizer = wanted.age_encryption_recipients, kind == "weights"
-            await self._write(model, saved, wanted.overwrite, optimizer=optimizer, keys=keys)
+            await self._write(model, saved, wanted.overwrite, optimizer=kind == "weights")
             return Reply({"path": saved.address})
 
         return self._in_turn(model, asked.seq_id, save)
@@ -449,14 +440,10 @@ class TinkerService:
         *,
         flush: bool = True,
         optimizer: bool = False,
-        keys: list[str] | None = None,
     ) -> None:
-        """Write a model's adapter as a checkpoint, encrypted if there are `keys`."""
-        begin = partial(self.checkpoints.begin, saved, overwrite=overwrite)
-        begun = await run_in_thread(begin)
+        """Write a model's adapter as a checkpoint."""
+        begun = await run_in_thread(partial(self.checkpoints.begin, saved, overwrite=overwrite))
         await self._ask("write", model.id, begun, optimizer)
-        if keys:
-            await run_in_thread(encrypt_files, begun, keys)
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
@@ -475,14 +462,12 @@ class TinkerService:
         name = f"{model.id}:{position}"
 
         async def run() -> Reply:
-            model.turns.check()
-            return await work()
+            async with model.turns.turn(position):
+                return await work()
 
-        if name not in self.futures:
-            if position < model.turns.next:
-                raise Gone(f"the result of the request {name} is not kept any more")
-            self.futures.promise(name, model.session.owner, size)
-            model.turns.add(position, partial(self.futures.run, name, run))
+        if name not in self.futures and position < model.turns.next:
+            raise Gone(f"the result of the request {name} is not kept any more")
+        self.futures.begin(name, model.session.owner, run, size)
         return {"request_id": name, "model_id": model.id}
 
     def _model(self, name: str, owner: str) -> Model:
@@ -548,6 +533,8 @@ class TinkerService:
         ids = asked.tokens(self._vocabulary)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
+            if not sampler.temporary:
+                await run_in_thread(self.checkpoints.check_unchanged, saved)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
         made = asked.requests(ids, name, route, self._config.model.max_length)
