@@ -63,22 +63,12 @@ class CreateModel(OfNewModel):
     lora_config: AdapterSpec | None = None
     optimizer_config: JsonObject | None = None
 
-    def spec(self, most: int) -> AdapterSpec:
-        """Return the adapter that is asked for, of at most this rank."""
+    def spec(self) -> AdapterSpec:
+        """Return the adapter that is asked for."""
         check_optimizer(self.optimizer_config)
-        if (lora := self.lora_config) is None:
+        if self.lora_config is None:
             raise InputError("this server trains adapters: create_model needs a lora_config")
-        return checked_rank(lora, most)
-
-
-def checked_rank(lora: AdapterSpec, most: int) -> AdapterSpec:
-    """Return an adapter of at most this rank; InputError when it has another one."""
-    if not 1 <= lora.rank <= most:
-        raise InputError(
-            f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
-            "this server)"
-        )
-    return lora
+        return self.lora_config
 
 
 class OfModel(_Request):

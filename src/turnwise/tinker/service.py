@@ -82,10 +82,14 @@ class Sampler:
     id: str
     session: Session
     checkpoint: Checkpoint | None = None
-    temporary: bool = False
-    """Whether the checkpoint has no name, and ends with the session."""
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request."""
+
+    @property
+    def snapshot(self) -> Checkpoint | None:
+        """The checkpoint if it has no name that a client knows, and ends with the session."""
+        saved = self.checkpoint
+        return saved if saved is not None and saved.kind == "snapshots" else None
 
 
 Ask = Callable[..., Awaitable[Foreign]]
@@ -134,16 +138,16 @@ class TinkerService:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
-            with suppress(ValueError, TypeError):  # of lines that were never completed
-                first, *others = map(json.loads, path.read_text().splitlines())
+            lines = path.read_text().rpartition("\n")[0].splitlines()  # the last may be half of one
+            with suppress(ValueError, TypeError):
+                first, *others = map(json.loads, lines)
                 session = self._sessions[first["id"]] = Session(**first)
                 for name, tree in others:
                     saved = tree and Checkpoint(**tree)
                     if saved and not self.checkpoints.folder(saved).exists():
                         continue
-                    made = Sampler(name, session, saved, bool(saved) and saved.kind == "snapshots")
-                    self._samplers[name] = made
-                    held |= {self.checkpoints.folder(saved)} if made.temporary else set()
+                    made = self._samplers[name] = Sampler(name, session, saved or None)
+                    held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
         self.checkpoints.tidy(held)
 
     async def _note(self, session: Session, line: object) -> None:
@@ -180,16 +184,16 @@ class TinkerService:
         """Remove weights without a name that nobody samples from, but for each model's newest."""
         oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
         for sampler in reversed(list(self._samplers.values())):
-            if sampler.temporary and sampler.checkpoint is not None:
-                if sampler.seen < oldest and sampler.checkpoint.run in newer:
+            if (saved := sampler.snapshot) is not None:
+                if sampler.seen < oldest and saved.run in newer:
                     await self._drop(sampler)
-                newer.add(sampler.checkpoint.run)
+                newer.add(saved.run)
 
     async def _drop(self, sampler: Sampler) -> None:
         self._samplers.pop(sampler.id, None)
-        if sampler.temporary and sampler.checkpoint is not None:
+        if (saved := sampler.snapshot) is not None:
             with suppress(OSError):  # one that has gone already
-                await run_in_thread(self.checkpoints.remove, sampler.checkpoint)
+                await run_in_thread(self.checkpoints.remove, saved)
 
     # Sessions
 
@@ -261,8 +265,7 @@ class TinkerService:
 
         async def create() -> Reply:
             self._check_base(asked.base_model)
-            spec = asked.spec(self._config.model.lora.rank)
-            await self._add_model(name, session, spec, asked.user_metadata)
+            await self._add_model(name, session, asked.spec(), asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
         self.futures.begin(name, owner, create)
@@ -279,6 +282,11 @@ class TinkerService:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
         if name in self._models:
             raise Gone(f"the result of the request {name} is not kept any more")
+        if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
+            raise InputError(
+                f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
+                "this server)"
+            )
         try:
             await self._ask("create", name, spec)
             if loaded:
@@ -358,7 +366,7 @@ class TinkerService:
             if named:
                 return Reply({"type": "save_weights_for_sampler", "path": saved.address})
             sampler = f"{model.session.id}:sample:{number}"
-            await self._add_sampler(Sampler(sampler, model.session, saved, temporary=True))
+            await self._add_sampler(Sampler(sampler, model.session, saved))
             return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
 
         return self._in_turn(model, asked.seq_id, save)
@@ -400,8 +408,7 @@ class TinkerService:
 
         async def create() -> Reply:
             saved, folder = await find()
-            lora = requests.AdapterSpec.model_validate(saved.spec)
-            spec = requests.checked_rank(lora, self._config.model.lora.rank)
+            spec = requests.AdapterSpec.model_validate(saved.spec)
             loaded = folder, asked.optimizer
             made = await self._add_model(name, session, spec, asked.user_metadata, *loaded)
             made.version = saved.version
@@ -513,8 +520,8 @@ class TinkerService:
 
     async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
         sampler = self._sampler(str(tree["sampler_id"]), owner)
-        address = None if sampler.checkpoint is None else sampler.checkpoint.address
-        named = None if sampler.temporary else address
+        saved = None if sampler.snapshot else sampler.checkpoint
+        named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
     async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
@@ -533,7 +540,7 @@ class TinkerService:
         ids = asked.tokens(self._vocabulary)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
-            if not sampler.temporary:
+            if sampler.snapshot is None:
                 await run_in_thread(self.checkpoints.check_unchanged, saved)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
