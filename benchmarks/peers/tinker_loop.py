@@ -106,7 +106,9 @@ def main() -> None:
     clients = [Client(options, prompts, number) for number in range(options.clients)]
     values = clients[0].values()
     began = [0.0]
-    warm = threading.Barrier(options.clients, lambda: began.__setitem__(0, time.perf_counter()))
+    warm = threading.Barrier(
+        options.clients, lambda: began.__setitem__(0, time.perf_counter()), timeout=600
+    )
 
     def run(client: Client) -> None:
         client.step(0)

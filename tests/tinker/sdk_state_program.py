@@ -1,14 +1,15 @@
-"""A program that knows Tinker's SDK and cookbook and nothing of turnwise: it saves, is left without
-its server, and goes on.
+"""Eight clients that know Tinker's SDK and cookbook and nothing of turnwise: they save, are left
+without their server, and go on.
 
     python sdk_state_program.py BASE_URL MODEL FOLDER
 
-Between its two halves it prints `saved`, and waits for a line. It prints what it saw as JSON.
+Between its two halves it prints `saved`, and waits for a line. It prints what each saw as JSON.
 """
 
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinker import types
 from tinker_cookbook import weights
 
 URL, MODEL, FOLDER = sys.argv[1:4]
+CLIENTS = 8
 IDS = [5, 6, 7, 8, 9, 10]
 INPUTS = {"target_tokens": IDS[1:], "weights": [1.0] * 5}
 DATUM = types.Datum(model_input=types.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs=INPUTS)
@@ -46,10 +48,10 @@ def failing(call: Any) -> str:
     return "no error"
 
 
-def states(service: tinker.ServiceClient, client: tinker.TrainingClient, path: str) -> Any:
+def states(key: str, client: tinker.TrainingClient, path: str) -> Any:
     """Use each method that manages states."""
     seen: dict[str, Any] = {}
-    rest = tinker.RestClient(base_url=URL, api_key="tml-test")
+    rest = tinker.RestClient(base_url=URL, api_key=key)
     run = rest.get_training_run_by_tinker_path(path).result()
     seen["run"] = [run.lora_rank, run.user_metadata, run.last_checkpoint is not None]
     seen["runs"] = rest.list_training_runs().result().cursor.total_count
@@ -75,33 +77,48 @@ def states(service: tinker.ServiceClient, client: tinker.TrainingClient, path: s
     return seen
 
 
-def main() -> dict[str, Any]:
-    os.environ["TINKER_API_KEY"] = "tml-test"
-    service = tinker.ServiceClient(base_url=URL, api_key="tml-test")
-    client = service.create_lora_training_client(
-        base_model=MODEL, rank=4, seed=1, user_metadata={"renderer_name": "r"}
-    ).result()
-    train(client, 3)
-    path = client.save_state("third", ttl_seconds=7200).result().path
-    named = client.save_weights_for_sampler("named").result().path
-    expected = train(client, 2)
-    seen: dict[str, Any] = {"expected": expected, "states": states(service, client, path)}
-    samplers = [
-        service.create_sampling_client(base_model=MODEL).result(),
-        service.create_sampling_client(model_path=named).result(),
-        client.save_weights_and_get_sampling_client().result(),
-    ]
-    seen["before"] = [tokens(each) for each in samplers]
-    sys.stdout.write("saved\n")
-    sys.stdout.flush()
-    input()
-    seen["after"] = [tokens(each) for each in samplers]
-    seen["lost"] = failing(lambda: train(client, 1))
-    again = service.create_training_client_from_state_with_optimizer(path).result()
-    seen["resumed"] = train(again, 2)
-    seen["fresh"] = train(service.create_training_client_from_state(path).result(), 2)
-    service.close("success").result()
-    return seen
+class Client:
+    """One program, with a key of its own, before and after the server's end."""
+
+    def __init__(self, number: int) -> None:
+        key = f"tml-test{number}"
+        self.service = tinker.ServiceClient(base_url=URL, api_key=key)
+        client = self.service.create_lora_training_client(
+            base_model=MODEL, rank=4, seed=number, user_metadata={"renderer_name": "r"}
+        ).result()
+        train(client, 3)
+        self.path = client.save_state("third", ttl_seconds=7200).result().path
+        named = client.save_weights_for_sampler("named").result().path
+        self.seen: dict[str, Any] = {"expected": train(client, 2)}
+        if number == 0:
+            self.seen["states"] = states(key, client, self.path)
+        self.samplers = [
+            self.service.create_sampling_client(base_model=MODEL).result(),
+            self.service.create_sampling_client(model_path=named).result(),
+            client.save_weights_and_get_sampling_client().result(),
+        ]
+        self.seen["before"] = [tokens(each) for each in self.samplers]
+        self.client = client
+
+    def go_on(self) -> dict[str, Any]:
+        seen, service = self.seen, self.service
+        seen["after"] = [tokens(each) for each in self.samplers]
+        seen["lost"] = failing(lambda: train(self.client, 1))
+        again = service.create_training_client_from_state_with_optimizer(self.path).result()
+        seen["resumed"] = train(again, 2)
+        seen["fresh"] = train(service.create_training_client_from_state(self.path).result(), 2)
+        service.close("success").result()
+        return seen
+
+
+def main() -> list[dict[str, Any]]:
+    os.environ["TINKER_API_KEY"] = "tml-test0"  # of `weights.download`
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = list(pool.map(Client, range(CLIENTS)))
+        sys.stdout.write("saved\n")
+        sys.stdout.flush()
+        input()
+        return list(pool.map(Client.go_on, clients))
 
 
 if __name__ == "__main__":

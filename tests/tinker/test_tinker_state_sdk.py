@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(sdk: dict[str, str], model_path: str, folder: Path) -> dict[str, Any]:
+def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,7 +71,7 @@ def seen(sdk: dict[str, str], model_path: str, folder: Path) -> dict[str, Any]:
         server = start(model_path, folder, port, folder / "second.log")
         stdout, _ = running.communicate("\n", timeout=300)
         assert running.returncode == 0, (folder / "program.log").read_text()
-        found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+        found: list[dict[str, Any]] = json.loads(stdout.splitlines()[-1])
         return found
     finally:
         running.kill()
@@ -82,20 +82,22 @@ def seen(sdk: dict[str, str], model_path: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_samplers_go_on_after_a_kill_and_training_from_the_saved_state(
-    seen: dict[str, Any],
+    seen: list[dict[str, Any]],
 ) -> None:
-    assert seen["after"] == seen["before"]
-    assert seen["lost"].startswith("NotFoundError")
-    assert "create_training_client_from_state" in seen["lost"]
-    assert seen["resumed"] == seen["expected"]
-    assert seen["fresh"][0] == seen["expected"][0]
-    assert seen["fresh"][1] != seen["expected"][1]
+    assert len(seen) == 8
+    for each in seen:
+        assert each["after"] == each["before"]
+        assert each["lost"].startswith("NotFoundError")
+        assert "create_training_client_from_state" in each["lost"]
+        assert each["resumed"] == each["expected"]
+        assert each["fresh"][0] == each["expected"][0]
+        assert each["fresh"][1] != each["expected"][1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_states_are_managed_and_downloaded(seen: dict[str, Any]) -> None:
-    states = seen["states"]
+def test_states_are_managed_and_downloaded(seen: list[dict[str, Any]]) -> None:
+    states = seen[0]["states"]
     assert states["run"] == [4, {"renderer_name": "r"}, True]
     assert states["kinds"] == ["sampler", "training"]
     assert (states["runs"], states["own"]) == (1, 2)
@@ -108,7 +110,7 @@ def test_states_are_managed_and_downloaded(seen: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_viewer_reads_the_run_of_each_model(seen: dict[str, Any], folder: Path) -> None:
+def test_the_viewer_reads_the_run_of_each_model(seen: list[dict[str, Any]], folder: Path) -> None:
     runs = [path.parent for path in folder.glob("tinker/tinker/*/metrics.jsonl")]
     steps = [[row["step"] for row in RunFiles(run, "client").rows()["rows"]] for run in runs]
-    assert sorted(steps) == [[1, 2, 3, 4, 5], [4, 5], [4, 5]]
+    assert sorted(steps) == [[1, 2, 3, 4, 5]] * 8 + [[4, 5]] * 16

@@ -248,7 +248,7 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
 
     async def noted(method: str, name: str, *arguments: object) -> Any:
         asked.append(name)
-        await asyncio.sleep(0.02)  # as the trainer's process
+        await asyncio.sleep(0.2)  # as the trainer's process
         return await ask(method, name, *arguments)
 
     monkeypatch.setattr(service, "_trainer", noted)

@@ -85,6 +85,8 @@ Work = Callable[[], Awaitable[Reply]]
 @dataclass(slots=True, eq=False)
 class _Entry:
     owner: str
+    session: str
+    """Id of the session, with which that of the request begins."""
     size: int
     """Bytes of the request, and once it has ended of its result."""
     task: "asyncio.Task[Outcome]" = field(init=False)
@@ -99,7 +101,7 @@ class Futures:
         """Sizes of the results that were sent, the oldest first; all else counts in `_held`."""
         self._sent_size = 0
         self._held = Counter[str]()
-        """Bytes by sessions, with whose ids those of requests begin."""
+        """Bytes by sessions."""
 
     def begin(self, request_id: str, owner: str, work: Work, size: int = 0) -> None:
         """Run a request of some bytes, unless it runs or has run already.
@@ -109,14 +111,15 @@ class Futures:
         """
         if request_id in self._entries:
             return
-        held = self._held[session_of(request_id)]
+        session = request_id.partition(":")[0]
+        held = self._held[session]
         if held > _MOST // max(4, len(self._held)):
             raise Busy(
                 f"{held >> 20:,} MB of this session's requests are in progress, or have results "
                 "that were not fetched: wait for some of them"
             )
-        entry = self._entries[request_id] = _Entry(owner, SMALLEST + size)
-        self._held[session_of(request_id)] += entry.size
+        entry = self._entries[request_id] = _Entry(owner, session, SMALLEST + size)
+        self._held[session] += entry.size
         entry.task = asyncio.create_task(self._run(request_id, entry, work))
 
     def __contains__(self, request_id: str) -> bool:
@@ -132,7 +135,7 @@ class Futures:
             return Failure("the request was dropped", "unknown")
         outcome = found if isinstance(found, Reply) else Failure.of(ordinary_error(found))
         size = SMALLEST + len(outcome.message or b"") if isinstance(outcome, Reply) else SMALLEST
-        self._held[session_of(request_id)] += size - entry.size
+        self._held[entry.session] += size - entry.size
         entry.size = size
         return outcome
 
@@ -150,7 +153,7 @@ class Futures:
         if not done:
             return None
         if request_id not in self._sent:
-            self._release(request_id, entry)
+            self._release(entry)
             self._sent[request_id] = entry.size
             self._sent_size += entry.size
             while self._sent_size > _MOST_SENT and len(self._sent) > 1:
@@ -171,21 +174,15 @@ class Futures:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         if (size := self._sent.pop(request_id, None)) is None:
-            self._release(request_id, entry)
+            self._release(entry)
         else:
             self._sent_size -= size
         entry.task.cancel()  # no effect on one that has ended
 
-    def _release(self, request_id: str, entry: _Entry) -> None:
-        session = session_of(request_id)
-        self._held[session] -= entry.size
-        if self._held[session] <= 0:
-            del self._held[session]
-
-
-def session_of(request_id: str) -> str:
-    """Return the id of the session with which that of a request begins."""
-    return request_id.partition(":")[0]
+    def _release(self, entry: _Entry) -> None:
+        self._held[entry.session] -= entry.size
+        if self._held[entry.session] <= 0:
+            del self._held[entry.session]
 
 
 class Turns:

@@ -53,7 +53,8 @@ def _run(
     service: TinkerService, run: str, model: Model | None, saved: Sequence[Checkpoint]
 ) -> JsonObject:
     """Describe a run, which has a model or checkpoints, the newest first."""
-    last = {each.kind: service.checkpoints.describe(each) for each in reversed(saved)}
+    newest = {each.kind: each for each in reversed(saved)}
+    last = {kind: service.checkpoints.describe(each) for kind, each in newest.items()}
     return {
         "training_run_id": run,
         "base_model": saved[0].base_model if saved else service.model_name,

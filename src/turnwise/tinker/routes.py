@@ -30,13 +30,8 @@ _MOST_BYTES = 2**18
 
 def status_of(error: TurnwiseError) -> int:
     """Return the status of an error that is known at once."""
-    if isinstance(error, Missing):
-        return 404
-    if isinstance(error, Gone):
-        return 410
-    if isinstance(error, Busy):
-        return 429
-    return 400 if isinstance(error, InputError) else 503
+    known = {Missing: 404, Gone: 410, Busy: 429}
+    return known.get(type(error), 400 if isinstance(error, InputError) else 503)
 
 
 def owner_of(request: Request) -> str:
