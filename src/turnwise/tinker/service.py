@@ -404,6 +404,7 @@ class TinkerService:
             saved, folder = await find()
             await self._ask("read", model.id, folder, asked.optimizer)
             model.version = saved.version
+            model.log.drop()  # of passes whose gradient is dropped
             return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
 
         async def create() -> Reply:

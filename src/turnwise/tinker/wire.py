@@ -27,27 +27,27 @@ _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
     "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": "1 dense bytes @encoding, 2 sparse_csr SparseCsr @encoding, 3 dtype int32, "
-    "4 shape int64 *",
+    "Tensor": "1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape int64 *",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
-    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes @_logprobs, "
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, "
     "4 topk_sampled_logprobs TopkLogprobs",
-    "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes @_prompt_logprobs, "
+    "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes, "
     "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
     "3 metrics double %",
     "EncodedTextChunk": "1 tokens bytes",
-    "Chunk": "1 encoded_text EncodedTextChunk @chunk",
-    "LossConfigValue": "1 number double @value, 2 text string @value",
+    "Chunk": "1 encoded_text EncodedTextChunk",
+    "LossConfigValue": "1 number double, 2 text string",
     "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
     "4 loss_fn string, 5 loss_fn_config double %, 6 forward_only bool, "
     "7 loss_fn_config_v2 LossConfigValue %",
 }
 """Fields of each message, but for those that the server has no use for: number, name, type, and `*`
-for a list, `%` for a mapping from strings, `@NAME` for one of several of which one is set."""
+for a list, `%` for a mapping from strings. Fields that the protocol marks as optional, or as one of
+several, are plain ones here: they are empty where they are not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +92,15 @@ def message_classes() -> Mapping[str, Foreign]:
     )
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
-        oneofs = dict[str, int]()
         for text in fields.split(", "):
-            number, own, kind, *rest = text.split()
-            mark = rest[0] if rest else ""
-            if mark == "%":
+            number, own, kind, *mark = text.split()
+            if mark == ["%"]:
                 entry = message.nested_type.add(name=own.title().replace("_", "") + "Entry")
                 entry.options.map_entry = True
                 _add(entry, "key", 1, "string")
                 _add(entry, "value", 2, kind)
-                kind, mark = f"{name}.{entry.name}", "*"
-            added = _add(message, own, int(number), kind, is_list=mark == "*")
-            if mark.startswith("@"):
-                if mark not in oneofs:
-                    oneofs[mark] = len(message.oneof_decl)
-                    message.oneof_decl.add(name=mark[1:])
-                added.oneof_index = oneofs[mark]
+                kind = f"{name}.{entry.name}"
+            _add(message, own, int(number), kind, is_list=bool(mark))
     pool.Add(file)
     return {
         name: factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
@@ -115,12 +108,11 @@ def message_classes() -> Mapping[str, Foreign]:
     }
 
 
-def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool = False) -> Foreign:
+def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool = False) -> None:
     known = _TYPES.get(kind)
     added = message.field.add(name=name, number=number, label=3 if is_list else 1, type=known or 11)
     if known is None:
         added.type_name = f".{_PACKAGE}.{kind}"
-    return added
 
 
 def read_training_request(body: bytes) -> TrainingRequest:
@@ -132,10 +124,7 @@ def read_training_request(body: bytes) -> TrainingRequest:
         raise InputError(f"the body is no ForwardBackwardRequest: {error}") from error
     if not request.model_id or request.seq_id < 1:
         raise InputError("forward_backward needs a model_id, and a seq_id from 1 on")
-    values = {
-        name: value.text if value.HasField("text") else value.number
-        for name, value in request.loss_fn_config_v2.items()
-    }
+    values = {name: value.text or value.number for name, value in request.loss_fn_config_v2.items()}
     data, mistake = list[Datum](), ""
     shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
@@ -159,7 +148,7 @@ def read_training_request(body: bytes) -> TrainingRequest:
 def _read_datum(message: Foreign, number: int) -> Datum:
     parts: list[Array] = [np.zeros(0, np.int32)]
     for chunk in message.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
+        if not chunk.HasField("encoded_text"):
             raise InputError(f"datum {number}: this server computes tokens, not images or audio")
         parts.append(_array(chunk.encoded_text.tokens, np.int32, f"datum {number}"))
     inputs = {
@@ -176,7 +165,7 @@ def read_tensor(message: Foreign, what: str) -> Array:
     shape = list(message.shape)
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise InputError(f"{what}: no tensor is {shape[:3]}")
-    if message.WhichOneof("encoding") != "sparse_csr":
+    if not message.HasField("sparse_csr"):
         flat = _array(message.dense, kind, what)
         shape = shape or [len(flat)]
         if flat.size != np.prod(shape):
