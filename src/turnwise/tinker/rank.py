@@ -57,10 +57,6 @@ _PLAIN = SamplingConfig()
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 """Names of the modules of a decoder layer that are its attention; others are its MLP."""
 
-PassResult = tuple[list[dict[str, Array]], dict[str, float]]
-"""For each datum arrays [T] by name, the `logprobs` of its targets; and metrics, whose names end in
-the way in which a client joins those of several passes, such as `loss:sum`."""
-
 
 @dataclass(slots=True, eq=False)
 class _Adapter:
@@ -169,12 +165,12 @@ class AdapterRank:
             each.is_away = True
             taken -= each.nbytes
 
-    def run(self, name: str, run: TrainingRequest) -> PassResult:
-        """Run a forward pass with an adapter, and unless `forward_only` add its gradient."""
+    def run(self, name: str, run: TrainingRequest) -> tuple[list[Array], float]:
+        """Run a forward pass with an adapter, and unless `forward_only` add its gradient; return
+        the log-probs of each datum's targets, [T] or [T, K], and the sum of the loss."""
         adapter = self._of(name)
         loss = loss_named(run.loss, run.loss_config)
-        outputs: list[dict[str, Array]] = [{} for _ in run.data]
-        total = 0.0
+        outputs, total = dict[int, Array](), 0.0
         activate(self._layers.values(), [adapter.label])
         try:
             with torch.set_grad_enabled(not run.forward_only):
@@ -191,12 +187,12 @@ class AdapterRank:
                     for sample, datum, part in zip(samples, chosen, parts, strict=True):
                         shape = datum.inputs["target_tokens"].shape
                         own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
-                        outputs[sample.sequence]["logprobs"] = own.reshape(shape).numpy()
+                        outputs[sample.sequence] = own.reshape(shape).numpy()
         except BaseException:
             if not run.forward_only:
                 adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise
-        return outputs, {"loss:sum": total}
+        return [outputs[number] for number in range(len(run.data))], total
 
     def _micro_batches(self, run: TrainingRequest) -> list[list[Sample]]:
         """Divide the data; a sample has one token more, since each token is scored by the one

@@ -120,19 +120,14 @@ class RunLog:
         self._trained, self._held = list[_Trained](), 0
         self._loss, self._tokens, self._left_out = 0.0, 0, 0
 
-    def add(
-        self,
-        request: TrainingRequest,
-        outputs: Sequence[Mapping[str, Array]],
-        metrics: Mapping[str, float],
-    ) -> None:
+    def add(self, request: TrainingRequest, logprobs: Sequence[Array], loss: float) -> None:
         """Add a pass to the next step, unless it is one without gradient."""
         if request.forward_only:
             return
-        self._loss += metrics["loss:sum"]
+        self._loss += loss
         factor = LOSSES[request.loss].factor or "advantages"
-        for datum, output in zip(request.data, outputs, strict=True):
-            length, logprobs_T = len(datum.token_ids_T), output["logprobs"]
+        for datum, logprobs_T in zip(request.data, logprobs, strict=True):
+            length = len(datum.token_ids_T)
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
             self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
             if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:

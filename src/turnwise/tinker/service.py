@@ -322,13 +322,12 @@ class TinkerService:
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
         longest = self._config.model.max_length
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
-        outputs, metrics = list[dict[str, Array]](), dict[str, float]()
+        logprobs, loss = list[Array](), 0.0
         for part in requests.turns_of(request):
-            found, sums = await self._ask("run", model.id, part)
-            outputs += found
-            metrics = {key: metrics.get(key, 0.0) + value for key, value in sums.items()}
-        model.log.add(request, outputs, metrics)
-        return Reply(message=await run_in_thread(training_reply, outputs, metrics))
+            found, its_loss = await self._ask("run", model.id, part)
+            logprobs, loss = logprobs + found, loss + its_loss
+        model.log.add(request, logprobs, loss)
+        return Reply(message=await run_in_thread(training_reply, logprobs, loss))
 
     async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
         asked = parsed(requests.OfModel, tree)

@@ -192,24 +192,22 @@ def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
         raise InputError(f"{what}: {error}") from error
 
 
-def training_reply(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
-    """Return the message of a pass: for each datum arrays by name, [T] or [T, K] each, in one
-    order; and metrics, whose names end in the way in which the client joins those of several
-    requests."""
+def training_reply(logprobs: Sequence[Array], loss: float) -> bytes:
+    """Return the message of a pass: the log-probs of each datum's targets, [T] or [T, K], and the
+    sum of the loss."""
+    # The name of a metric ends in the way in which a client joins those of several requests.
     reply = message_classes()["ForwardBackwardOutput"](
-        loss_fn_output_type="ArrayRecord", metrics=metrics
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss}
     )
     # A record has arrays that differ in their first dimension alone.
-    shapes = groupby(outputs, lambda each: [array.shape[1:] for array in each.values()])
-    for group in (list(each) for _, each in shapes):
-        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
-        for name in group[0]:
-            rows = [np.asarray(each[name], np.float32) for each in group]
-            offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
-            tensor = record.fields[name]
-            tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
-            tensor.dtype = _FLOAT32
-            tensor.trailing_shape.extend(rows[0].shape[1:])
+    for shape, group in groupby(logprobs, lambda each: each.shape[1:]):
+        rows = [each.astype(np.float32) for each in group]
+        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+        offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
+        tensor = record.fields["logprobs"]
+        tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
+        tensor.dtype = _FLOAT32
+        tensor.trailing_shape.extend(shape)
     return bytes(reply.SerializeToString())
 
 
