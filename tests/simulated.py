@@ -65,8 +65,6 @@ class _Request:
     """Whether log-probs of the prompt are asked for."""
     likeliest: tuple[int, int] = (0, 0)
     """Numbers of likeliest tokens that are asked for at prompt and completion: always 1, 2 ..."""
-    given: list[int] = field(default_factory=list)
-    """Ids whose log-probs are asked for at the completion's tokens."""
     sampled: int = 0
     delivered: int = 0
     cached: int = 0
@@ -159,7 +157,6 @@ class SimulatedEngine:
         asked = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
         if not isinstance(sampling, SamplingConfig):
             asked.likeliest = sampling.prompt_logprobs or 0, sampling.logprobs or 0
-            asked.given = sampling.logprob_token_ids or []
         self._waiting[asked] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
@@ -210,7 +207,6 @@ class SimulatedEngine:
             [(token, -0.5 * token, token) for token in range(1, count + 1)]
             for count in request.likeliest
         )
-        at_token += [(token, -1e-3 * token, 1) for token in request.given]
         chunk = Chunk(
             request.token_ids[new],
             request.logprobs[new],

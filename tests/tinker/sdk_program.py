@@ -47,14 +47,9 @@ def likeliest(training: Any, sampling: Any, sample: list[int]) -> dict[str, Any]
     datum = types.Datum(types.ModelInput.from_ints(sample[:-1]), inputs)
     passed = training.forward([datum], "cross_entropy").result()
     (output,) = passed.loss_fn_outputs
-    wanted = types.TensorData(
-        data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4]
-    )
-    given = sampling.sample(whole, 1, one, target_prompt_logprobs=wanted).result()
     return {
         "engine": [[value for _, value in row] for row in rows],
         "trainer": output["logprobs"].tolist(),
-        "given": given.target_prompt_logprobs.tolist(),
         "likeliest": len(top.sequences[0].topk_logprobs[0]),
         "last": sampling.compute_logprobs(whole, prompt_logprobs_last_n=2).result(),
     }

@@ -85,53 +85,6 @@ async def test_the_end_of_a_prompt_can_be_scored_alone(client: Client) -> None:
     assert failed["error"] == "prompt_logprobs_last_n: 4 is not from 1 to 3"
 
 
-async def test_given_ids_are_scored_where_they_are_asked_for(client: Client) -> None:
-    dense = {"data": [9, -1, -1, -1, 20, 30], "shape": [3, 2], "dtype": "int64"}
-    read = await sampled(client, target_prompt_logprobs=dense)
-    tensor = read.target_prompt_logprobs
-    values = np.frombuffer(tensor.dense, np.float32)
-    np.testing.assert_allclose(values, [-0.009, 0, 0, 0, -0.02, -0.03], rtol=1e-5)
-    assert list(tensor.shape) == [3, 2]
-    sparse = {
-        "data": [20, 30],
-        "shape": [3, 2],
-        "dtype": "int64",
-        "sparse_crow_indices": [0, 0, 0, 2],
-        "sparse_col_indices": [0, 1],
-    }
-    read = await sampled(client, 1, target_prompt_logprobs=sparse)
-    tensor = read.target_prompt_logprobs
-    values = np.frombuffer(tensor.sparse_csr.values, np.float32)
-    np.testing.assert_allclose(values, [-0.02, -0.03], rtol=1e-5)
-    assert np.frombuffer(tensor.sparse_csr.crow_indices, np.int64).tolist() == [0, 0, 0, 2]
-
-
-@pytest.mark.parametrize(
-    ("targets", "said"),
-    [
-        ({"data": [1, 2], "shape": [2, 1]}, "it is [2, 1], not [3, K]"),
-        ({"data": [1, 2, 3], "shape": [3]}, "it is [3], not [3, K]"),
-        ({"data": [1, 2], "shape": [3, 1]}, "2 values do not make a tensor [3, 1]"),
-        ({"data": [1, 2, 10**6], "shape": [3, 1]}, "ids must be from -1 to"),
-        (
-            {
-                "data": [1],
-                "shape": [3, 1],
-                "sparse_crow_indices": [0, 9, 9, 1],
-                "sparse_col_indices": [0],
-            },
-            "the rows of the sparse tensor are not those of [3, 1]",
-        ),
-    ],
-)
-async def test_ids_that_do_not_fit_the_prompt_have_a_sentence(
-    client: Client, targets: dict[str, Any], said: str
-) -> None:
-    failed = await sampled(client, target_prompt_logprobs=targets)
-    assert failed["category"] == "user"
-    assert said in failed["error"]
-
-
 async def test_a_whole_sample_can_be_scored_afterwards(client: Client) -> None:
     read = await sampled(client, sampling_params={"max_tokens": None, "stop": []})
     whole = PROMPT + np.frombuffer(read.sequences[0].tokens, np.int32).tolist()
@@ -151,3 +104,8 @@ async def test_what_cannot_be_sampled_has_a_sentence(client: Client) -> None:
     }
     failed = await sampled(client, 1, record_stability_info=True)
     assert "loss_fn=importance_sampling" in failed["error"]
+    failed = await sampled(client, 2, target_prompt_logprobs={"data": [1], "shape": [1, 1]})
+    assert "forward(cross_entropy) scores any" in failed["error"]
+    for seq, stop in enumerate((["\n"] * 1001, [""], ["a" * 1001], [-1], [2**40]), 3):
+        failed = await sampled(client, seq, sampling_params={"stop": stop})
+        assert "stop may have 1,000 ids from 0 on" in failed["error"]

@@ -13,7 +13,7 @@ from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opene
 from turnwise.config import Config
 from turnwise.tinker import requests
 from turnwise.tinker.service import TinkerService
-from turnwise.tinker.wire import PROTOBUF, message_classes
+from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8, 9, 10]
 
@@ -263,3 +263,120 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
     assert loss_of(results[0]) == pytest.approx(loss_of(whole), rel=1e-6)
     for own, wanted in zip(gradient_of(client), expected, strict=True):
         torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-4)
+
+
+async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    ask, called, ends = service._trainer, asyncio.Event(), asyncio.Event()
+
+    async def slow(method: str, *arguments: object) -> Any:
+        found = await ask(method, *arguments)
+        if method == "create":
+            called.set()
+            await ends.wait()
+        return found
+
+    monkeypatch.setattr(service, "_trainer", slow)
+    opening = asyncio.create_task(client.open())
+    await called.wait()
+    finishing = asyncio.create_task(client.tree(f"sessions/{client.session}/finish", {}))
+    await asyncio.gather(opening, return_exceptions=True)  # its result is gone
+    ends.set()
+    await finishing
+    async with asyncio.timeout(5):
+        while client.rank._adapters:
+            await asyncio.sleep(0.01)
+    assert not service._models
+
+
+async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, service = served
+    begun, ended = list[str](), list[str]()
+
+    async def slow(method: str, name: str) -> None:
+        begun.append(name)
+        await asyncio.sleep(0.05)
+        ended.append(name)
+
+    monkeypatch.setattr(service, "_trainer", slow)
+    first = asyncio.create_task(service._ask("run", "first"))
+    second = asyncio.create_task(service._ask("run", "second"))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert begun == ["first"]
+    await second
+    assert first.cancelled()
+    assert ended == ["first", "second"]
+
+
+async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    await client.open()
+    adapter = client.rank._adapters[client.model]
+    service.futures.forget(client.model)  # as the oldest results are
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "model"}
+    promise = await client.tree("create_model", body | {"lora_config": {"rank": 4}})
+    assert "is not kept any more" in (await client.result(promise))["error"]
+    assert client.rank._adapters[client.model] is adapter
+
+
+async def test_a_session_that_ends_twice_at_once_ends_once(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    await client.open()
+    session = service._sessions[client.session]
+    await asyncio.gather(service._end(session), service._end(session))
+    assert not client.rank._adapters
+    assert (await client.train(1, [], "cross_entropy")).status_code == 404
+
+
+async def test_no_sampler_is_added_to_a_session_that_has_ended(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    await client.open()
+    session = service._sessions[client.session]
+    note = service._note
+
+    async def noted(*arguments: Any) -> None:
+        await note(*arguments)
+        await service._end(session)
+
+    monkeypatch.setattr(service, "_note", noted)
+    body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
+    assert (await client.post("create_sampling_session", body)).status_code == 410
+    assert not service._samplers
+
+
+async def test_a_forward_pass_that_fails_leaves_the_gradient(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.open()
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.trained(1, data, "cross_entropy")
+
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client.rank, "_score", failing)
+        promise = (await client.train(2, data, "cross_entropy", forward_only=True)).json()
+        assert "out of memory" in (await client.result(promise))["error"]
+    assert all(each.abs().sum() >= 0 for each in gradient_of(client))
+
+
+async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client) -> None:
+    made = message_classes()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="a")
+    for name, rows in (("a", 2**31), ("b", -(2**31))):
+        tensor = made.data.add().loss_fn_inputs[name]
+        tensor.dtype = 1
+        tensor.shape.extend([rows, 2**10])
+    assert "values in all" in read_training_request(made.SerializeToString()).mistake

@@ -152,14 +152,15 @@ class AdapterTable:
             self._brought[name] = adapter
         return name in self._by_name
 
-    def take_idle(self) -> LoadedAdapter | None:
-        """Remove and return the adapter that no request has needed for the longest time; None if
-        all are in use."""
-        for name, adapter in self._brought.items():
-            if not adapter.users:
-                del self._brought[name], self._by_name[name]
-                return adapter
-        return None
+    def take(self) -> tuple[str, LoadedAdapter] | None:
+        """Remove and return an adapter that makes room for another one: the one that was not needed
+        for the longest time, if there is one that no request uses among these; None if all have to
+        stay."""
+        idle = (name for name, each in self._brought.items() if not each.users)
+        if (name := next(idle, next(iter(self._brought), None))) is None:
+            return None
+        del self._by_name[name]
+        return name, self._brought.pop(name)
 
     def __len__(self) -> int:
         return len(self._by_name) + len(self.older)

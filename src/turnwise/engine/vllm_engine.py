@@ -210,8 +210,8 @@ class VllmEngine:
             self._ready = True
 
     async def _bring(self, route: Route) -> None:
-        """Load the adapter of a route, unless the engine holds it. If all slots are taken, the one
-        that no request has needed for the longest time makes room, as soon as there is one."""
+        """Load the adapter of a route, unless the engine holds it. If all slots are taken, another
+        one makes room."""
         if self._adapters.touch(route.adapter):
             return
         what = f"a wait for one of {self._slots} slots of adapters (engine.vllm_args.max_loras)"
@@ -219,14 +219,30 @@ class VllmEngine:
             if self._adapters.touch(route.adapter):
                 return
             while len(self._adapters) >= self._slots:
-                if (idle := self._adapters.take_idle()) is None:
-                    await asyncio.sleep(_POLL_SECONDS)
-                else:
-                    await self._ask("remove_adapter", idle.number)
+                await self._make_room()
             adapter = self._adapters.new(route.adapter)
             key = f"the adapter {route.adapter}"
-            await self._ask("put_adapter", adapter.number, route.folder, key)
+            try:
+                await self._ask("put_adapter", adapter.number, route.folder, key)
+            except BaseException:  # if it arrives after all, its slot would never be free again
+                with suppress(Exception):
+                    await self._ask("remove_adapter", adapter.number)
+                raise
             self._adapters.bring(route.adapter, adapter)
+
+    async def _make_room(self) -> None:
+        """Remove an adapter. If requests use all of them, it is one that gets no new requests from
+        here on: else a client that always has some would keep its slot for ever."""
+        if (taken := self._adapters.take()) is None:
+            raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
+        name, leaving = taken
+        try:
+            while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)
+                await asyncio.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._adapters.bring(name, leaving)
+            raise
+        await self._ask("remove_adapter", leaving.number)
 
     def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""

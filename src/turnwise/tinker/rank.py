@@ -118,8 +118,8 @@ class AdapterRank:
         self._near = int(_NEAR * free)
         self._most = (self._near if on_gpu else 0) + int(_FAR * host)
 
-    def create(self, name: str, spec: AdapterSpec) -> int:
-        """Add an adapter, and return the number of its parameters."""
+    def create(self, name: str, spec: AdapterSpec) -> None:
+        """Add an adapter."""
         own = self._config.model.lora
         targets = [
             layer
@@ -132,15 +132,17 @@ class AdapterRank:
         label = f"client{next(self._numbers)}"
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
-        add_adapter(self._model, settings, label, targets, seed)
-        parameters = [
-            parameter for each, parameter in self._model.named_parameters() if f".{label}." in each
-        ]
-        for parameter in parameters:
-            parameter.data = parameter.data.to(self.device)
+        try:
+            add_adapter(self._model, settings, label, targets, seed)
+            named = self._model.named_parameters()
+            parameters = [parameter for each, parameter in named if f".{label}." in each]
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.device)
+        except BaseException:  # the device may be full; nobody could remove a part of an adapter
+            remove_adapter(self._model, label)
+            raise
         made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
         self._adapters[name], self._tensors[name] = made, made.tensors
-        return made.nbytes // _BYTES
 
     def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
         """Make room on the device for a new adapter; InputError when there is none for it."""
@@ -191,7 +193,8 @@ class AdapterRank:
                         own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
                         outputs[sample.sequence]["logprobs"] = own.reshape(shape).numpy()
         except BaseException:
-            adapter.optimizer.zero_grad()  # half of a gradient is worse than none
+            if not run.forward_only:
+                adapter.optimizer.zero_grad()  # half of a gradient is worse than none
             raise
         return outputs, {"loss:sum": total}
 

@@ -4,9 +4,8 @@ Keys that are not known are ignored, as the protocol grows. A mistake is an `Inp
 words of the protocol.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,19 +13,17 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Sampling
+from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
 from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
-from turnwise.tinker.wire import Array, Datum, TrainingRequest, message_classes, read_tensor
+from turnwise.tinker.wire import Datum, TrainingRequest
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21)]
-_Ids = Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(max_length=2**21)]
-_LONGEST_STOP = 1000
+_MOST_STOPS = 1000
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
@@ -50,12 +47,10 @@ class AdapterSpec(_Request):
     train_attn: bool = True
 
 
-class _Optimizer(_Request):
-    type: str = "adamw"
-
-    def check(self) -> None:
-        if self.type != "adamw":
-            raise InputError(f"optimizer {self.type!r}: this server has adamw")
+def check_optimizer(asked: JsonObject | None) -> None:
+    """Raise an `InputError` for another optimizer than AdamW."""
+    if (kind := (asked or {}).get("type", "adamw")) != "adamw":
+        raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
 
 
 class OfNewModel(OfSession):
@@ -66,24 +61,14 @@ class CreateModel(OfNewModel):
     base_model: str
     user_metadata: JsonObject | None = None
     lora_config: AdapterSpec | None = None
-    optimizer_config: _Optimizer = _Optimizer()
+    optimizer_config: JsonObject | None = None
 
-    def spec(self, most: int) -> AdapterSpec:
-        """Return the adapter that is asked for, of at most this rank."""
-        self.optimizer_config.check()
-        if (lora := self.lora_config) is None:
+    def spec(self) -> AdapterSpec:
+        """Return the adapter that is asked for."""
+        check_optimizer(self.optimizer_config)
+        if self.lora_config is None:
             raise InputError("this server trains adapters: create_model needs a lora_config")
-        return checked_rank(lora, most)
-
-
-def checked_rank(lora: AdapterSpec, most: int) -> AdapterSpec:
-    """Return an adapter of at most this rank; InputError when it has another one."""
-    if not 1 <= lora.rank <= most:
-        raise InputError(
-            f"lora_config: rank {lora.rank} is not one from 1 to {most} (model.lora.rank of "
-            "this server)"
-        )
-    return lora
+        return self.lora_config
 
 
 class OfModel(_Request):
@@ -102,15 +87,13 @@ class AdamStep(_Request):
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[_Finite, Field(ge=0)] = 1e-12
+    eps: Annotated[_Finite, Field(gt=0)] = 1e-12
     weight_decay: Annotated[_Finite, Field(ge=0)] = 0.0
     grad_clip_norm: _Finite = 0.0
 
 
 class OptimStep(OfModel):
-    adam_params: AdamStep = Field(
-        validation_alias=AliasChoices("adam_params", "optim_params", "optimizer_params")
-    )
+    adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
 
 
 class Expiring(_Request):
@@ -125,7 +108,6 @@ class Saving(Expiring):
 class SaveForSampler(Saving):
     path: str | None = None
     sampling_session_seq_id: _Count | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class SaveWeights(Saving):
@@ -150,12 +132,12 @@ class LoadWeights(_Request):
     optimizer: bool = False
     base_model: str | None = None
     user_metadata: JsonObject | None = None
-    optimizer_config: _Optimizer = _Optimizer()
+    optimizer_config: JsonObject | None = None
     weights_access_token: str | None = None
 
     def check(self) -> None:
         """Raise an `InputError` for what this server cannot do."""
-        self.optimizer_config.check()
+        check_optimizer(self.optimizer_config)
         if self.weights_access_token is not None:
             raise InputError(
                 "weights_access_token: this server has none, and its checkpoints belong to the key "
@@ -198,49 +180,6 @@ class _Sampling(_Request):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class TargetIds(_Request):
-    """Token ids whose log-probs are asked for: row `i` at the token `i + 1` of a prompt, dense or
-    sparse (CSR); -1 asks for nothing."""
-
-    data: _Ids
-    shape: _Ids = []
-    sparse_crow_indices: _Ids | None = None
-    sparse_col_indices: _Ids | None = None
-
-    def tensor(self, values: Array) -> Foreign:
-        """Return int64 or float32 values in the place of the ids, as a message."""
-        kind = 2 if values.dtype == np.int64 else 1
-        made = message_classes()["Tensor"](dtype=kind, shape=self.shape)
-        if self.sparse_crow_indices is None:
-            made.dense = values.tobytes()
-        else:
-            made.sparse_csr.values = values.tobytes()
-            made.sparse_csr.crow_indices = np.asarray(self.sparse_crow_indices).tobytes()
-            made.sparse_csr.col_indices = np.asarray(self.sparse_col_indices or []).tobytes()
-        return made
-
-    def places(self, length: int, vocabulary: int) -> dict[int, list[int]]:
-        """Return the indices in `data` of the ids of each row, for a prompt of `length` tokens."""
-        what = "target_prompt_logprobs"
-        shape = read_tensor(self.tensor(np.asarray(self.data, np.int64)), what).shape
-        if len(shape) != 2 or shape[0] != length - 1 or not shape[1]:
-            raise InputError(f"{what}: it is {list(shape)}, not [{length - 1}, K]")
-        if any(not -1 <= token < vocabulary for token in self.data):
-            raise InputError(f"{what}: ids must be from -1 to {vocabulary - 1:,}")
-        bounds = self.sparse_crow_indices or range(0, len(self.data) + 1, shape[1])
-        rows = ([i for i in range(*each) if self.data[i] >= 0] for each in pairwise(bounds))
-        found = {row: places for row, places in enumerate(rows) if places}
-        if len(found) > MOST_SAMPLES:
-            raise InputError(f"{what}: it has ids in {len(found):,} rows of {MOST_SAMPLES:,}")
-        return found
-
-    def sampling(self, places: Sequence[int]) -> Sampling:
-        """Return vLLM's parameters of a request that scores some of the ids as the next token."""
-        params = sampling_params(SamplingConfig(max_tokens=1), None)
-        params.logprobs, params.logprob_token_ids = None, [self.data[i] for i in places]
-        return params
-
-
 class Sample(_Request):
     """A request for samples of one prompt."""
 
@@ -252,7 +191,7 @@ class Sample(_Request):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
-    target_prompt_logprobs: TargetIds | None = None
+    target_prompt_logprobs: JsonObject | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
@@ -277,42 +216,68 @@ class Sample(_Request):
             raise InputError(f"prompt_logprobs_last_n: {last} is not from 1 to {length - 1}")
         return last or length
 
-    def sampling(self, length: int, longest: int, number: int = 0) -> Sampling:
-        """Return the parameters of one of the samples of a prompt of `length` tokens, in a context
-        of `longest`; the first sample also brings what is asked for of the prompt."""
+    def requests(self, ids: list[int], name: str, route: Route, longest: int) -> list[Request]:
+        """Return the request of each sample of a prompt, in a context of `longest` tokens; the
+        first also brings what is asked for of the prompt."""
         if self.record_stability_info:
             raise InputError(f"record_stability_info: {NOT_STABLE}")
         if self.prompt_alt_tokens_k:
             raise InputError("prompt_alt_tokens_k: vLLM draws no tokens at positions of the prompt")
+        if self.target_prompt_logprobs is not None:
+            raise InputError(
+                "target_prompt_logprobs: engines score the prompt's own tokens and the likeliest "
+                "ones; a training client's forward(cross_entropy) scores any, [N, K] of them"
+            )
+        first = self._sampling(len(ids), longest)
+        other = first.model_copy(update={"prompt_logprobs": False})
+        return [
+            Request(
+                ids,
+                self._with_likeliest(other if number else first, number),
+                f"{name}:{number}",
+                self._seed(number),
+                route,
+            )
+            for number in range(self.num_samples)
+        ]
+
+    def _sampling(self, length: int, longest: int) -> SamplingConfig:
         if length >= longest:
             raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
         # One less than there is room for: what was sampled can be scored, with one token after it.
         room = max(1, longest - 1 - length)
-        given, top = self.sampling_params, 0 if number else self.topk_prompt_logprobs
+        given = self.sampling_params
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         texts = [each for each in stop if isinstance(each, str)]
-        if any(not text or len(text) > _LONGEST_STOP for text in texts):
-            raise InputError(f"sampling_params: a stop has 1 to {_LONGEST_STOP} characters")
-        sampling = SamplingConfig(
+        ids = [each for each in stop if isinstance(each, int)]
+        odd = any(not 1 <= len(text) <= _MOST_STOPS for text in texts)
+        if odd or len(stop) > _MOST_STOPS or any(not 0 <= each < 2**31 for each in ids):
+            raise InputError(
+                f"sampling_params: stop may have {_MOST_STOPS:,} ids from 0 on, or texts of 1 to "
+                f"{_MOST_STOPS:,} characters"
+            )
+        return SamplingConfig(
             n=1,
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=given.top_k,
             max_tokens=min(given.max_tokens or room, room),
             stop=texts,
-            stop_token_ids=[each for each in stop if isinstance(each, int)],
+            stop_token_ids=ids,
             ignore_eos=given.stop == [],
-            prompt_logprobs=number == 0 and bool(self.scored(length)),
+            prompt_logprobs=bool(self.scored(length)),
         )
+
+    def _with_likeliest(self, sampling: SamplingConfig, number: int) -> Sampling:
+        """Return vLLM's own parameters if likeliest tokens are asked for."""
+        top = self.topk_prompt_logprobs if sampling.prompt_logprobs else None
         if not (top or self.topk_sample_logprobs):
             return sampling
-        params = sampling_params(sampling, self.seed(number))
-        params.prompt_logprobs = top if sampling.prompt_logprobs else None
-        params.logprobs = self.topk_sample_logprobs
+        params = sampling_params(sampling, self._seed(number))
+        params.prompt_logprobs, params.logprobs = top, self.topk_sample_logprobs
         return params
 
-    def seed(self, number: int) -> int | None:
-        """Return the seed of one of the samples."""
+    def _seed(self, number: int) -> int | None:
         first = self.sampling_params.seed
         return None if first is None else (first + number) % 2**63
 

@@ -25,13 +25,12 @@ from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
-from turnwise.engine.protocol import Generator, Route
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.engine.protocol import Generator, Route, generate
+from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.run_log import RunLog, SampleIndex
-from turnwise.tinker.sampling import answer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
@@ -83,10 +82,14 @@ class Sampler:
     id: str
     session: Session
     checkpoint: Checkpoint | None = None
-    temporary: bool = False
-    """Whether the checkpoint has no name, and ends with the session."""
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request."""
+
+    @property
+    def snapshot(self) -> Checkpoint | None:
+        """The checkpoint if it has no name that a client knows, and ends with the session."""
+        saved = self.checkpoint
+        return saved if saved is not None and saved.kind == "snapshots" else None
 
 
 Ask = Callable[..., Awaitable[Foreign]]
@@ -135,16 +138,16 @@ class TinkerService:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
-            with suppress(ValueError, TypeError):  # of lines that were never completed
-                first, *others = map(json.loads, path.read_text().splitlines())
+            lines = path.read_text().rpartition("\n")[0].splitlines()  # the last may be half of one
+            with suppress(ValueError, TypeError):
+                first, *others = map(json.loads, lines)
                 session = self._sessions[first["id"]] = Session(**first)
                 for name, tree in others:
                     saved = tree and Checkpoint(**tree)
                     if saved and not self.checkpoints.folder(saved).exists():
                         continue
-                    made = Sampler(name, session, saved, bool(saved) and saved.kind == "snapshots")
-                    self._samplers[name] = made
-                    held |= {self.checkpoints.folder(saved)} if made.temporary else set()
+                    made = self._samplers[name] = Sampler(name, session, saved or None)
+                    held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
         self.checkpoints.tidy(held)
 
     async def _note(self, session: Session, line: object) -> None:
@@ -181,16 +184,16 @@ class TinkerService:
         """Remove weights without a name that nobody samples from, but for each model's newest."""
         oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
         for sampler in reversed(list(self._samplers.values())):
-            if sampler.temporary and sampler.checkpoint is not None:
-                if sampler.seen < oldest and sampler.checkpoint.run in newer:
+            if (saved := sampler.snapshot) is not None:
+                if sampler.seen < oldest and saved.run in newer:
                     await self._drop(sampler)
-                newer.add(sampler.checkpoint.run)
+                newer.add(saved.run)
 
     async def _drop(self, sampler: Sampler) -> None:
         self._samplers.pop(sampler.id, None)
-        if sampler.temporary and sampler.checkpoint is not None:
+        if (saved := sampler.snapshot) is not None:
             with suppress(OSError):  # one that has gone already
-                await run_in_thread(self.checkpoints.remove, sampler.checkpoint)
+                await run_in_thread(self.checkpoints.remove, saved)
 
     # Sessions
 
@@ -233,14 +236,20 @@ class TinkerService:
 
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
-        self._sessions.pop(session.id, None)
+        if self._sessions.pop(session.id, None) is None:
+            return
+        models = [each for each in self._models.values() if each.session is session]
+        samplers = [each for each in self._samplers.values() if each.session is session]
+        for model in models:  # before anything waits: none gets another request
+            del self._models[model.id]
+        for sampler in samplers:
+            del self._samplers[sampler.id]
         self.futures.forget(session.id)
         with suppress(OSError):
             self._files.path(f"{session.id}.jsonl").unlink()
-        for sampler in [each for each in self._samplers.values() if each.session is session]:
+        for sampler in samplers:
             await self._drop(sampler)
-        for model in [each for each in self._models.values() if each.session is session]:
-            del self._models[model.id]
+        for model in models:
             await model.log.close()
             try:
                 await self._ask("remove", model.id)
@@ -256,8 +265,7 @@ class TinkerService:
 
         async def create() -> Reply:
             self._check_base(asked.base_model)
-            spec = asked.spec(self._config.model.lora.rank)
-            await self._add_model(name, session, spec, asked.user_metadata)
+            await self._add_model(name, session, asked.spec(), asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
         self.futures.begin(name, owner, create)
@@ -272,14 +280,21 @@ class TinkerService:
         *loaded: object,
     ) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
-        await self._ask("create", name, spec)
+        if name in self._models:
+            raise Gone(f"the result of the request {name} is not kept any more")
+        if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
+            raise InputError(
+                f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
+                "this server)"
+            )
         try:
+            await self._ask("create", name, spec)
             if loaded:
                 await self._ask("read", name, *loaded)
-            if session.id not in self._sessions:  # it has ended meanwhile
-                raise Gone(f"the session {session.id} has ended")
-        except Exception:
-            await self._ask("remove", name)
+            self._check_open(session)
+        except BaseException:  # its session may have ended, which cancels its requests
+            with suppress(TurnwiseError):
+                await self._ask("remove", name)
             raise
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
         model = self._models[name] = Model(name, session, spec, user_metadata, log)
@@ -351,7 +366,7 @@ class TinkerService:
             if named:
                 return Reply({"type": "save_weights_for_sampler", "path": saved.address})
             sampler = f"{model.session.id}:sample:{number}"
-            await self._add_sampler(Sampler(sampler, model.session, saved, temporary=True))
+            await self._add_sampler(Sampler(sampler, model.session, saved))
             return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
 
         return self._in_turn(model, asked.seq_id, save)
@@ -393,8 +408,7 @@ class TinkerService:
 
         async def create() -> Reply:
             saved, folder = await find()
-            lora = requests.AdapterSpec.model_validate(saved.spec)
-            spec = requests.checked_rank(lora, self._config.model.lora.rank)
+            spec = requests.AdapterSpec.model_validate(saved.spec)
             loaded = folder, asked.optimizer
             made = await self._add_model(name, session, spec, asked.user_metadata, *loaded)
             made.version = saved.version
@@ -440,9 +454,15 @@ class TinkerService:
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
-        """Call a method of `AdapterRank`; models take turns, in the order of their requests."""
+        """Call a method of `AdapterRank`; models take turns, in the order of their requests. The
+        trainer ends what it has begun, so a call that is cancelled keeps its turn until then."""
         async with self._trainer_turn:
-            return await self._trainer(method, name, *arguments)
+            call = asyncio.ensure_future(self._trainer(method, name, *arguments))
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:
+                await asyncio.wait([call])
+                raise
 
     def _in_turn(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
         """Run a request, of some bytes, of a model once those before it have ended."""
@@ -489,13 +509,19 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
+        self._check_open(made.session)
         await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._check_open(made.session)
         self._samplers[made.id] = made
+
+    def _check_open(self, session: Session) -> None:
+        """Raise `Gone` if a session has ended meanwhile."""
+        self._session(session.id, session.owner)
 
     async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
         sampler = self._sampler(str(tree["sampler_id"]), owner)
-        address = None if sampler.checkpoint is None else sampler.checkpoint.address
-        named = None if sampler.temporary else address
+        saved = None if sampler.snapshot else sampler.checkpoint
+        named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
     async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
@@ -514,16 +540,19 @@ class TinkerService:
         ids = asked.tokens(self._vocabulary)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
-            if not sampler.temporary:
+            if sampler.snapshot is None:
                 await run_in_thread(self.checkpoints.check_unchanged, saved)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
-        longest, words = self._config.model.max_length, self._vocabulary
-        done, scores = await answer(self._generator, asked, ids, name, route, longest, words)
+        made = asked.requests(ids, name, route, self._config.model.max_length)
+        done = await together(generate(self._generator, each) for each in made)
+        if any(each.finish_reason == "abort" for each in done):
+            raise EngineError(f"an engine ended {name} early")
         if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
-        return Reply(message=sample_reply(done, asked.scored(len(ids)), likeliest, scores))
+        reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
+        return Reply(message=await run_in_thread(reply))
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)

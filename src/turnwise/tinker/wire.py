@@ -32,19 +32,14 @@ _MESSAGES = {
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes @_logprobs, "
     "4 topk_sampled_logprobs TopkLogprobs",
-    "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
     "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes @_prompt_logprobs, "
-    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32, "
-    "5 target_prompt_logprobs Tensor, 6 prompt_alt_tokens PromptAltTokens",
+    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
     "3 metrics double %",
     "EncodedTextChunk": "1 tokens bytes",
-    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32 @_expected_tokens",
-    "DmelChunk": "1 dmel bytes",
-    "Chunk": "1 encoded_text EncodedTextChunk @chunk, 2 image ImageChunk @chunk, "
-    "3 dmel DmelChunk @chunk",
+    "Chunk": "1 encoded_text EncodedTextChunk @chunk",
     "LossConfigValue": "1 number double @value, 2 text string @value",
     "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
@@ -144,7 +139,7 @@ def read_training_request(body: bytes) -> TrainingRequest:
     data, mistake = list[Datum](), ""
     shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
-        if not sum(np.prod(shape, dtype=float) for shape in shapes) <= _MOST_VALUES:
+        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= _MOST_VALUES:
             raise InputError(f"the tensors have more than {_MOST_VALUES:,} values in all")
         for number, each in enumerate(request.data):
             data.append(_read_datum(each, number))
@@ -233,7 +228,6 @@ def sample_reply(
     completions: Sequence[Completion],
     scored: int = 0,
     likeliest: tuple[int, int] = (0, 0),
-    targets: Foreign | None = None,
 ) -> bytes:
     """Return the message of the samples of one prompt.
 
@@ -242,12 +236,9 @@ def sample_reply(
         scored: Number of tokens at the prompt's end whose log-probs are asked for.
         likeliest: Numbers of likeliest tokens that are asked for at each of these, and at each
             sampled token.
-        targets: Log-probs of ids that were given for positions of the prompt: a `Tensor`.
     """
     first = completions[0]
-    reply = message_classes()["SampleResponse"](
-        prompt_cache_hit_tokens=first.cached_tokens, target_prompt_logprobs=targets
-    )
+    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=first.cached_tokens)
     for each in completions:
         added = reply.sequences.add(
             stop_reason=int(each.finish_reason == "length"),
