@@ -510,9 +510,9 @@ def test_samples_are_found_by_their_ids_until_others_take_their_place(
 
 def test_a_folder_has_one_server_at_a_time_in_one_program_too(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "tinker"
-    with _alone_in(folder):
-        with pytest.raises(InputError, match="another server's"), _alone_in(folder):
-            pass
+    refused = pytest.raises(InputError, match="another server's")
+    with _alone_in(folder), refused, _alone_in(folder):
+        pass
     with _alone_in(folder):
         (tmp_path / "file").write_text("")
         with pytest.raises(TurnwiseError, match="cannot be written"), _alone_in(tmp_path / "file"):
