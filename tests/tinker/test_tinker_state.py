@@ -16,6 +16,8 @@ import pytest
 from tests.tinker.bench import KEY, Client, loss_of, opened
 from turnwise.config import Config
 from turnwise.engine.protocol import Completion
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.tinker.backend import _alone_in
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
 from turnwise.tinker.run_log import SampleIndex
 from turnwise.tinker.service import TinkerService
@@ -315,8 +317,8 @@ async def test_a_sampler_of_weights_that_were_overwritten_or_deleted_says_so(
     body = {"session_id": client.session, "sampling_session_seq_id": 1, "model_path": path}
     sampler = (await client.tree("create_sampling_session", body))["sampling_session_id"]
     assert await sampled(client, sampler, 0)
-    ask = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": IDS}]}}
-    ask["sampling_params"] = {"max_tokens": 1}
+    ask: dict[str, Any] = {"sampling_session_id": sampler, "sampling_params": {"max_tokens": 1}}
+    ask["prompt"] = {"chunks": [{"tokens": IDS}]}
     await save(client, 2, "state", overwrite=True)
     failed = await client.result(await client.tree("asample", ask | {"seq_id": 1}))
     assert (failed["category"], "was overwritten" in failed["error"]) == ("user", True)
@@ -442,9 +444,10 @@ async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
 ) -> None:
     client, service = served
     await client.open()
-    plain = {name: SUPERVISED[name] for name in ("tokens", "target_tokens")}
+    plain: dict[str, Any] = {name: SUPERVISED[name] for name in ("tokens", "target_tokens")}
     odd = plain | {"advantages": [1.0, 2.0]}  # an input that this loss does not read
-    two = {"tokens": IDS[:-1], "target_tokens": [[each, 1] for each in IDS[1:]]}
+    two: dict[str, Any] = {"tokens": IDS[:-1]}
+    two["target_tokens"] = [[each, 1] for each in IDS[1:]]
     two["weights"] = [[0.5, 0.5]] * 4 + [[0.0, 0.0]]
     monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 12)
     losses = [
@@ -503,3 +506,14 @@ def test_samples_are_found_by_their_ids_until_others_take_their_place(
     index.add("me", [1, 2, 3, 4, 6], [done(7)], 8)
     assert [each.version for each in index.turns("me", np.array([1, 2, 3, 4, 6, 7, 8]))] == [8]
     assert index._size == 10
+
+
+def test_a_folder_has_one_server_at_a_time_in_one_program_too(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tinker"
+    refused = pytest.raises(InputError, match="another server's")
+    with _alone_in(folder), refused, _alone_in(folder):
+        pass
+    with _alone_in(folder):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(TurnwiseError, match="cannot be written"), _alone_in(tmp_path / "file"):
+            pass

@@ -15,7 +15,7 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import Foreign
 from turnwise.core.ray import watching_ray
-from turnwise.errors import InputError
+from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.commands import run_folder
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running, starting_engines
@@ -131,8 +131,10 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Refuse a second server of a folder, which would take the first for one that was killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "tinker.lock").open("w") as file:
+    with translate_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "tinker.lock").open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -112,7 +112,7 @@ class RunLog:
         self._held = 0
         self.drop()
         self._run: RunDir | None = None
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     def drop(self) -> None:
         """Forget the passes since the last step."""
@@ -153,9 +153,7 @@ class RunLog:
                 "or too many in all",
                 *(self._config.name, self._step, self._left_out),
             )
-        self._writing = asyncio.ensure_future(
-            run_in_thread(self._write, row, self._trained, version)
-        )
+        self._writing = asyncio.create_task(self._record(row, self._trained, version))
         self._since = now
         self.drop()
 
@@ -166,10 +164,12 @@ class RunLog:
             await run_in_thread(self._run.metrics.close)
 
     async def _written(self) -> None:
-        writing, self._writing = self._writing, None
+        if self._writing is not None:
+            await asyncio.wait([self._writing])  # which a cancelled step does not end
+
+    async def _record(self, row: StepMetrics, data: Sequence[_Trained], version: int) -> None:
         try:
-            if writing is not None:
-                await writing
+            await run_in_thread(self._write, row, data, version)
         except Exception as error:
             logger.warning("the run folder of %s lacks a step: %s", self._config.name, error)
 
