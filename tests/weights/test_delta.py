@@ -188,7 +188,7 @@ def test_tensors_outside_the_layers_are_loaded_together(sender: Any) -> None:
 
 
 def test_the_deltas_since_a_whole_version_are_never_longer_than_it(sender: Any) -> None:
-    """What an engine that starts has to read, and what shared memory has to hold."""
+    """They bound the reading of an engine that starts, and the contents of shared memory."""
     tensors, manifests = layers(), []
     for version in range(12):
         tensors = moved(tensors, places=250)
@@ -202,7 +202,7 @@ def test_the_deltas_since_a_whole_version_are_never_longer_than_it(sender: Any) 
 
 
 def test_a_failed_write_never_reaches_the_buffer_that_engines_read() -> None:
-    """Of shared memory: an engine that starts later reads the last version that was offered."""
+    """An engine that starts later reads the last version that was offered in shared memory."""
     made = make_sender("shm", layers(), BF16)
     offered, late = made.publish(1, layers()), Engine()
     for _ in range(2):
