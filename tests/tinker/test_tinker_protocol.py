@@ -266,7 +266,7 @@ async def test_positions_wait_for_those_before_them() -> None:
             ran.append(number)
 
     tasks = [asyncio.create_task(note(number)) for number in (3, 2, 6, 5, 1)]
-    await asyncio.sleep(0.01)
+    await asyncio.wait([tasks[0]])
     assert ran == [1, 2, 3]
     assert turns.next == 4
     tasks[3].cancel()

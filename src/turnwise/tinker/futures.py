@@ -191,9 +191,9 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         """Position of the request that runs, or that is waited for."""
-        self._runs = False
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._gap: asyncio.TimerHandle | None = None
+        self._here = set[int]()
+        self._moved = asyncio.Event()
+        self._lost = ""
 
     @asynccontextmanager
     async def turn(self, position: int) -> AsyncIterator[None]:
@@ -202,38 +202,29 @@ class Turns:
         Raises:
             InputError: when a request before this one did not come in time.
         """
-        turn = self._waiting[position] = asyncio.get_running_loop().create_future()
+        self._here.add(position)
         try:
-            self._begin_next()
-            await turn
+            while position > self.next:
+                seconds = None if self.next in self._here else GAP_SECONDS
+                try:
+                    await asyncio.wait_for(self._moved.wait(), seconds)
+                except TimeoutError:
+                    gap = position > self.next and self.next not in self._here
+                    if gap:  # all that wait fail, and later ones run
+                        self._lost = (
+                            f"the request {self.next} of this model, before this one, did not "
+                            f"arrive within {GAP_SECONDS:.0f} s: go on from a saved state"
+                        )
+                        self._go_on(max(self._here) + 1)
+            if position < self.next:
+                raise InputError(self._lost)
             yield
         finally:
-            self._waiting.pop(position, None)
+            self._here.discard(position)
             if position == self.next:
-                self.next, self._runs = position + 1, False
-                self._begin_next()
+                self._go_on(position + 1)
 
-    def _begin_next(self) -> None:
-        if self._runs or not self._waiting:
-            return
-        if (turn := self._waiting.pop(self.next, None)) is None:
-            loop = asyncio.get_running_loop()
-            self._gap = self._gap or loop.call_later(GAP_SECONDS, self._fail_waiting)
-            return
-        self._runs, gap, self._gap = True, self._gap, None
-        if gap is not None:
-            gap.cancel()
-        if not turn.done():  # else it was cancelled, and ends now
-            turn.set_result(None)
-
-    def _fail_waiting(self) -> None:
-        """Let the requests after a gap fail, and go on behind them."""
-        lost = InputError(
-            f"the request {self.next} of this model, before this one, did not arrive within "
-            f"{GAP_SECONDS:.0f} s: go on from a saved state"
-        )
-        waiting, self._waiting, self._gap = self._waiting, {}, None
-        self.next = max(self.next - 1, *waiting) + 1 if waiting else self.next
-        for turn in waiting.values():
-            if not turn.done():
-                turn.set_exception(lost)
+    def _go_on(self, position: int) -> None:
+        self.next = position
+        self._moved.set()
+        self._moved = asyncio.Event()

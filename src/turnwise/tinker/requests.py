@@ -4,9 +4,9 @@ Keys that are not known are ignored, as the protocol grows. A mistake is an `Inp
 words of the protocol.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -31,7 +31,20 @@ TURN_TOKENS = 32_768
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), extra="allow")
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Keys that this server has nothing for, each with the reason."""
+
+    def check(self) -> None:
+        """Raise an `InputError` for what this server has not."""
+        asked = self.model_extra or {}
+        for key, why in self.absent.items():
+            if asked.get(key):
+                raise InputError(f"{key}: {why}")
+        kind = asked.get("optimizer_config") or "adamw"
+        kind = kind.get("type", "adamw") if isinstance(kind, dict) else kind
+        if kind != "adamw":
+            raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
 
 
 class OfSession(_Request):
@@ -41,16 +54,11 @@ class OfSession(_Request):
 class AdapterSpec(_Request):
     """An adapter as a client asks for it; none is trained in the output head."""
 
+    model_config = ConfigDict(extra="ignore")
     rank: int
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     train_mlp: bool = True
     train_attn: bool = True
-
-
-def check_optimizer(asked: JsonObject | None) -> None:
-    """Raise an `InputError` for another optimizer than AdamW."""
-    if (kind := (asked or {}).get("type", "adamw")) != "adamw":
-        raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
 
 
 class OfNewModel(OfSession):
@@ -61,23 +69,14 @@ class CreateModel(OfNewModel):
     base_model: str
     user_metadata: JsonObject | None = None
     lora_config: AdapterSpec | None = None
-    optimizer_config: JsonObject | None = None
-
-    def spec(self) -> AdapterSpec:
-        """Return the adapter that is asked for."""
-        check_optimizer(self.optimizer_config)
-        if self.lora_config is None:
-            raise InputError("this server trains adapters: create_model needs a lora_config")
-        return self.lora_config
-
-
-class OfModel(_Request):
-    model_id: _Id
-    seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class GetInfo(_Request):
     model_id: _Id
+
+
+class OfModel(GetInfo):
+    seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class AdamStep(_Request):
@@ -103,6 +102,7 @@ class Expiring(_Request):
 
 class Saving(Expiring):
     user_metadata: dict[str, str] | None = None
+    overwrite: bool = False
 
 
 class SaveForSampler(Saving):
@@ -111,38 +111,22 @@ class SaveForSampler(Saving):
 
 
 class SaveWeights(Saving):
+    absent = {
+        "age_encryption_recipients": "this server encrypts no files; download those that "
+        "save_weights_external saved without it"
+    }
     path: str
-    overwrite: bool = False
-    age_encryption_recipients: list[str] | None = None
-
-    def check(self) -> None:
-        """Raise an `InputError` for what this server cannot do."""
-        if self.age_encryption_recipients:
-            raise InputError(
-                "age_encryption_recipients: this server encrypts no files; download those that "
-                "save_weights_external saved without it"
-            )
 
 
 class LoadWeights(_Request):
-    """A request to load a state, into `model_id`, or a new model of a session."""
-
-    model_id: _Id | None = None
+    absent = {
+        "weights_access_token": "this server has none, and its checkpoints belong to the key that "
+        "saved them"
+    }
     path: str
     optimizer: bool = False
     base_model: str | None = None
     user_metadata: JsonObject | None = None
-    optimizer_config: JsonObject | None = None
-    weights_access_token: str | None = None
-
-    def check(self) -> None:
-        """Raise an `InputError` for what this server cannot do."""
-        check_optimizer(self.optimizer_config)
-        if self.weights_access_token is not None:
-            raise InputError(
-                "weights_access_token: this server has none, and its checkpoints belong to the key "
-                "that saved them"
-            )
 
 
 class CopyWeights(Expiring):
@@ -183,6 +167,12 @@ class _Sampling(_Request):
 class Sample(_Request):
     """A request for samples of one prompt."""
 
+    absent = {
+        "record_stability_info": NOT_STABLE,
+        "prompt_alt_tokens_k": "vLLM draws no tokens at positions of the prompt",
+        "target_prompt_logprobs": "engines score the prompt's own tokens and the likeliest ones; a "
+        "training client's forward(cross_entropy) scores any, [N, K] of them",
+    }
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     prompt: _ModelInput
     sampling_params: _Sampling
@@ -191,10 +181,7 @@ class Sample(_Request):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
-    target_prompt_logprobs: JsonObject | None = None
-    prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
-    record_stability_info: bool | None = None
 
     def tokens(self, vocabulary: int) -> list[int]:
         """Return the prompt's ids, checked."""
@@ -219,15 +206,7 @@ class Sample(_Request):
     def requests(self, ids: list[int], name: str, route: Route, longest: int) -> list[Request]:
         """Return the request of each sample of a prompt, in a context of `longest` tokens; the
         first also brings what is asked for of the prompt."""
-        if self.record_stability_info:
-            raise InputError(f"record_stability_info: {NOT_STABLE}")
-        if self.prompt_alt_tokens_k:
-            raise InputError("prompt_alt_tokens_k: vLLM draws no tokens at positions of the prompt")
-        if self.target_prompt_logprobs is not None:
-            raise InputError(
-                "target_prompt_logprobs: engines score the prompt's own tokens and the likeliest "
-                "ones; a training client's forward(cross_entropy) scores any, [N, K] of them"
-            )
+        self.check()
         first = self._sampling(len(ids), longest)
         other = first.model_copy(update={"prompt_logprobs": False})
         return [

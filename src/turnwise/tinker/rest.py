@@ -6,6 +6,7 @@ import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -13,9 +14,10 @@ from turnwise.serving.openai.protection import FILES
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Missing
-from turnwise.tinker.service import Model, TinkerService, parsed
+from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.verbs import Verb
 
+_Item = TypeVar("_Item")
 _LINK_SECONDS = 3600
 
 
@@ -30,41 +32,42 @@ async def list_checkpoints(service: TinkerService, owner: str, tree: JsonObject)
 
 async def list_runs(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
     """Return the runs of an owner's models, and those that have checkpoints, the newest first."""
-    models = service.models_of(owner)
-    runs = {name: list[Checkpoint]() for name in models}
-    for each in await run_in_thread(service.checkpoints.of, owner):
-        runs.setdefault(each.run, []).append(each)
-    shown, cursor = _page(list(runs.items()), tree)
-    described = await run_in_thread(
-        lambda: [_run(service, run, models.get(run), saved) for run, saved in shown]
-    )
+    shown, cursor = _page(await _runs(service, owner), tree)
+    described = await run_in_thread(lambda: [_run(service, *each) for each in shown])
     return {"training_runs": described, "cursor": cursor}
 
 
 async def get_run(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    run, model = tree["run"], service.models_of(owner).get(tree["run"])
-    saved = await run_in_thread(service.checkpoints.of, owner, run)
-    if run == "*" or (model is None and not saved):
-        raise Missing(f"there is no training run {run[:100]} of yours")
-    return await run_in_thread(_run, service, run, model, saved)
+    found = await _runs(service, owner, tree["run"])
+    if tree["run"] == "*" or not found:
+        raise Missing(f"there is no training run {tree['run'][:100]} of yours")
+    return await run_in_thread(_run, service, *found[0])
 
 
-def _run(
-    service: TinkerService, run: str, model: Model | None, saved: Sequence[Checkpoint]
-) -> JsonObject:
-    """Describe a run, which has a model or checkpoints, the newest first."""
+async def _runs(
+    service: TinkerService, owner: str, run: str = "*"
+) -> list[tuple[Checkpoint, list[Checkpoint]]]:
+    """Return the newest state of each run, of all or of one, and its checkpoints."""
+    models = (service.state_of(each) for each in service.models_of(owner))
+    found = {each.run: (each, list[Checkpoint]()) for each in models if run in ("*", each.run)}
+    for saved in await run_in_thread(service.checkpoints.of, owner, run):
+        found.setdefault(saved.run, (saved, []))[1].append(saved)
+    return list(found.values())
+
+
+def _run(service: TinkerService, state: Checkpoint, saved: Sequence[Checkpoint]) -> JsonObject:
     newest = {each.kind: each for each in reversed(saved)}
     last = {kind: service.checkpoints.describe(each) for kind, each in newest.items()}
     return {
-        "training_run_id": run,
-        "base_model": saved[0].base_model if saved else service.model_name,
-        "model_owner": saved[0].owner if model is None else model.session.owner,
+        "training_run_id": state.run,
+        "base_model": state.base_model,
+        "model_owner": state.owner,
         "is_lora": True,
-        "lora_rank": saved[0].spec["rank"] if model is None else model.spec.rank,
-        "last_request_time": saved[0].created if model is None else expiry(0),
+        "lora_rank": state.spec["rank"],
+        "last_request_time": state.created,
         "last_checkpoint": last.get("weights"),
         "last_sampler_checkpoint": last.get("sampler_weights"),
-        "user_metadata": saved[0].run_metadata if model is None else model.user_metadata,
+        "user_metadata": state.run_metadata,
     }
 
 
@@ -81,8 +84,8 @@ async def copy_weights(service: TinkerService, owner: str, tree: JsonObject) -> 
     source = await run_in_thread(kept.find, asked.source_path, owner)
     key = f"{owner} {asked.idempotency_key or uuid.uuid4()}"
     run = f"{uuid.uuid5(uuid.NAMESPACE_URL, key)}:train:0"
-    times = {"created": expiry(0), "expires": expiry(asked.ttl_seconds)}
-    copied = replace(source, run=run, owner=owner, **times)
+    expires = expiry(asked.ttl_seconds)
+    copied = replace(source, run=run, created=str(expiry(0)), expires=expires)
     await run_in_thread(kept.copy, source, copied)
     return {"tinker_path": copied.address}
 
@@ -119,11 +122,11 @@ async def delete(service: TinkerService, owner: str, tree: JsonObject) -> JsonOb
     return {}
 
 
-def _page(items: Sequence[object], tree: JsonObject) -> tuple[list[JsonObject], JsonObject]:
+def _page(items: Sequence[_Item], tree: JsonObject) -> tuple[Sequence[_Item], JsonObject]:
     """Return a part of a list, and its cursor."""
     asked = parsed(requests.Page, tree)
     cursor = {"offset": asked.offset, "limit": asked.limit, "total_count": len(items)}
-    return list(items[asked.offset :][: asked.limit]), cursor
+    return items[asked.offset :][: asked.limit], cursor
 
 
 _CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"

@@ -47,7 +47,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         router.add_api_route(f"/{path}", _constant(answer), methods=["POST"])
     posts = {("POST", path): verb for path, verb in POST.items()}
     gets = {("GET", path): verb for path, verb in GET.items()}
-    for (method, path), verb in (posts | gets | REST).items():
+    for (method, path), verb in {**posts, **gets, **REST}.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=[method])
 
     @router.get("/files/{link}")

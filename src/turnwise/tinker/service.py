@@ -92,6 +92,8 @@ class Sampler:
         return saved if saved is not None and saved.kind == "snapshots" else None
 
 
+OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
+"""What answers a request of a model in its turn."""
 Ask = Callable[..., Awaitable[Foreign]]
 """Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
@@ -153,10 +155,9 @@ class TinkerService:
     async def _note(self, session: Session, line: object) -> None:
         await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
 
-    def models_of(self, owner: str) -> dict[str, Model]:
-        """Return an owner's models by their ids, the newest first."""
-        models = reversed(self._models.values())
-        return {each.id: each for each in models if each.session.owner == owner}
+    def models_of(self, owner: str) -> list[Model]:
+        """Return an owner's models, the newest first."""
+        return [each for each in reversed(self._models.values()) if each.session.owner == owner]
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
@@ -259,16 +260,24 @@ class TinkerService:
     # Training
 
     async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.CreateModel, tree)
-        session = self._session(asked.session_id, owner)
-        name = f"{session.id}:train:{asked.model_seq_id}"
-
-        async def create() -> Reply:
+        async def create(name: str, session: Session) -> Reply:
+            asked = parsed(requests.CreateModel, tree)
+            asked.check()
             self._check_base(asked.base_model)
-            await self._add_model(name, session, asked.spec(), asked.user_metadata)
+            if asked.lora_config is None:
+                raise InputError("this server trains adapters: create_model needs a lora_config")
+            await self._add_model(name, session, asked.lora_config, asked.user_metadata)
             return Reply({"type": "create_model", "model_id": name})
 
-        self.futures.begin(name, owner, create)
+        return self._new_model(owner, tree, create)
+
+    def _new_model(
+        self, owner: str, tree: JsonObject, create: Callable[[str, Session], Awaitable[Reply]]
+    ) -> JsonObject:
+        asked = parsed(requests.OfNewModel, tree)
+        session = self._session(asked.session_id, owner)
+        name = f"{session.id}:train:{asked.model_seq_id}"
+        self.futures.begin(name, owner, partial(create, name, session))
         return {"request_id": name, "model_id": name}
 
     async def _add_model(
@@ -315,9 +324,8 @@ class TinkerService:
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
         model = self._model(request.model_id, owner)
-
         work = partial(self._train, model, request)
-        return self._in_turn(model, request.seq_id, work, request.size)
+        return self._begin(model, request.seq_id, work, request.size)
 
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
         longest = self._config.model.max_length
@@ -329,129 +337,95 @@ class TinkerService:
         model.log.add(request, logprobs, loss)
         return Reply(message=await run_in_thread(training_reply, logprobs, loss))
 
-    async def optim_step(self, owner: str, tree: JsonObject) -> JsonObject:
+    async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
+        """Answer a request of a model once those before it have ended; one that is wrong fails
+        then, because a client cannot fill its position again."""
         asked = parsed(requests.OfModel, tree)
         model = self._model(asked.model_id, owner)
+        return self._begin(model, asked.seq_id, partial(work, self, model, tree))
 
-        async def step() -> Reply:
-            taken = parsed(requests.OptimStep, tree).adam_params
-            try:
-                metrics = await self._ask("step", model.id, taken)
-            except InputError:  # the gradient is dropped
-                model.log.drop()
-                raise
-            await model.log.step(model.version, taken.learning_rate, metrics)
-            model.version += 1
-            return Reply({"metrics": metrics})
+    async def step(self, model: Model, tree: JsonObject) -> Reply:
+        taken = parsed(requests.OptimStep, tree).adam_params
+        try:
+            metrics = await self._ask("step", model.id, taken)
+        except InputError:  # the gradient is dropped
+            model.log.drop()
+            raise
+        await model.log.step(model.version, taken.learning_rate, metrics)
+        model.version += 1
+        return Reply({"metrics": metrics})
 
-        return self._in_turn(model, asked.seq_id, step)
+    async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
+        asked = parsed(requests.SaveForSampler, tree)
+        # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
+        # `inflight`: the weights of its creation, or newer ones.
+        if asked.path is not None:
+            saved = await self._save(model, "sampler_weights", asked.path, asked)
+            return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+        if (number := asked.sampling_session_seq_id) is None:
+            raise InputError("save_weights_for_sampler needs a path, or a sampling session")
+        sampler = f"{model.session.id}:sample:{number}"
+        saved = await self._save(model, "snapshots", str(number), asked)
+        await self._add_sampler(Sampler(sampler, model.session, saved))
+        return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
 
-    async def save_for_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.OfModel, tree)
-        model = self._model(asked.model_id, owner)
-
-        async def save() -> Reply:
-            wanted = parsed(requests.SaveForSampler, tree)
-            # An adapter is never changed once it is saved, so a snapshot also keeps the contract
-            # of `inflight`: the weights of its creation, or newer ones.
-            number = wanted.sampling_session_seq_id
-            if wanted.path is None and number is None:
-                raise InputError("save_weights_for_sampler needs a path, or a sampling session")
-            named = wanted.path is not None
-            name = str(number) if wanted.path is None else wanted.path
-            kind: Kind = "sampler_weights" if named else "snapshots"
-            saved = self._checkpoint(model, kind, wanted, name)
-            await self._write(model, saved, flush=named)
-            if named:
-                return Reply({"type": "save_weights_for_sampler", "path": saved.address})
-            sampler = f"{model.session.id}:sample:{number}"
-            await self._add_sampler(Sampler(sampler, model.session, saved))
-            return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
-
-        return self._in_turn(model, asked.seq_id, save)
-
-    async def save_weights(
-        self, owner: str, tree: JsonObject, kind: Kind = "weights"
-    ) -> JsonObject:
-        """Save a model, with its optimizer if it is to be trained on."""
-        asked = parsed(requests.OfModel, tree)
-        model = self._model(asked.model_id, owner)
-
-        async def save() -> Reply:
-            wanted = parsed(requests.SaveWeights, tree)
-            wanted.check()
-            saved = self._checkpoint(model, kind, wanted, wanted.path)
-            await self._write(model, saved, wanted.overwrite, optimizer=kind == "weights")
-            return Reply({"path": saved.address})
-
-        return self._in_turn(model, asked.seq_id, save)
-
-    async def save_external(self, owner: str, tree: JsonObject) -> JsonObject:
-        return await self.save_weights(owner, tree, "external_weights")
+    async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
+        asked = parsed(requests.SaveWeights, tree)
+        asked.check()
+        saved = await self._save(model, kind, asked.path, asked)
+        return Reply({"path": saved.address})
 
     async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
         """Load a saved state into a model, or make a model of it."""
-        asked = parsed(requests.LoadWeights, tree)
 
-        async def find() -> tuple[Checkpoint, Path]:
+        async def find() -> tuple[requests.LoadWeights, Checkpoint, Path]:
+            asked = parsed(requests.LoadWeights, tree)
             asked.check()
             saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
             self._check_base(asked.base_model or saved.base_model)
-            return saved, self.checkpoints.folder(saved)
+            return asked, saved, self.checkpoints.folder(saved)
 
-        async def load() -> Reply:
-            saved, folder = await find()
-            await self._ask("read", model.id, folder, asked.optimizer)
+        def loaded(model: Model, saved: Checkpoint) -> Reply:
             model.version = saved.version
-            model.log.drop()  # of passes whose gradient is dropped
             return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
 
-        async def create() -> Reply:
-            saved, folder = await find()
-            spec = requests.AdapterSpec.model_validate(saved.spec)
-            loaded = folder, asked.optimizer
-            made = await self._add_model(name, session, spec, asked.user_metadata, *loaded)
-            made.version = saved.version
-            return Reply({"type": "load_weights", "path": saved.address, "model_id": name})
+        async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
+            asked, saved, folder = await find()
+            await self._ask("read", model.id, folder, asked.optimizer)
+            model.log.drop()  # of passes whose gradient is dropped
+            return loaded(model, saved)
 
-        if asked.model_id is not None:
-            model = self._model(asked.model_id, owner)
-            return self._in_turn(model, parsed(requests.OfModel, tree).seq_id, load)
-        created = parsed(requests.OfNewModel, tree)
-        session = self._session(created.session_id, owner)
-        name = f"{session.id}:train:{created.model_seq_id}"
-        self.futures.begin(name, owner, create)
-        return {"request_id": name, "model_id": name}
+        async def create(name: str, session: Session) -> Reply:
+            asked, saved, folder = await find()
+            spec, state = requests.AdapterSpec.model_validate(saved.spec), (folder, asked.optimizer)
+            made = await self._add_model(name, session, spec, asked.user_metadata, *state)
+            return loaded(made, saved)
 
-    def _checkpoint(
-        self, model: Model, kind: Kind, asked: requests.Saving, name: str
+        if tree.get("model_id") is None:
+            return self._new_model(owner, tree, create)
+        return await self.in_turn(owner, tree, load)
+
+    def state_of(
+        self, model: Model, kind: Kind = "snapshots", name: str = "", **saved: Foreign
     ) -> Checkpoint:
-        return Checkpoint(
-            model.id,
-            kind,
-            name,
-            model.session.owner,
-            self.model_name,
-            model.version,
-            model.spec.model_dump(),
-            expires=expiry(asked.ttl_seconds),
-            user_metadata=asked.user_metadata,
-            run_metadata=model.user_metadata,
-        )
+        """Return what a checkpoint of a model would say now."""
+        spec = model.spec.model_dump()
+        of = model.id, kind, name, model.session.owner, self.model_name, model.version, spec
+        return Checkpoint(*of, run_metadata=model.user_metadata, **saved)
 
-    async def _write(
-        self,
-        model: Model,
-        saved: Checkpoint,
-        overwrite: bool = False,
-        *,
-        flush: bool = True,
-        optimizer: bool = False,
-    ) -> None:
-        """Write a model's adapter as a checkpoint."""
-        begun = await run_in_thread(partial(self.checkpoints.begin, saved, overwrite=overwrite))
-        await self._ask("write", model.id, begun, optimizer)
+    async def _save(
+        self, model: Model, kind: Kind, name: str, asked: requests.Saving
+    ) -> Checkpoint:
+        """Save a model, as `weights` with its optimizer."""
+        kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
+        saved = self.state_of(model, kind, name, **kept)
+        begun = await run_in_thread(
+            partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
+        )
+        await self._ask("write", model.id, begun, kind == "weights")
+        flush = kind != "snapshots"  # which end with their session
         await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        return saved
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank`; models take turns, in the order of their requests. The
@@ -464,8 +438,8 @@ class TinkerService:
                 await asyncio.wait([call])
                 raise
 
-    def _in_turn(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
-        """Run a request, of some bytes, of a model once those before it have ended."""
+    def _begin(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
+        """Begin a request of a model, of some bytes, which runs once those before have ended."""
         name = f"{model.id}:{position}"
 
         async def run() -> Reply:

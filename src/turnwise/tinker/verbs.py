@@ -1,6 +1,7 @@
 """The protocol's routes below /api/v1, and the verbs that answer them."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from turnwise.core.json_types import JsonObject
 from turnwise.tinker.service import TinkerService
@@ -27,10 +28,12 @@ POST: Mapping[str, Verb] = {
     "sessions/{session_id}/finish": TinkerService.finish,
     "create_model": TinkerService.create_model,
     "get_info": TinkerService.get_info,
-    "optim_step": TinkerService.optim_step,
-    "save_weights_for_sampler": TinkerService.save_for_sampler,
-    "save_weights": TinkerService.save_weights,
-    "save_weights_external": TinkerService.save_external,
+    "optim_step": partial(TinkerService.in_turn, work=TinkerService.step),
+    "save_weights_for_sampler": partial(TinkerService.in_turn, work=TinkerService.save_for_sampler),
+    "save_weights": partial(TinkerService.in_turn, work=TinkerService.save_weights),
+    "save_weights_external": partial(
+        TinkerService.in_turn, work=partial(TinkerService.save_weights, kind="external_weights")
+    ),
     "load_weights": TinkerService.load_weights,
     "create_sampling_session": TinkerService.create_sampler,
     "asample": TinkerService.sample,
