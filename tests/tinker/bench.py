@@ -99,10 +99,10 @@ def message(
     return bytes(made.SerializeToString())
 
 
-def logprobs_of(reply: bytes) -> list[np.ndarray[Any, Any]]:
+def logprobs_of(reply: bytes, name: str = "logprobs") -> list[np.ndarray[Any, Any]]:
     read = message_classes()["ForwardBackwardOutput"]()
     read.ParseFromString(reply)
-    tensor = read.loss_fn_outputs[0].fields["logprobs"]
+    tensor = read.loss_fn_outputs[0].fields[name]
     bounds = np.frombuffer(tensor.offsets, np.int64)[1:-1] // 4
     return np.split(np.frombuffer(tensor.data, np.float32), bounds)
 

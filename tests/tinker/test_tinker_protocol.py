@@ -77,8 +77,10 @@ async def test_importance_sampling_is_the_ratio_times_the_advantage(client: Clie
     given = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "logprobs": sampled}
     reply = await client.trained(1, [given | {"advantages": advantages}], "importance_sampling")
     (own,) = logprobs_of(reply)
-    expected = -(np.exp(own - np.asarray(sampled)) * advantages).sum()
-    assert loss_of(reply) == pytest.approx(float(expected), rel=1e-4)
+    expected = -(np.exp(own - np.asarray(sampled)) * advantages)
+    assert loss_of(reply) == pytest.approx(float(expected.sum()), rel=1e-4)
+    (losses,) = logprobs_of(reply, "elementwise_loss")
+    np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-6)
 
 
 async def test_one_adapter_learns_nothing_of_another(
@@ -207,6 +209,10 @@ async def test_another_key_finds_nothing(served: tuple[Client, TinkerService]) -
     await client.result(promise)
     other = {"X-API-Key": "tml-two"}
     assert (await client.post("get_info", body, **other)).status_code == 404
+    session = f"/api/v1/sessions/{client.session}"
+    assert (await client.http.get(session, headers=other)).status_code == 404
+    listed = await client.http.get("/api/v1/sessions", headers=other)
+    assert listed.json() == {"sessions": []}
     asked = {"request_id": promise["request_id"]}
     assert (await client.post("retrieve_future", asked, **other)).status_code == 410
     opened = await client.post("create_session", {}, **other)
@@ -241,6 +247,16 @@ async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) ->
     assert "does not answer" in unknown.json()["detail"]
     wrong = await client.http.post("/api/v1/get_info", content=b"{", headers=KEY)
     assert wrong.status_code == 400
+
+
+async def test_sessions_are_listed_with_what_they_have(client: Client) -> None:
+    await client.open()
+    body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
+    sampler = (await client.tree("create_sampling_session", body))["sampling_session_id"]
+    listed = await client.http.get("/api/v1/sessions?limit=20&offset=0", headers=KEY)
+    assert client.session in listed.json()["sessions"]
+    held = await client.http.get(f"/api/v1/sessions/{client.session}", headers=KEY)
+    assert held.json() == {"training_run_ids": [client.model], "sampler_ids": [sampler]}
 
 
 async def test_what_the_sdk_asks_before_anything_else(client: Client) -> None:

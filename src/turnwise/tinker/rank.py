@@ -167,7 +167,7 @@ class AdapterRank:
 
     def run(self, name: str, run: TrainingRequest) -> tuple[list[Array], float]:
         """Run a forward pass with an adapter, and unless `forward_only` add its gradient; return
-        the log-probs of each datum's targets, [T] or [T, K], and the sum of the loss."""
+        log-prob and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
         adapter = self._of(name)
         loss = loss_named(run.loss, run.loss_config)
         outputs, total = dict[int, Array](), 0.0
@@ -181,13 +181,12 @@ class AdapterRank:
                     if not run.forward_only:
                         loss_N.sum().backward()  # type: ignore[no-untyped-call]
                     total += float(loss_N.detach().sum())
-                    parts = torch.split(
-                        logprobs_N.detach().float().cpu(), [len(d.token_ids_T) for d in chosen]
-                    )
+                    both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
+                    parts = both_2N.split([len(d.token_ids_T) for d in chosen], dim=1)
                     for sample, datum, part in zip(samples, chosen, parts, strict=True):
                         shape = datum.inputs["target_tokens"].shape
-                        own = part.reshape(shape[0], -1)[:, : shape[1] if shape[1:] else 1]
-                        outputs[sample.sequence] = own.reshape(shape).numpy()
+                        own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]
+                        outputs[sample.sequence] = own.reshape(2, *shape).numpy()
         except BaseException:
             if not run.forward_only:
                 adapter.optimizer.zero_grad()  # half of a gradient is worse than none

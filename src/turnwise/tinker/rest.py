@@ -71,6 +71,16 @@ def _run(service: TinkerService, state: Checkpoint, saved: Sequence[Checkpoint])
     }
 
 
+async def list_sessions(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
+    return {"sessions": _page(service.sessions_of(owner), tree)[0]}
+
+
+async def get_session(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
+    if tree["session"] not in service.sessions_of(owner):
+        raise Missing(f"there is no session {tree['session'][:100]} of yours")
+    return service.held_by(tree["session"])
+
+
 async def weights_info(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, str(tree.get("tinker_path")), owner)
     spec = requests.AdapterSpec.model_validate(found.spec)
@@ -131,6 +141,8 @@ def _page(items: Sequence[_Item], tree: JsonObject) -> tuple[Sequence[_Item], Js
 
 _CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
 REST: Mapping[tuple[str, str], Verb] = {
+    ("GET", "sessions"): list_sessions,
+    ("GET", "sessions/{session}"): get_session,
     ("GET", "checkpoints"): list_checkpoints,
     ("GET", "training_runs"): list_runs,
     ("GET", "training_runs/{run}"): get_run,

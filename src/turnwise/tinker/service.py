@@ -159,6 +159,15 @@ class TinkerService:
         """Return an owner's models, the newest first."""
         return [each for each in reversed(self._models.values()) if each.session.owner == owner]
 
+    def sessions_of(self, owner: str) -> list[str]:
+        """Return the ids of an owner's sessions, the newest first."""
+        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
+
+    def held_by(self, session: str) -> JsonObject:
+        """Return the ids of what a session has."""
+        held = {"training_run_ids": self._models, "sampler_ids": self._samplers}
+        return {key: [n for n in all_ if n.startswith(f"{session}:")] for key, all_ in held.items()}
+
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
         while True:
@@ -330,12 +339,12 @@ class TinkerService:
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
         longest = self._config.model.max_length
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
-        logprobs, loss = list[Array](), 0.0
+        outputs, loss = list[Array](), 0.0
         for part in requests.turns_of(request):
             found, its_loss = await self._ask("run", model.id, part)
-            logprobs, loss = logprobs + found, loss + its_loss
-        model.log.add(request, logprobs, loss)
-        return Reply(message=await run_in_thread(training_reply, logprobs, loss))
+            outputs, loss = outputs + found, loss + its_loss
+        model.log.add(request, [each[0] for each in outputs], loss)
+        return Reply(message=await run_in_thread(training_reply, outputs, loss))
 
     async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
         """Answer a request of a model once those before it have ended; one that is wrong fails

@@ -192,22 +192,23 @@ def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
         raise InputError(f"{what}: {error}") from error
 
 
-def training_reply(logprobs: Sequence[Array], loss: float) -> bytes:
-    """Return the message of a pass: the log-probs of each datum's targets, [T] or [T, K], and the
-    sum of the loss."""
+def training_reply(outputs: Sequence[Array], loss: float) -> bytes:
+    """Return the message of a pass: log-prob and loss of each datum's targets, [2, T] or [2, T, K],
+    and the sum of the loss."""
     # The name of a metric ends in the way in which a client joins those of several requests.
     reply = message_classes()["ForwardBackwardOutput"](
         loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss}
     )
     # A record has arrays that differ in their first dimension alone.
-    for shape, group in groupby(logprobs, lambda each: each.shape[1:]):
-        rows = [each.astype(np.float32) for each in group]
-        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
-        offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
-        tensor = record.fields["logprobs"]
-        tensor.data, tensor.offsets = np.concatenate(rows).tobytes(), offsets.tobytes()
-        tensor.dtype = _FLOAT32
-        tensor.trailing_shape.extend(shape)
+    for shape, group in groupby(outputs, lambda each: each.shape[2:]):
+        data = [each.astype(np.float32) for each in group]
+        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
+        offsets = np.cumsum([0, *(each[0].nbytes for each in data)]).astype(np.int64)
+        for number, name in enumerate(("logprobs", "elementwise_loss")):
+            tensor = record.fields[name]
+            tensor.data = np.concatenate([each[number] for each in data]).tobytes()
+            tensor.offsets, tensor.dtype = offsets.tobytes(), _FLOAT32
+            tensor.trailing_shape.extend(shape)
     return bytes(reply.SerializeToString())
 
 
