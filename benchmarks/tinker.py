@@ -79,7 +79,16 @@ def server(keys: dict[str, Any], folder: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield log.read_text().partition("TINKER_BASE_URL=")[2].split()[0]
     finally:
-        started.terminate()
+        stop(started)
+
+
+def stop(started: "subprocess.Popen[bytes]") -> None:
+    """End a server, by force if it takes more than a minute."""
+    started.terminate()
+    try:
+        started.wait(60)
+    except subprocess.TimeoutExpired:
+        started.kill()
         started.wait(60)
 
 
@@ -88,14 +97,20 @@ def loop(url: str, model: Path, prompts: Path, **sizes: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.peers.tinker_loop", "--url", url]
     command += ["--model", str(model), "--prompts", str(prompts), "--rank", str(RANK)]
     command += [part for k, v in sizes.items() for part in (f"--{k.replace('_', '-')}", str(v))]
-    environment = {**os.environ, "PYTHONPATH": f"{SDK}:{ROOT}"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE
+    environment = {**os.environ, "PYTHONPATH": f"{SDK}:{ROOT}", "HF_HUB_OFFLINE": "1"}
+    say(f"the program of Tinker: {sizes}")
+    done = subprocess.run(  # its progress is on stderr
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE
     )
     if done.returncode:
-        raise SystemExit(f"the program of Tinker failed: {done.stderr[-2000:]}")
+        raise SystemExit("the program of Tinker failed; its error is above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    say(f"{found['tokens_per_s']:.0f} tokens/s; steps of {found['seconds']} s")
     return found
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def pipeline(
@@ -116,6 +131,7 @@ def pipeline(
     file = Path(keys["output_dir"]) / "pipeline.yaml"
     file.write_text("name: pipeline\n")
     overrides = [f"{key}={value}" for key, value in (keys | own).items()]
+    say("the pipeline starts")
     with Pipeline(file, policy, overrides=overrides) as run:
         whole = [values["prompt"] + each for each in values["tokens"]]
         masks = [[0] * len(values["prompt"]) + [1] * len(each) for each in values["tokens"]]
@@ -134,6 +150,7 @@ def pipeline(
             outputs["rewards"] = [float(sum(ids) % 2) for ids in outputs["all_tokens"]]
             run.train(outputs)
             seconds.append(time.perf_counter() - began)
+            say(f"the pipeline: step {step} of {seconds[-1]:.1f} s")
     return seconds[1:], worst
 
 

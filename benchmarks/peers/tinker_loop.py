@@ -50,7 +50,7 @@ class Client:
     def step(self, index: int) -> None:
         """Take one step, and note its seconds and sampled tokens."""
         began, options = time.perf_counter(), self.options
-        first = (index * options.groups + self.number) % len(self.prompts)
+        first = options.groups * (index + self.number) % len(self.prompts)
         chosen = (self.prompts + self.prompts)[first : first + options.groups]
         sampling = self.training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=options.tokens, temperature=1.0)
@@ -71,6 +71,7 @@ class Client:
         stepped.result()
         self.tokens.append(count)
         self.seconds.append(time.perf_counter() - began)
+        sys.stderr.write(f"client {self.number}: step {index} of {self.seconds[-1]:.1f} s\n")
 
     def values(self) -> dict[str, Any]:
         """Return samples of the new adapter with log-probs of the engine and of the trainer."""

@@ -28,21 +28,34 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 SDK = ROOT / ".venv-tinker"
+ENVS = ROOT / ".venv-envs"
+"""TextArena, if `make envs` has brought it."""
 TOY = ROOT / "examples" / "calculator" / "warm_started"
 NAME = os.environ.get("RECIPE_NAME", "Qwen/Qwen3.6-35B-A3B")
 """Name under which the small model is served: a recipe chooses its renderer by it, and one has this
 name in its source."""
+_TWENTY = "multiplayer_rl, twenty_questions"
+OWN_NAMES = {_TWENTY: "Qwen/Qwen3.5-9B"}
+"""Names of the model for recipes that have another one in their source, whose player answers."""
+WHY = {
+    _TWENTY: f"its source names {OWN_NAMES[_TWENTY]} for the player who answers, and a server has "
+    "one name: without --url it gets a server of its own",
+    "multiplayer_rl, text_arena": "needs TextArena: make envs",
+    "search_tool": "needs a Chroma database and Gemini's embeddings: tool_use has a local tool",
+}
+"""Reasons why recipes cannot run everywhere."""
 BUILDERS_ROWS = {"rl_basic": 8, "sl_basic": 256}
 """Rows of the data sets of recipes whose batches of 128 no argument changes; of others 64."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
+START_SECONDS = 600.0
 RESULTS = re.compile(r"loss|nll|reward/total|kl|accuracy|num_sequences|grad_norm")
 """Metrics of a recipe's last step that are worth a cell."""
 
 
-def recipes(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return each recipe's module and arguments."""
+def recipes(folder: Path, name: str = NAME) -> dict[str, tuple[str, list[str]]]:
+    """Return each recipe's module and arguments, for a model of a name."""
     base = "tinker_cookbook.recipes."
-    model, log = f"model_name={NAME}", "behavior_if_log_dir_exists=delete"
+    model, log = f"model_name={name}", "behavior_if_log_dir_exists=delete"
     steps, rank = "max_steps=2", "lora_rank=8"
     rows = folder / "conversations.jsonl"
     rows.write_text("".join(json.dumps({"messages": m}) + "\n" for m in conversations(64)))
@@ -65,7 +78,7 @@ def recipes(folder: Path) -> dict[str, tuple[str, list[str]]]:
         ),
         "distillation, on policy": (
             f"{base}distillation.on_policy_distillation",
-            [*rl, f"teacher_model={NAME}"],
+            [*rl, f"teacher_model={name}"],
         ),
         "distillation, off policy": (
             f"{base}distillation.off_policy_reasoning",
@@ -88,12 +101,18 @@ def recipes(folder: Path) -> dict[str, tuple[str, list[str]]]:
             f"{base}multiplayer_rl.guess_number.train",
             ["batch_size=2", "group_size=2", "max_tokens=8", steps, log, model, "eval_every=0"],
         ),
-        "multiplayer_rl, twenty_questions": (
+        _TWENTY: (
             f"{base}multiplayer_rl.twenty_questions.train",
             ["batch_size=2", "group_size=2", "max_tokens=8", steps, log, model, "eval_every=0"],
         ),
-        "multiplayer_rl, text_arena": (f"{base}multiplayer_rl.text_arena.train", [steps, model]),
-        "search_tool": (f"{base}search_tool.train", [steps, model]),
+        "multiplayer_rl, text_arena": (
+            f"{base}multiplayer_rl.text_arena.train",
+            [
+                *("batch_size=4", "num_train_datapoints=16", "num_test_datapoints=2"),
+                *("max_tokens=8", steps, log, model, "eval_every=0"),
+            ],
+        ),
+        "search_tool": (f"{base}search_tool.train", [steps, log, model]),
         "tool_use": ("tests.tinker.tool_recipe", [model, RENDERER]),
         "rl_numerics_check": (
             f"{base}rl_numerics_check.train",
@@ -220,7 +239,7 @@ def teach(output: str, steps: int = 200) -> None:
 def in_cookbook(**more: str) -> dict[str, str]:
     """Return the environment of a program that imports the cookbook."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, "PYTHONPATH": f"{SDK}:{ROOT}", **offline, **more}
+    return {**os.environ, "PYTHONPATH": f"{SDK}:{ROOT}:{ENVS}", **offline, **more}
 
 
 def model_in(folder: Path) -> Path:
@@ -235,14 +254,14 @@ def model_in(folder: Path) -> Path:
 
 
 @contextmanager
-def server(model: Path, folder: Path) -> Iterator[str]:
-    """Run `turnwise tinker` with the small model, and yield its URL."""
+def server(model: Path, folder: Path, name: str = NAME) -> Iterator[str]:
+    """Run `turnwise tinker` with the small model under a name, and yield its URL."""
     log = folder / "server.log"
     changes = [
         "serving.port=0",
         "model.max_length=4096",
         "model.lora.rank=32",
-        f"serving.served_model_name={NAME}",
+        f"serving.served_model_name={name}",
         f"output_dir={folder / 'runs'}",
         "training.threads=1",
         "engine.kv_cache_gib=0.25",
@@ -253,14 +272,19 @@ def server(model: Path, folder: Path) -> Iterator[str]:
             [*command, *changes], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
         )
     try:
+        ends = time.monotonic() + START_SECONDS
         while "TINKER_BASE_URL=" not in log.read_text():
-            if started.poll() is not None:
-                raise SystemExit(log.read_text())
+            if started.poll() is not None or time.monotonic() > ends:
+                raise SystemExit(f"the server did not start: {log.read_text()[-3000:]}")
             time.sleep(0.5)
         yield log.read_text().partition("TINKER_BASE_URL=")[2].split()[0]
     finally:
         started.terminate()
-        started.wait(60)
+        try:
+            started.wait(60)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait(60)
 
 
 def last_metrics(folder: Path) -> str:
@@ -281,7 +305,8 @@ def attempt(
     name: str, url: str, model: Path, folder: Path, seconds: float
 ) -> tuple[str, str, float]:
     """Run one recipe; return how it ended, what it printed, and its seconds."""
-    module, arguments = recipes(folder)[name]
+    own_name = OWN_NAMES.get(name, NAME)
+    module, arguments = recipes(folder, own_name)[name]
     place = folder / re.sub(r"\W+", "_", name)
     place.mkdir(exist_ok=True)
     own = [] if module.endswith("create_data") else [f"log_path={place / 'log'}"]
@@ -289,6 +314,7 @@ def attempt(
         TINKER_BASE_URL=url,
         TINKER_API_KEY=os.environ.get("TINKER_API_KEY", "tml-recipes"),
         TINKER_COOKBOOK_RUNS_DIR=str(place),
+        RECIPE_NAME=own_name,
         RECIPE_TOKENIZER=str(model),
         RECIPE_ROWS=str(BUILDERS_ROWS.get(name, 64)),
     )
@@ -308,8 +334,10 @@ def attempt(
             status = -1
     lines = [line for line in (place / "output").read_text().splitlines() if line.strip()]
     ended = {0: "ran", -1: f"not done in {seconds:.0f} s"}.get(status, "failed")
-    said = last_metrics(place) if status == 0 else ""
-    return ended, (said or (lines or [""])[-1])[:240], time.monotonic() - began
+    said = (last_metrics(place) if status == 0 else "") or (lines or [""])[-1]
+    if status > 0 and name in WHY:
+        ended, said = "cannot run", f"{WHY[name]} ({said})"
+    return ended, said[:300], time.monotonic() - began
 
 
 def main(arguments: list[str]) -> int:
@@ -328,19 +356,24 @@ def main(arguments: list[str]) -> int:
     say = partial(print, flush=True)
     say("| recipe | | what it printed | s |\n|---|---|---|---|")
 
-    def each(url: str) -> None:
+    def each(url: str, names: list[str]) -> None:
         nonlocal failed
         for name in names:
+            sys.stderr.write(f"{name} ...\n")
             ended, said, seconds = attempt(name, url, model, folder, options.seconds)
-            failed += ended != "ran"
+            failed += ended not in ("ran", "cannot run")
             said = said.replace("|", "/")
             say(f"| {name} | {ended} | {said} | {seconds:.0f} |")
 
     if options.url:
-        each(options.url)
-    else:
-        with server(model, folder) as url:
-            each(url)
+        each(options.url, names)
+        return failed
+    by_name = dict[str, list[str]]()
+    for name in names:
+        by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
+    for served, own in by_name.items():
+        with server(model, folder, served) as url:
+            each(url, own)
     return failed
 
 
