@@ -134,7 +134,8 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, Ti
 async def serve(model: str, port: int, folder: Path, *changes: str) -> None:
     """Serve clients over HTTP on a port, until interrupted."""
     config = server_config(model, None, [f"output_dir={folder}", "training.threads=1", *changes])
-    async with opened(config, folder) as (client, _):
+    async with opened(config, folder) as (client, service):
+        service.restore()
         transport = client.http._transport
         assert isinstance(transport, httpx.ASGITransport)
         settings = uvicorn.Config(transport.app, port=port, log_level="warning")

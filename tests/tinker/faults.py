@@ -1,4 +1,4 @@
-"""Clients that send nonsense or vanish, against a real server: what each saw, and its memory.
+"""Clients that send nonsense, vanish, or lose their server: what each saw, and its memory.
 
     make tinker
     python -m tests.tinker.faults [--clients 1000] [--wait 1000]
@@ -6,11 +6,13 @@
 Starts `turnwise tinker` with the calculator's model. Clients of the SDK send what is wrong, and the
 table shows what they saw. Then many sessions are opened, a tenth of them with an adapter, each asks
 for samples that it never fetches, and all fall silent; memory is that of all of the server's
-processes, before, then, and once their sessions must have ended (15 minutes later).
+processes, before, then, and once their sessions must have ended (15 minutes later). At last a
+server is killed (kill -9) under eight clients with requests in progress, and another one goes on.
 """
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +22,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.tinker.recipes import NAME, SDK, TOY, server
+from tests.tinker.recipes import NAME, ROOT, SDK, TOY, in_cookbook, server
+from tests.tinker.test_tinker_state_sdk import seen_by_clients
 
 say = partial(print, flush=True)
 
@@ -81,6 +84,8 @@ def vanish(url: str, clients: int) -> int:
                 body = own | {"model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 8}}
                 answers.append(post("create_model", json=body))
             refused += sum(not each.is_success for each in answers)
+            if number % 100 == 99:
+                sys.stderr.write(f"{number + 1} clients\n")
     return refused
 
 
@@ -89,11 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--wait", type=float, default=1000.0)
-    parser.add_argument("--folder", type=Path, default=TOY.parent / "build" / "faults")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "faults")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with server(TOY, options.folder) as url:
-        pid = psutil.Process().children()[0].pid
+        (pid,) = (each.pid for each in psutil.Process().children() if "tinker" in each.cmdline())
         say("| what a client did | what it saw |\n|---|---|")
         for name, attempt in mistakes(url):
             try:
@@ -108,8 +113,28 @@ def main() -> None:
         took = time.monotonic() - began
         say(f"{options.clients} clients in {took:.0f} s, {refused} requests refused")
         say(f"then: {memory(pid):,.0f} MiB")
-        time.sleep(options.wait)
+        ends = time.monotonic() + options.wait
+        while (left := ends - time.monotonic()) > 0:
+            sys.stderr.write(f"{left:.0f} s to wait, {memory(pid):,.0f} MiB\n")
+            time.sleep(min(60.0, left))
         say(f"{options.wait:.0f} s later: {memory(pid):,.0f} MiB")
+    killed(options.folder)
+
+
+def killed(folder: Path) -> None:
+    """Print what eight clients saw of a server that was killed."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    say("| client | sample in progress | pass in progress | its model | samplers | resumed |")
+    say("|---|---|---|---|---|---|")
+    for number, each in enumerate(seen_by_clients(str(TOY), place, in_cookbook())):
+        cells = [
+            f"{each['sampled']} samples",
+            each["passed"][:100],
+            each["lost"][:100],
+            "as before" if each["after"] == each["before"] else "differ",
+            "bit for bit" if each["resumed"] == each["expected"] else "differs",
+        ]
+        say(f"| {number} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

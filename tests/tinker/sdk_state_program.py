@@ -100,8 +100,16 @@ class Client:
         self.seen["before"] = [tokens(each) for each in self.samplers]
         self.client = client
 
+    def begin(self) -> None:
+        """Begin what the server's end interrupts."""
+        params = types.SamplingParams(max_tokens=100, temperature=1.0, seed=5)
+        self.sample = self.samplers[1].sample(PROMPT, 4, params)
+        self.passed = self.client.forward_backward([DATUM], "cross_entropy")
+
     def go_on(self) -> dict[str, Any]:
         seen, service = self.seen, self.service
+        seen["sampled"] = len(self.sample.result(timeout=240).sequences)
+        seen["passed"] = failing(lambda: self.passed.result(timeout=240))
         seen["after"] = [tokens(each) for each in self.samplers]
         seen["lost"] = failing(lambda: train(self.client, 1))
         again = service.create_training_client_from_state_with_optimizer(self.path).result()
@@ -115,6 +123,8 @@ def main() -> list[dict[str, Any]]:
     os.environ["TINKER_API_KEY"] = "tml-test0"  # of `weights.download`
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = list(pool.map(Client, range(CLIENTS)))
+        for each in clients:
+            each.begin()
         sys.stdout.write("saved\n")
         sys.stdout.flush()
         input()

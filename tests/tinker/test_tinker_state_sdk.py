@@ -45,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tinker_state")
 
 
-@pytest.fixture(scope="module")
-def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, Any]]:
+def seen_by_clients(model_path: str, folder: Path, sdk: dict[str, str]) -> list[dict[str, Any]]:
+    """Kill a server under eight clients, start another one, and return what each client saw."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, A
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(60)
         server = start(model_path, folder, port, folder / "second.log")
-        stdout, _ = running.communicate("\n", timeout=300)
+        stdout, _ = running.communicate("\n", timeout=600)
         assert running.returncode == 0, (folder / "program.log").read_text()
         found: list[dict[str, Any]] = json.loads(stdout.splitlines()[-1])
         return found
@@ -79,6 +79,11 @@ def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, A
         server.wait(120)
 
 
+@pytest.fixture(scope="module")
+def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, Any]]:
+    return seen_by_clients(model_path, folder, sdk)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_samplers_go_on_after_a_kill_and_training_from_the_saved_state(
@@ -86,6 +91,8 @@ def test_samplers_go_on_after_a_kill_and_training_from_the_saved_state(
 ) -> None:
     assert len(seen) == 8
     for each in seen:
+        assert each["sampled"] == 4
+        assert each["passed"] != "no error"
         assert each["after"] == each["before"]
         assert each["lost"].startswith("NotFoundError")
         assert "create_training_client_from_state" in each["lost"]
