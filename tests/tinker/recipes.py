@@ -17,6 +17,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -147,7 +148,7 @@ def rows_of(name: str, count: int) -> dict[str, list[dict[str, Any]]]:
     asked = [(talk[0]["content"], talk[1]["content"]) for talk in talks]
     if name == "openai/gsm8k":
         return {"train": problems(count), "test": problems(4)}
-    if name == "HuggingFaceH4/no_robots":
+    if name in ("HuggingFaceH4/no_robots", "allenai/tulu-3-sft-mixture"):
         rows = [{"messages": talk} for talk in talks]
         return {"train": rows, "test": rows[: count // 2]}
     if name == "zwhe99/DeepMath-103K":
@@ -254,10 +255,10 @@ def model_in(folder: Path) -> Path:
 
 
 @contextmanager
-def server(model: Path, folder: Path, name: str = NAME) -> Iterator[str]:
+def server(model: Path, folder: Path, name: str = NAME, *changes: str) -> Iterator[str]:
     """Run `turnwise tinker` with the small model under a name, and yield its URL."""
     log = folder / "server.log"
-    changes = [
+    keys = [
         "serving.port=0",
         "model.max_length=4096",
         "model.lora.rank=32",
@@ -265,11 +266,12 @@ def server(model: Path, folder: Path, name: str = NAME) -> Iterator[str]:
         f"output_dir={folder / 'runs'}",
         "training.threads=1",
         "engine.kv_cache_gib=0.25",
+        *changes,
     ]
     command = [sys.executable, "-m", "turnwise.cli", "tinker", "--model", str(model)]
     with log.open("w") as file:
         started = subprocess.Popen(
-            [*command, *changes], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+            [*command, *keys], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
         )
     try:
         ends = time.monotonic() + START_SECONDS
@@ -308,7 +310,8 @@ def attempt(
     own_name = OWN_NAMES.get(name, NAME)
     module, arguments = recipes(folder, own_name)[name]
     place = folder / re.sub(r"\W+", "_", name)
-    place.mkdir(exist_ok=True)
+    shutil.rmtree(place, ignore_errors=True)  # else some go on from states of an earlier server
+    place.mkdir()
     own = [] if module.endswith("create_data") else [f"log_path={place / 'log'}"]
     environment = in_cookbook(
         TINKER_BASE_URL=url,
