@@ -24,6 +24,7 @@ from tests.tinker.recipes import ENVS, ROOT, SDK, in_cookbook, model_in, run, se
 
 NAME = "Qwen/Qwen3.5-9B"
 """Name of the small model, which one recipe has in its source."""
+KEY = os.environ.get("TINKER_API_KEY", "tml-official")
 KEYS = {
     "preference.rlhf.rlhf_pipeline": ("base_model",),
     "distillation.on_policy_distillation": ("model_name", "teacher_model"),
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> int:
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     stand_in = folder / "bin" / "uv"  # uv run python -m MODULE ...
     stand_in.write_text(
-        f'#!/bin/sh\nshift 3\nPYTHONPATH="{SDK}:{ROOT}:{ENVS}" '
+        f'#!/bin/sh\nshift 3\ncd {SDK}\nPYTHONPATH="{SDK}:{ROOT}:{ENVS}" '
         f'exec "{sys.executable}" -m tests.tinker.official run "$@"\n'
     )
     stand_in.chmod(0o755)
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
     def environment(url: str, name: str) -> dict[str, str]:
         return in_cookbook(
             TINKER_BASE_URL=url,
-            TINKER_API_KEY=os.environ.get("TINKER_API_KEY", "tml-official"),
+            TINKER_API_KEY=KEY,
             TINKER_COOKBOOK_RUNS_DIR=str(folder / "runs"),
             RECIPE_NAME=name,
             RECIPE_TOKENIZER=str(model),
@@ -118,7 +119,7 @@ def main(arguments: list[str]) -> int:
         which = ["-p", "tests.tinker.official", *chosen]
         return tested(options.e2e.absolute(), folder, which, environment(url, str(model)))
 
-    sizes = ("model.lora.rank=128", "model.max_length=2048")
+    keys = ("model.lora.rank=128", "model.max_length=2048", f"serving.api_key={KEY}")
     for given, name, tests in (
         (options.cookbook, NAME, of_recipes),
         (options.e2e, str(model), of_sdk),
@@ -126,7 +127,7 @@ def main(arguments: list[str]) -> int:
         if given is not None and options.url:
             failed += tests(options.url)
         elif given is not None:
-            with server(model, folder, name, *sizes) as url:
+            with server(model, folder, name, *keys) as url:
                 failed += tests(url)
     return failed
 

@@ -1,23 +1,29 @@
 """Limits of what clients of a Tinker server leave behind or send wrong, without engines."""
 
 import asyncio
+import base64
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
 
 from tests.tinker.bench import KEY, Client, logprobs_of, message, opened
-from turnwise.config import Config
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import Config, SamplingConfig
+from turnwise.config.serving import ServingConfig
 from turnwise.errors import InputError
+from turnwise.serving.openai.protection import guarded
 from turnwise.tinker import futures, routes, service
 from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
 from turnwise.tinker.service import TinkerService
-from turnwise.tinker.wire import message_classes, read_training_request
+from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8]
 
@@ -278,3 +284,26 @@ def test_any_bytes_are_a_request_or_an_input_error(
 
 def test_who_must_wait_is_asked_to_send_again() -> None:
     assert routes.status_of(Busy("wait")) == 429
+
+
+async def test_a_key_is_asked_for_in_the_sdks_ways() -> None:
+    made = ServingConfig(api_key="tml-secret")
+    app = guarded(PlainTextResponse("inside"), made, made.api_key, SessionStore(SamplingConfig()))
+    key = base64.urlsafe_b64encode(b"tml-secret").decode().rstrip("=")
+    other = base64.urlsafe_b64encode(b"tml-other").decode().rstrip("=")
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+        async def status(path: str, kind: str = "application/json", **headers: str) -> int:
+            sent = {"content-type": kind, **{k.replace("_", "-"): v for k, v in headers.items()}}
+            return (await http.post(f"/api/v1/{path}", headers=sent)).status_code
+
+        assert await status("auth/token") == 401
+        assert await status("auth/token", x_api_key="tml-other") == 401
+        assert await status("auth/token", x_api_key="tml-secret") == 200
+        assert await status("get_info", x_api_key=f"eyJhIjoxfQ.e30.{key}") == 200
+        assert await status("get_info", x_api_key=f"eyJhIjoxfQ.e30.{other}") == 401
+        assert await status("forward_backward", PROTOBUF, x_api_key="tml-secret") == 200
+        assert await status("forward_backward", "text/plain", x_api_key="tml-secret") == 415
+        assert (await http.get("/api/v1/files/a-secret")).status_code == 200
+        assert (await http.get("/api/v1/samplers/a")).status_code == 401

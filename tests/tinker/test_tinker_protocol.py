@@ -1,6 +1,8 @@
 """The protocol's routes, as Tinker's SDK uses them, without engines: see `bench`."""
 
 import asyncio
+import base64
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, opened
 from turnwise.config import Config
 from turnwise.engine.adapters import read_adapter
+from turnwise.serving.openai.protection import key_in
 from turnwise.tinker.backend import server_config
 from turnwise.tinker.futures import Failure, Futures, Gone, Reply, Turns
 from turnwise.tinker.service import TinkerService
@@ -249,6 +252,20 @@ async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) ->
     assert wrong.status_code == 400
 
 
+async def test_a_token_says_who_the_caller_is_and_counts_as_the_key(client: Client) -> None:
+    await client.open()
+    token = (await client.tree("auth/token"))["jwt"]
+    claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
+    assert claims["sub"].startswith("tml:organization_user:")
+    assert claims["exp"] - claims["iat"] > 86_400
+    info = await client.post("get_info", {"model_id": client.model}, **{"X-API-Key": token})
+    assert info.json()["model_id"] == client.model
+    again = await client.post("auth/token", {}, **{"X-API-Key": token})
+    assert key_in(again.json()["jwt"]) == key_in(token) == KEY["X-API-Key"]
+    for key in ("tml-a.b.c", "eyJ", "eyJ.a", "eyJ.\xe9.x", ""):
+        assert key_in(key) == key
+
+
 async def test_sessions_are_listed_with_what_they_have(client: Client) -> None:
     await client.open()
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
@@ -261,7 +278,7 @@ async def test_sessions_are_listed_with_what_they_have(client: Client) -> None:
 
 async def test_what_the_sdk_asks_before_anything_else(client: Client) -> None:
     flags = await client.tree("client/config", {"sdk_version": "0.38.0"})
-    assert not flags["pjwt_auth_enabled"]
+    assert flags["pjwt_auth_enabled"]
     assert "sample_cancel_enabled" in await client.tree("client/dynamic_config", {})
     assert await client.tree("telemetry", {"events": []}) == {"status": "accepted"}
     answer: httpx.Response = await client.http.get("/api/v1/get_server_capabilities", headers=KEY)

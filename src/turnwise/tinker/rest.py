@@ -17,6 +17,8 @@ from turnwise.tinker.futures import Missing
 from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.verbs import Verb
 
+USER = "tml:organization_user:"
+"""Beginning of the protocol's names of owners."""
 _Item = TypeVar("_Item")
 _LINK_SECONDS = 3600
 
@@ -61,7 +63,7 @@ def _run(service: TinkerService, state: Checkpoint, saved: Sequence[Checkpoint])
     return {
         "training_run_id": state.run,
         "base_model": state.base_model,
-        "model_owner": state.owner,
+        "model_owner": f"{USER}{state.owner}",
         "is_lora": True,
         "lora_rank": state.spec["rank"],
         "last_request_time": state.created,

@@ -6,6 +6,8 @@ again after 410, and raises everything else. The result of a request is in its b
 
 import hashlib
 import json
+import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Final
@@ -17,13 +19,15 @@ from starlette.responses import FileResponse, JSONResponse
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
+from turnwise.serving.openai.protection import key_in
 from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
-from turnwise.tinker.rest import REST
+from turnwise.tinker.rest import REST, USER
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.verbs import CONSTANT, GET, POST, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
+_TOKEN_SECONDS = 10 * 365 * 86_400  # the SDK asks for another one after half of it
 _MOST_BYTES = 2**18
 """Largest body, but for samples and passes: its metadata are kept."""
 
@@ -36,8 +40,19 @@ def status_of(error: TurnwiseError) -> int:
 
 def owner_of(request: Request) -> str:
     """Return the owner of a request: a digest of its key, whether the server checks keys or not."""
-    key = request.headers.get("x-api-key") or request.headers.get("authorization", "")
-    return hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()[:32]
+    return hashlib.sha256(_key_of(request).encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def _key_of(request: Request) -> str:
+    return key_in(request.headers.get("x-api-key") or request.headers.get("authorization", ""))
+
+
+def _token(request: Request) -> str:
+    """Return a token with the caller's key, which tells the SDK who the caller is (`whoami`)."""
+    owner, now = owner_of(request), int(time.time())
+    who = {"sub": f"{USER}{owner}", "org_id": owner, "iat": now, "exp": now + _TOKEN_SECONDS}
+    parts = (json.dumps({"alg": "none"}), json.dumps(who), _key_of(request))
+    return ".".join(urlsafe_b64encode(each.encode()).decode().rstrip("=") for each in parts)
 
 
 def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
@@ -49,6 +64,10 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     gets = {("GET", path): verb for path, verb in GET.items()}
     for (method, path), verb in {**posts, **gets, **REST}.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=[method])
+
+    @router.post("/auth/token")
+    async def token(request: Request) -> JsonObject:
+        return {"jwt": _token(request)}
 
     @router.get("/files/{link}")
     async def file(link: str) -> Response:

@@ -8,7 +8,7 @@ from turnwise.tinker.service import TinkerService
 
 CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": True,  # the SDK reads `whoami` from its token
         "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
         "proto_compress_fwdbwd": False,
         # Its polls could not tell a client which samples a server that was killed has lost.

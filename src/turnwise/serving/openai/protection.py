@@ -13,6 +13,7 @@ import hmac
 import resource
 import select
 import socket
+from base64 import urlsafe_b64decode
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -171,6 +172,16 @@ def guarded(app: ASGIApp, serving: ServingConfig, key: str | None, store: Sessio
     )
 
 
+def key_in(token: str) -> str:
+    """Return the key in a token of Tinker's clients, HEADER.CLAIMS.KEY in base64: what proves who
+    sends it. A key is returned as it is."""
+    parts = token.split(".")
+    with suppress(ValueError):  # of what is no base64
+        if token.startswith("eyJ") and len(parts) == 3:
+            return urlsafe_b64decode(f"{parts[2]}==").decode()
+    return token
+
+
 class Gate:
     """Refuses what is not meant for the server, may not be asked, or is too large.
 
@@ -285,7 +296,7 @@ class Gate:
         sent = headers.get("authorization", "")
         takes_header = "/v1/messages" in path or path.startswith("/api/v1/")
         if takes_header and (own := headers.get("x-api-key")):
-            sent = f"Bearer {own}"  # the header of Anthropic's clients, and of Tinker's
+            sent = f"Bearer {key_in(own)}"  # the header of Anthropic's clients, and of Tinker's
         if _equal(sent, f"Bearer {self._key}"):
             return True
         if not path.startswith("/sessions/"):
