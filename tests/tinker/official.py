@@ -6,9 +6,10 @@
     python -m tests.tinker.official --cookbook tinker_cookbook-0.6.1 [--e2e FOLDER] [-k NAME]
 
 The cookbook's `tests/recipes` start recipes by `uv run python -m MODULE`; what stands in for `uv`
-here gives them local rows and the server's model (see `recipes`), and nothing else. FOLDER is `e2e`
-of the SDK's repository, which its packages lack; its table of servers gets ours. The other tests of
-both, in the packages and beside them, mock the server or need none.
+here gives them local rows and the server's model (see `recipes`), and `loss_fn` to those whose loss
+would be stable_reinforce, which the server does not compute; nothing else. FOLDER is `e2e` of the
+SDK's repository, which its packages lack; its table of servers gets ours. The other tests of both,
+in the packages and beside them, mock the server or need none.
 """
 
 import argparse
@@ -33,6 +34,7 @@ KEYS = {
     ),
 }
 """Arguments of recipes that name models; of others `model_name`."""
+WITH_LOSS = [f"tinker_cookbook.recipes.{name}.train" for name in ("math_rl", "forecasting")]
 IMAGES = "test_recipe_vlm_classifier.py"
 SECONDS = 600.0
 
@@ -41,7 +43,8 @@ def run_recipe(module: str, arguments: list[str]) -> None:
     """Run a recipe with the server's model."""
     keys = KEYS.get(module.removeprefix("tinker_cookbook.recipes."), ("model_name",))
     kept = [each for each in arguments if each.partition("=")[0] not in keys]
-    run(module, [*kept, *(f"{key}={NAME}" for key in keys)])
+    loss = ["loss_fn=importance_sampling"] * (module in WITH_LOSS)
+    run(module, [*kept, *loss, *(f"{key}={NAME}" for key in keys)])
 
 
 def pytest_collection() -> None:

@@ -253,6 +253,7 @@ async def test_what_the_server_does_not_answer_has_a_sentence(client: Client) ->
 
 
 async def test_a_token_says_who_the_caller_is_and_counts_as_the_key(client: Client) -> None:
+    """The SDK reads `whoami` from it."""
     await client.open()
     token = (await client.tree("auth/token"))["jwt"]
     claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))

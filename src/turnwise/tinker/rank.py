@@ -182,7 +182,7 @@ class AdapterRank:
                         loss_N.sum().backward()  # type: ignore[no-untyped-call]
                     total += float(loss_N.detach().sum())
                     both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
-                    parts = both_2N.split([len(d.token_ids_T) for d in chosen], dim=1)
+                    parts = torch.split(both_2N, [len(d.token_ids_T) for d in chosen], dim=1)
                     for sample, datum, part in zip(samples, chosen, parts, strict=True):
                         shape = datum.inputs["target_tokens"].shape
                         own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]

@@ -184,7 +184,7 @@ class RunLog:
                 samples.append((sample, values_KN))
                 origins[id(sample)] = made
             if "logprobs" in given:
-                differences.append((logprobs_T - given["logprobs"])[value_T != 0])
+                differences.append(np.subtract(logprobs_T, given["logprobs"])[value_T != 0])
                 exact += sample.trained if sample else 0
         trajectories, joined = list(origins.values()), np.concatenate(differences)
         row.add_trajectories(trajectories)
@@ -228,6 +228,6 @@ def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSampl
     sample = Sample.of(*parts, 0.0, 0, turns=branch.turns)
     at = np.flatnonzero(sample.response_mask_T)
     own, ones = logprobs_T[at - 1], np.ones(len(at))
-    ratio = np.exp(own - sample.logprobs_T[at])
+    ratio = np.exp(np.subtract(own, sample.logprobs_T[at]))
     values = [own, ones * np.nan, value_T[at - 1], ones, ratio, ones * 0]
     return sample, np.stack(values).astype(np.float32)

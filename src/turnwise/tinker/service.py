@@ -93,7 +93,7 @@ class Sampler:
 
 
 OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
-"""What answers a request of a model in its turn."""
+"""Answers a request of a model in its turn."""
 Ask = Callable[..., Awaitable[Foreign]]
 """Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
@@ -165,8 +165,9 @@ class TinkerService:
 
     def held_by(self, session: str) -> JsonObject:
         """Return the ids of what a session has."""
-        held = {"training_run_ids": self._models, "sampler_ids": self._samplers}
-        return {key: [n for n in all_ if n.startswith(f"{session}:")] for key, all_ in held.items()}
+        models = [name for name, each in self._models.items() if each.session.id == session]
+        samplers = [name for name, each in self._samplers.items() if each.session.id == session]
+        return {"training_run_ids": models, "sampler_ids": samplers}
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
