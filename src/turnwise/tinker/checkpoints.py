@@ -179,10 +179,6 @@ class Checkpoints:
             "expires_at": checkpoint.expires,
         }
 
-    def files(self, checkpoint: Checkpoint) -> list[Path]:
-        """Return the files that a client can download."""
-        return [each for each in self.folder(checkpoint).iterdir() if each.name != _META]
-
     def folder(self, checkpoint: Checkpoint) -> Path:
         return self.root / checkpoint.run / checkpoint.kind / checkpoint.name
 

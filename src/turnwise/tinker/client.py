@@ -63,13 +63,14 @@ class ServiceClient:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close("success" if error is None else "errored", error)
+        self.close("success" if error is None else "errored", error)
 
-    def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
-        """End the session, then the server."""
-        self._close(status, None)
-
-    def _close(self, status: str, error: BaseException | None) -> None:
+    def close(
+        self,
+        status: Literal["success", "errored", "interrupted"] = "success",
+        error: BaseException | None = None,
+    ) -> None:
+        """End the session, then the server; `error` is what ended the program, if anything did."""
         try:
             self._client.close(status).result(_CLOSE_SECONDS)
         except Exception as failure:  # the server ends it, too

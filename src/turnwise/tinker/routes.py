@@ -21,9 +21,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.serving.openai.protection import key_in
 from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
-from turnwise.tinker.rest import REST, USER
 from turnwise.tinker.service import TinkerService
-from turnwise.tinker.verbs import CONSTANT, GET, POST, Verb
+from turnwise.tinker.verbs import CONSTANT, USER, VERBS, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 ROOT: Final = "/api/v1"
@@ -60,9 +59,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     router = APIRouter(prefix=ROOT)
     for path, answer in CONSTANT.items():
         router.add_api_route(f"/{path}", _constant(answer), methods=["POST"])
-    posts = {("POST", path): verb for path, verb in POST.items()}
-    gets = {("GET", path): verb for path, verb in GET.items()}
-    for (method, path), verb in {**posts, **gets, **REST}.items():
+    for (method, path), verb in VERBS.items():
         router.add_api_route(f"/{path}", _answering(service, verb), methods=[method])
 
     @router.post("/auth/token")
