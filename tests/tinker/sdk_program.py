@@ -7,6 +7,7 @@ It prints what it saw as JSON.
 
 import json
 import sys
+from datetime import date
 from typing import Any
 
 import tinker
@@ -117,7 +118,10 @@ def main() -> dict[str, Any]:
     seen["stable"] = failing(stable.result)
     seen["top"] = likeliest(training, named, IDS)
     seen["state"] = failing(lambda: training.save_state("state").result())
-    seen["rest"] = failing(lambda: service.create_rest_client().list_training_runs().result())
+    rest = service.create_rest_client()
+    seen["rest"] = failing(lambda: rest.get_audit_log(day=date.today()).result())
+    seen["who"] = rest.whoami().result().user_urn
+    seen["sessions"] = len(rest.list_sessions().result().sessions)
     custom = training.forward_backward_custom(
         [supervised(IDS)],
         lambda data, logprobs: (-sum(each.sum() for each in logprobs), {"a": 1.0}),

@@ -102,6 +102,8 @@ def test_errors_reach_the_program_as_the_sdk_raises_them(seen: dict[str, Any]) -
     assert "no finite number" in seen["nan"]
     assert "does not compute stable_reinforce" in seen["stable"]
     assert seen["rest"].startswith("NotFoundError")
+    assert seen["who"].startswith("tml:organization_user:")
+    assert seen["sessions"] >= 1
 
 
 @pytest.mark.slow
