@@ -36,7 +36,7 @@ KEYS = {
 """Arguments of recipes that name models; of others `model_name`."""
 WITH_LOSS = [f"tinker_cookbook.recipes.{name}.train" for name in ("math_rl", "forecasting")]
 IMAGES = "test_recipe_vlm_classifier.py"
-SECONDS = 600.0
+SECONDS = 900.0
 
 
 def run_recipe(module: str, arguments: list[str]) -> None:
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         which = ["-p", "tests.tinker.official", *chosen]
         return tested(options.e2e.absolute(), folder, which, environment(url, str(model)))
 
-    keys = ("model.lora.rank=128", "model.max_length=2048", f"serving.api_key={KEY}")
+    keys = ("model.lora.rank=128", "model.max_length=4096", f"serving.api_key={KEY}")
     for given, name, tests in (
         (options.cookbook, NAME, of_recipes),
         (options.e2e, str(model), of_sdk),
