@@ -14,6 +14,7 @@ in the packages and beside them, mock the server or need none.
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -94,6 +95,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     (folder / "bin").mkdir(parents=True, exist_ok=True)
+    logs = folder / "cookbook"
+    shutil.rmtree(logs, ignore_errors=True)  # else some go on from states of an earlier server
     stand_in = folder / "bin" / "uv"  # uv run python -m MODULE ...
     stand_in.write_text(
         f'#!/bin/sh\nshift 3\ncd {SDK}\nPYTHONPATH="{SDK}:{ROOT}:{ENVS}" '
@@ -107,7 +110,7 @@ def main(arguments: list[str]) -> int:
         return in_cookbook(
             TINKER_BASE_URL=url,
             TINKER_API_KEY=KEY,
-            TINKER_COOKBOOK_RUNS_DIR=str(folder / "runs"),
+            TINKER_COOKBOOK_RUNS_DIR=str(logs),
             RECIPE_NAME=name,
             RECIPE_TOKENIZER=str(model),
             RECIPE_ROWS="1024",
